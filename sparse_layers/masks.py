@@ -1,0 +1,791 @@
+"""Which query may attend to which key: small frozen values, closed under ``&``, ``|`` and ``~``.
+
+A mask knows nothing of lengths, heads, blocks or devices. It answers two questions:
+
+* ``mask(q, k)``: may the query at position ``q`` attend to the key at position ``k``? The arguments are integer arrays
+  that broadcast against each other (numpy or JAX); the answer is a bool array of the broadcast shape. Every mask that
+  is ``computable`` uses operators only, so the same expression runs inside a kernel.
+* ``mask.bounds(q0, q1, k0, k1)``: is the inclusive rectangle of positions ``EMPTY``, ``PARTIAL`` or ``FULL``?
+  Answered in closed form, so that a plan for a million tokens never looks at single elements.
+
+Block lists, the dense oracle, pictures and tests all derive from these two.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+# Inside this package a grade has a fourth value: 'PARTIAL as far as the closed form can tell'. Whoever needs the exact
+# answer evaluates just those rectangles (ops/blocks.py); `bounds` reports them as PARTIAL, which is always sound.
+UNSURE = 3
+
+_AND = np.array([[0, 0, 0, 0], [0, 3, 1, 3], [0, 1, 2, 3], [0, 3, 3, 3]], np.int8)
+_NOT = np.array([2, 1, 0, 3], np.int8)
+_OR = _NOT[_AND[np.ix_(_NOT, _NOT)]]
+
+
+def _graded(some: np.ndarray, every: np.ndarray) -> np.ndarray:
+    """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
+    return np.add(some, every, dtype=np.int8)
+
+
+def _positive(mask: "Mask", **values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{type(mask).__name__}: {name} must be an integer >= 1, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``grade``.
+
+    Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace.
+
+    Raises:
+      TypeError: when used as a truth value (``and``, ``or``, ``not``, ``if``): write ``&``, ``|``, ``~``.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> mask = sl.Causal() & (sl.Window(1) | sl.Prefix(1))
+      >>> print(sl.picture(mask, 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ · ■ ■ · ·
+      ■ · · ■ ■ ·
+      ■ · · · ■ ■
+      >>> bool(mask(5, 0)), bool(mask(5, 1))
+      (True, False)
+    """
+
+    @property
+    def computable(self) -> bool:
+        """Whether ``mask(q, k)`` may be traced into a kernel (operators only, no table of its own)."""
+        return True
+
+    def __call__(self, q: Any, k: Any) -> Any:
+        """Whether query position ``q`` may attend to key position ``k`` (integer arrays that broadcast) as bools."""
+        raise TypeError(f"{type(self).__name__} is no concrete mask: it has no rule of its own")
+
+    def grade(self, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.ndarray:
+        """`bounds` with the fourth answer UNSURE; int8, of a shape that broadcasts to the arguments' shape."""
+        return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
+
+    def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
+        """Grades inclusive rectangles of positions.
+
+        Args:
+          q0, q1: first and last query position of each rectangle, integer arrays (numpy).
+          k0, k1: first and last key position; all four broadcast against each other.
+
+        Returns:
+          int8 array of the broadcast shape: 0 (``EMPTY``) only if no pair is allowed, 2 (``FULL``) only if every pair
+          is, 1 (``PARTIAL``) otherwise. Primitives are exact; a composition may say 1 where 0 or 2 would be right.
+        """
+        corners = [np.asarray(x) for x in (q0, q1, k0, k1)]
+        states = self.grade(*corners)
+        shape = np.broadcast_shapes(*(c.shape for c in corners))
+        return np.broadcast_to(np.where(states == UNSURE, np.int8(PARTIAL), states), shape)
+
+    def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
+        """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
+        q, k = np.arange(q_len)[:, None], np.arange(q_len if kv_len is None else kv_len)[None, :]
+        return np.broadcast_to(self(q, k), (q.size, k.size))
+
+    @property
+    def T(self) -> "Mask":
+        """The transpose: ``mask.T(q, k) == mask(k, q)``."""
+        return self.mask if isinstance(self, Transposed) else Transposed(self)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> "Mask":
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with &, | and ~, not with 'and', 'or', 'not'")
+
+
+# --- the algebra -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """Both masks allow the pair: ``left & right``."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.left.computable and self.right.computable
+
+    def __call__(self, q, k):
+        return self.left(q, k) & self.right(q, k)
+
+    def grade(self, q0, q1, k0, k1):
+        return _AND[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"{_operand(self.left, And)} & {_operand(self.right, And)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+    """At least one of the masks allows the pair: ``left | right``."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.left.computable and self.right.computable
+
+    def __call__(self, q, k):
+        return self.left(q, k) | self.right(q, k)
+
+    def grade(self, q0, q1, k0, k1):
+        return _OR[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"{_operand(self.left, Or)} | {_operand(self.right, Or)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Not(Mask):
+    """The mask does not allow the pair: ``~mask``."""
+
+    mask: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        # `== False` and not `~`: on a Python bool `~` is arithmetic.
+        return self.mask(q, k) == False  # noqa: E712
+
+    def grade(self, q0, q1, k0, k1):
+        return _NOT[self.mask.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"~{_operand(self.mask, Not)}"
+
+
+def _operand(mask: Mask, parent: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, And | Or) and not isinstance(mask, parent) else repr(mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Mask):
+    """Queries and keys change places: ``mask.T``. Turns global columns into global rows."""
+
+    mask: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        return self.mask(k, q)
+
+    def grade(self, q0, q1, k0, k1):
+        return self.mask.grade(k0, k1, q0, q1)
+
+    def __repr__(self):
+        return f"{_operand(self.mask, Not)}.T"
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Mask):
+    """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
+
+    Args:
+      mask: what one block of queries may see of one block of keys.
+      block: block size in tokens.
+
+    Raises:
+      ValueError: block is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Blocks(sl.Causal(), block=2), 6))
+      ■ ■ · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■
+    """
+
+    mask: Mask
+    block: int
+
+    def __post_init__(self):
+        _positive(self, block=self.block)
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        return self.mask(q // self.block, k // self.block)
+
+    def grade(self, q0, q1, k0, k1):
+        return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
+
+
+# --- primitives ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Full(), 3))
+      ■ ■ ■
+      ■ ■ ■
+      ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        return (q == q) & (k == k)
+
+    def grade(self, q0, q1, k0, k1):
+        return np.int8(FULL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty(Mask):
+    """No query sees any key: output 0 and log-sum-exp -inf in every row.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Empty(), 3))
+      · · ·
+      · · ·
+      · · ·
+    """
+
+    def __call__(self, q, k):
+        return (q != q) & (k != k)
+
+    def grade(self, q0, q1, k0, k1):
+        return np.int8(EMPTY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """``k <= q``: a query sees itself and all earlier keys.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Causal(), 5))
+      ■ · · · ·
+      ■ ■ · · ·
+      ■ ■ ■ · ·
+      ■ ■ ■ ■ ·
+      ■ ■ ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        return k <= q
+
+    def grade(self, q0, q1, k0, k1):
+        return _graded(k0 <= q1, k1 <= q0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """``q - left <= k <= q + right``: inclusive reach to each side; the query itself always counts.
+
+    The convention of ``jax.nn.dot_product_attention(local_window_size=(left, right))``. 'A window of w keys' in the
+    sense of Mistral or Gemma is ``Window(w - 1)``.
+
+    Args:
+      left: how many keys before the query are seen; None for all.
+      right: how many keys after the query are seen; None for all.
+
+    Raises:
+      ValueError: a reach is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Window(2, 1), 6))
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ ■ ■ ■ · ·
+      · ■ ■ ■ ■ ·
+      · · ■ ■ ■ ■
+      · · · ■ ■ ■
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self):
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
+                raise ValueError(f"Window: {name} must be an integer >= 0 or None, got {value!r}")
+
+    def __call__(self, q, k):
+        after = (q == q) & (k == k) if self.left is None else q - k <= self.left
+        return after if self.right is None else after & (k - q <= self.right)
+
+    def grade(self, q0, q1, k0, k1):
+        lowest, highest = q0 - k1, q1 - k0  # q - k takes every value in between
+        some, every = np.bool_(True), np.bool_(True)
+        if self.left is not None:
+            some, every = some & (lowest <= self.left), every & (highest <= self.left)
+        if self.right is not None:
+            some, every = some & (highest >= -self.right), every & (lowest >= -self.right)
+        return _graded(some, every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Mask):
+    """``(q - k) % stride == 0``: every stride-th key, in both directions (Child et al. 2019, A2 of 'strided').
+
+    Args:
+      stride: distance of the keys in tokens.
+
+    Raises:
+      ValueError: stride is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Strided(3), 6))
+      ■ · · ■ · ·
+      · ■ · · ■ ·
+      · · ■ · · ■
+      ■ · · ■ · ·
+      · ■ · · ■ ·
+      · · ■ · · ■
+    """
+
+    stride: int
+
+    def __post_init__(self):
+        _positive(self, stride=self.stride)
+
+    def __call__(self, q, k):
+        # One remainder a position and one comparison a pair, instead of a remainder a pair.
+        return q % self.stride == k % self.stride
+
+    def grade(self, q0, q1, k0, k1):
+        lowest, highest = q0 - k1, q1 - k0
+        some = highest // self.stride > (lowest - 1) // self.stride
+        return _graded(some, some & ((lowest == highest) | (self.stride == 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiagonal(Mask):
+    """``q // size == k // size``: attention within groups of ``size`` neighbours.
+
+    Args:
+      size: tokens in a group.
+
+    Raises:
+      ValueError: size is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.BlockDiagonal(2), 6))
+      ■ ■ · · · ·
+      ■ ■ · · · ·
+      · · ■ ■ · ·
+      · · ■ ■ · ·
+      · · · · ■ ■
+      · · · · ■ ■
+    """
+
+    size: int
+
+    def __post_init__(self):
+        _positive(self, size=self.size)
+
+    def __call__(self, q, k):
+        return q // self.size == k // self.size
+
+    def grade(self, q0, q1, k0, k1):
+        a0, a1, b0, b1 = (x // self.size for x in (q0, q1, k0, k1))
+        some = (a0 <= b1) & (b0 <= a1)
+        return _graded(some, some & (a0 == a1) & (b0 == b1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns(Mask):
+    """``start <= k % period < stop``: the same summary keys of every period, seen by all (Child et al. 2019, 'fixed').
+
+    Args:
+      period: length of the repeated stretch in tokens.
+      start: first summary key within the period.
+      stop: one past the last summary key; defaults to the period's end.
+
+    Raises:
+      ValueError: unless 0 <= start < stop <= period.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Columns(3, 2), 6))
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+    """
+
+    period: int
+    start: int
+    stop: int | None = None
+
+    def __post_init__(self):
+        _positive(self, period=self.period)
+        if self.stop is None:
+            object.__setattr__(self, "stop", self.period)
+        if not 0 <= self.start < self.end <= self.period:
+            raise ValueError(
+                "Columns: must hold 0 <= start < stop <= period, "
+                f"got start={self.start!r}, stop={self.stop!r}, period={self.period!r}"
+            )
+
+    @property
+    def end(self) -> int:
+        return self.period if self.stop is None else self.stop
+
+    def __call__(self, q, k):
+        offset = k % self.period
+        return (offset >= self.start) & (offset < self.end) & (q == q)
+
+    def grade(self, q0, q1, k0, k1):
+        def before(x):  # summary keys in [0, x)
+            return x // self.period * (self.end - self.start) + np.clip(
+                x % self.period - self.start, 0, self.end - self.start
+            )
+
+        count = before(k1 + 1) - before(k0)
+        return _graded(count > 0, count == k1 - k0 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Mask):
+    """``k < size``: all see the first ``size`` keys (prefix LM, attention-sink tokens, global columns).
+
+    Args:
+      size: number of keys, >= 0.
+
+    Raises:
+      ValueError: size is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Prefix(2), 4))
+      ■ ■ · ·
+      ■ ■ · ·
+      ■ ■ · ·
+      ■ ■ · ·
+    """
+
+    size: int
+
+    def __post_init__(self):
+        if not isinstance(self.size, int | np.integer) or self.size < 0:
+            raise ValueError(f"{type(self).__name__}: size must be an integer >= 0, got {self.size!r}")
+
+    def __call__(self, q, k):
+        return (k < self.size) & (q == q)
+
+    def grade(self, q0, q1, k0, k1):
+        return _graded(k0 < self.size, k1 < self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(Prefix):
+    """``k < size or q < size``: the first ``size`` tokens see all and are seen by all (Longformer, BigBird).
+
+    Args:
+      size: number of global tokens, >= 0.
+
+    Raises:
+      ValueError: size is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Global(1), 4))
+      ■ ■ ■ ■
+      ■ · · ·
+      ■ · · ·
+      ■ · · ·
+    """
+
+    def __call__(self, q, k):
+        return (k < self.size) | (q < self.size)
+
+    def grade(self, q0, q1, k0, k1):
+        return _graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSparse(Mask):
+    """``q - k`` is 0 or a power of two (Li et al. 2019): log2(T) + 1 keys a query, causal by itself.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.LogSparse(), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · ■ ■ ■ · ·
+      ■ · ■ ■ ■ ·
+      · ■ · ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        distance = q - k
+        return (distance >= 0) & ((distance & (distance - 1)) == 0)
+
+    def grade(self, q0, q1, k0, k1):
+        def up_to(x):  # allowed distances in [0, x]; frexp's exponent is the bit length, exact below 2**53
+            return np.where(x < 0, 0, 1 + np.frexp(np.maximum(x, 0).astype(np.float64))[1])
+
+        lowest, highest = q0 - k1, q1 - k0
+        count = up_to(highest) - up_to(lowest - 1)
+        return _graded(count > 0, count == highest - lowest + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Mask):
+    """Each query draws ``count`` of the positions before it, by a counter-based hash (BigBird's random blocks).
+
+    Row ``q`` splits ``[0, q)`` into ``count`` stretches of equal length and draws one position from each, so its
+    draws are distinct and depend on ``(q, seed)`` only: no length is needed, and no state. Rows with at most ``count``
+    earlier positions see them all. Lift it with `Blocks` for random blocks; ``mask | mask.T`` gives both directions.
+
+    Args:
+      count: draws a row, >= 1.
+      seed: any integer; equal seeds make equal masks, on every backend.
+
+    Raises:
+      ValueError: count is not a positive integer, or seed no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.Random(3, seed=1).dense(64).sum(axis=1)[[0, 1, 2, 3, 4, 63]]
+      array([0, 1, 2, 3, 3, 3])
+    """
+
+    count: int
+    seed: int = 0
+
+    def __post_init__(self):
+        _positive(self, count=self.count)
+        if not isinstance(self.seed, int | np.integer):
+            raise ValueError(f"Random: seed must be an integer, got {self.seed!r}")
+
+    def draw(self, q: Any, i: int) -> Any:
+        """The i-th draw of row q (q > 0): one position of the i-th of ``count`` stretches of [0, q)."""
+        first, last = q * i // self.count, q * (i + 1) // self.count
+        width = (last - first) + (last == first)  # an empty stretch (q < count) repeats a neighbour's position
+        return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
+
+    def __call__(self, q, k):
+        q = np.asarray(q) if isinstance(q, int) else q
+        hit = (q < 0) & (k < 0)
+        for i in range(self.count):
+            hit = hit | (self.draw(q, i) == k)
+        return hit & (k < q)
+
+    def grade(self, q0, q1, k0, k1):
+        q0, q1, k0, k1 = np.broadcast_arrays(q0, q1, k0, k1)
+        some = np.zeros(q0.shape, bool)
+        rows = int((q1 - q0).max(initial=0)) + 1
+        if rows > 32:  # a coarse rectangle: not worth the draws
+            return np.where(k0 < q1, np.int8(UNSURE), np.int8(EMPTY))
+        for row in range(rows):
+            q = np.minimum(q0 + row, q1)
+            for i in range(self.count):
+                draw = self.draw(q, i)
+                some |= (draw >= k0) & (draw <= k1) & (draw < q)
+        single = (q0 == q1) & (k0 == k1)
+        return np.where(some, np.where(single, np.int8(FULL), np.int8(UNSURE)), np.int8(EMPTY))
+
+
+def _hash(x: Any, salt: int) -> Any:
+    """A 32-bit mix of positions and a salt (finaliser with the constants of lowbias32); the same in numpy and JAX."""
+    x = x.astype(np.uint32) ^ np.uint32((salt * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
+    for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(multiplier)
+        x = x ^ (x >> np.uint32(shift))
+    return x
+
+
+# --- masks from outside ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array(Mask):
+    """A bool array [q_len, kv_len] as a mask; positions outside it are not allowed. Equal contents are equal masks.
+
+    Args:
+      array: bool, 2-dimensional.
+
+    Raises:
+      ValueError: not a 2-dimensional bool array.
+
+    Example:
+      >>> import numpy as np, sparse_layers as sl
+      >>> print(sl.picture(sl.Array(np.eye(3, dtype=bool)) | sl.Prefix(1), 3))
+      ■ · ·
+      ■ ■ ·
+      ■ · ■
+    """
+
+    array: np.ndarray = dataclasses.field(repr=False)
+
+    def __post_init__(self):
+        array = np.asarray(self.array)
+        if array.ndim != 2 or array.dtype != np.bool_:
+            raise ValueError(f"Array: must be a 2-dimensional bool array, got {array.dtype} of shape {array.shape}")
+        array = array.copy()
+        array.flags.writeable = False
+        # Summed-area table: the number of True in any rectangle from four look-ups.
+        counts = np.zeros((array.shape[0] + 1, array.shape[1] + 1), np.int64)
+        np.cumsum(np.cumsum(array, axis=0, dtype=np.int64), axis=1, out=counts[1:, 1:])
+        object.__setattr__(self, "array", array)
+        object.__setattr__(self, "_counts", counts)
+        object.__setattr__(self, "_digest", (array.shape, hashlib.sha256(np.packbits(array).tobytes()).digest()))
+
+    @property
+    def computable(self) -> bool:
+        return False
+
+    def __eq__(self, other):
+        return isinstance(other, Array) and self._digest == other._digest  # pyright: ignore
+
+    def __hash__(self):
+        return hash(self._digest)  # pyright: ignore
+
+    def __call__(self, q, k):
+        q, k = np.asarray(q), np.asarray(k)
+        inside = (q >= 0) & (q < self.array.shape[0]) & (k >= 0) & (k < self.array.shape[1])
+        return inside & self.array[np.where(inside, q, 0), np.where(inside, k, 0)] if self.array.size else inside
+
+    def grade(self, q0, q1, k0, k1):
+        rows, columns = self.array.shape
+        a0, a1 = np.minimum(q0, rows), np.minimum(q1 + 1, rows)
+        b0, b1 = np.minimum(k0, columns), np.minimum(k1 + 1, columns)
+        c = self._counts  # pyright: ignore
+        count = c[a1, b1] - c[a0, b1] - c[a1, b0] + c[a0, b0]
+        return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskMod(Mask):
+    """A FlexAttention style ``mask_mod(b, h, q, k)`` for one head. It must not depend on the batch: b is always 0.
+
+    Args:
+      function: takes (b, h, q, k); b and h are integers, q and k integer arrays that broadcast. Returns bools.
+      head: the value of h.
+      traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
+        is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> mask = sl.MaskMod(lambda b, h, q, k: (q >= k) & (q - k < 2))
+      >>> print(sl.picture(mask, 4))
+      ■ · · ·
+      ■ ■ · ·
+      · ■ ■ ·
+      · · ■ ■
+    """
+
+    function: Callable[[Any, Any, Any, Any], Any]
+    head: int = 0
+    traceable: bool = False
+
+    @property
+    def computable(self) -> bool:
+        return self.traceable
+
+    def __call__(self, q, k):
+        return self.function(0, self.head, q, k)
+
+
+def from_mask_mod(
+    mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
+) -> Mask | tuple[Mask, ...]:
+    """A mask, or a tuple with one mask a head, from a FlexAttention style ``mask_mod(b, h, q, k)``.
+
+    Args:
+      mask_mod: must not depend on b (documents and padding are ``segment_ids``, not masks).
+      heads: number of heads if the function depends on h; None if it does not.
+      traceable: see `MaskMod`.
+
+    Returns:
+      One `MaskMod`, or a tuple of ``heads`` of them.
+
+    Raises:
+      ValueError: heads is less than 1.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.from_mask_mod(lambda b, h, q, k: q - k <= h, heads=2)[1](5, 4)
+      True
+    """
+    if heads is None:
+        return MaskMod(mask_mod, 0, traceable)
+    if heads < 1:
+        raise ValueError(f"from_mask_mod: heads must be None or >= 1, got {heads}")
+    return tuple(MaskMod(mask_mod, head, traceable) for head in range(heads))
+
+
+def as_masks(mask: Any) -> tuple[Mask, ...]:
+    """The masks that the heads take in turn, from whatever describes them.
+
+    Args:
+      mask: a `Mask`; a sequence of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or any
+        object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
+
+    Returns:
+      A tuple of masks; of length 1 when all heads share one.
+
+    Raises:
+      TypeError: none of these.
+      ValueError: an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
+
+    Example:
+      >>> import numpy as np, sparse_layers as sl
+      >>> sl.as_masks(sl.Causal())
+      (Causal(),)
+      >>> len(sl.as_masks(np.ones((4, 8, 8), bool)))
+      1
+    """
+    if isinstance(mask, Mask):
+        return (mask,)
+    if isinstance(mask, Sequence) and not isinstance(mask, str):
+        if not mask:
+            raise ValueError("mask: a sequence of masks must not be empty")
+        masks = tuple(m for entry in mask for m in as_masks(entry))
+        return masks[:1] if len(set(masks)) == 1 else masks
+    shape = getattr(mask, "shape", None)
+    if shape is None or not hasattr(mask, "__getitem__"):
+        raise TypeError(
+            "mask must be a Mask, a sequence of masks, a bool array [T, S] or [H, T, S], or an object with .shape and "
+            f"slicing; got {type(mask).__name__}: {mask!r}"
+        )
+    if len(shape) == 2:
+        return (Array(np.asarray(mask[:, :])),)
+    if len(shape) == 3:
+        return as_masks([Array(np.asarray(mask[h, :, :])) for h in range(shape[0])])
+    raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")

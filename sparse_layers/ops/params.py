@@ -1,0 +1,100 @@
+"""Settings of the kernels: `FwdParams` and `BwdParams`. None means: chosen for the device, head size and lengths."""
+
+import dataclasses
+import hashlib
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelParams:
+    """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
+
+    Attributes:
+      q_blocksize: rows of q in one block of the plan (a multiple of 8).
+      kv_blocksize: rows of k and v in one block of the plan (a multiple of 8).
+      blocksize_m: rows of q that one GPU program holds (a power of two).
+      blocksize_n: rows of k and v that one GPU loop step loads (a power of two).
+      blocksize_k: slice of the head size that one GPU loop step multiplies (a power of two).
+      blocksize_heads: query heads of one group that a program handles together (a power of two).
+      blocksize_keys: keys that one split of a long row covers (a power of two).
+      num_key_splits: programs over which a long row of blocks is split, merged by log-sum-exp.
+      num_warps: warps of a GPU program (1, 2, 4, 8 or 16).
+      num_stages: depth of the GPU's software pipeline.
+
+    Raises:
+      ValueError: a value lies outside its range.
+    """
+
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    blocksize_m: int | None = None
+    blocksize_n: int | None = None
+    blocksize_k: int | None = None
+    blocksize_heads: int | None = None
+    blocksize_keys: int | None = None
+    num_key_splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            lowest, highest, rule = _RANGES[field.name]
+            fits = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+            if fits and rule == "a multiple of 8":
+                fits = value % 8 == 0
+            elif fits and rule == "a power of two":
+                fits = value & (value - 1) == 0
+            if not fits:
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name} must be {rule} from {lowest} to {highest}, got {value!r}"
+                )
+
+    def content_hash(self) -> str:
+        """A hash of class, field names and values (64 hex digits): the same in every process and Python version."""
+        items = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
+        return hashlib.sha256(f"{type(self).__name__}({', '.join(items)})".encode()).hexdigest()
+
+
+_RANGES = {
+    "q_blocksize": (8, 8192, "a multiple of 8"),
+    "kv_blocksize": (8, 8192, "a multiple of 8"),
+    "blocksize_m": (16, 512, "a power of two"),
+    "blocksize_n": (16, 512, "a power of two"),
+    "blocksize_k": (16, 512, "a power of two"),
+    "blocksize_heads": (1, 256, "a power of two"),
+    "blocksize_keys": (16, 1 << 20, "a power of two"),
+    "num_key_splits": (1, 256, "an integer"),
+    "num_warps": (1, 16, "a power of two"),
+    "num_stages": (1, 8, "an integer"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FwdParams(KernelParams):
+    """Settings of the forward pass; see `KernelParams` for the fields (all int or None) and their ranges.
+
+    Raises:
+      ValueError: a value lies outside its range.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.FwdParams(q_blocksize=64, kv_blocksize=128).q_blocksize
+      64
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class BwdParams(KernelParams):
+    """Settings of the backward pass; see `KernelParams` for the fields (all int or None) and their ranges.
+
+    Raises:
+      ValueError: a value lies outside its range.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.BwdParams(kv_blocksize=100)
+      Traceback (most recent call last):
+      ValueError: BwdParams: kv_blocksize must be a multiple of 8 from 8 to 8192, got 100
+    """
