@@ -1,0 +1,245 @@
+"""The op: validates once, picks an implementation, owns the only `jax.custom_vjp`."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..masks import as_masks
+from . import reference, xla
+from .params import BwdParams, FwdParams
+from .plan import BLOCK, Call, Operands, Plan, make_plan
+
+# A new backend is one name here and, where it should be tried first, in its platform's list.
+IMPLEMENTATIONS = {"xla": xla, "reference": reference}
+PREFERRED: dict[str, tuple[str, ...]] = {}
+FALLBACK = ("xla",)
+
+
+def block_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan_or_mask: Any,
+    *,
+    segment_ids: Any = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    implementation: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    r"""Attention restricted to a mask, exact, with exact gradients, at the cost of the blocks that the mask touches.
+
+    ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query with no allowed key has out 0,
+    lse -inf (its sink's logit, if there are sinks) and gradients 0. Letters as in `jax.nn.dot_product_attention`.
+
+    Args:
+      query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
+      key: [B, S, K, H], same dtype. K divides N: query head n uses key head n // (N / K) (MHA, GQA, MQA).
+      value: [B, S, K, Hv], same dtype; Hv may differ from H.
+      plan_or_mask: a `Plan` of `make_plan`; a mask; a sequence of masks that the heads take in turn (its length divides
+        N); a numpy bool array [T, S], [1, T, S] or [N, T, S]; or a JAX bool array of the latter shapes, known at run
+        time only.
+      segment_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). Tokens see only their own segment, and a
+        negative id is padding: it attends to nothing. Blocks whose segments cannot meet are skipped at run time.
+      scale: factor on q . k; None means 1 / sqrt(H).
+      logits_soft_cap: positive c: logits x become c * tanh(x / c).
+      sinks: [N] logits of an imaginary key per head with value 0 (attention sinks), differentiable.
+      fwd_params: block sizes and kernel settings of the forward pass; None leaves them to the library.
+      bwd_params: the same for the backward pass.
+      implementation: one of `implementations()`; None takes the best that serves the call on this platform.
+      return_lse: also return the log-sum-exp of the allowed logits.
+
+    Returns:
+      out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse [B, T, N] float32), both
+      differentiable.
+
+    Raises:
+      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule.
+      TypeError: ``plan_or_mask`` describes no mask.
+      NotImplementedError: the named implementation cannot serve the call; says why.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 300, 2, 16))
+      >>> sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(63)).shape
+      (1, 300, 2, 16)
+
+    References:
+      Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (the patterns); Dao 2023,
+      "FlashAttention-2" (online softmax and its backward by blocks).
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    unbatched = query.ndim == 3
+    if unbatched:
+        query, key, value = query[None], key[None], value[None]
+    _check_arrays(query, key, value)
+    b, t, n, h = query.shape
+    s = key.shape[1]
+    scale = 1 / math.sqrt(h) if scale is None else _number("scale", scale)
+    if logits_soft_cap is not None:
+        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        if logits_soft_cap <= 0:
+            raise ValueError(f"logits_soft_cap must be > 0 or None, got {logits_soft_cap}")
+    if sinks is not None:
+        sinks = jnp.asarray(sinks)
+        if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            raise ValueError(f"sinks must be floats of shape [N] = ({n},), got {sinks.dtype} of shape {sinks.shape}")
+    plan, mask, block_shape = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params)
+    call = Call(plan, block_shape, scale, logits_soft_cap)
+    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
+    out, lse = _attend(_choose(implementation, call, operands), call, operands)
+    if unbatched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def implementations() -> tuple[str, ...]:
+    """The names that ``block_sparse_attention(implementation=)`` takes.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.implementations()
+      ('xla', 'reference')
+    """
+    return tuple(IMPLEMENTATIONS)
+
+
+# --- the derivative --------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(implementation: str, call: Call, operands: Operands):
+    return IMPLEMENTATIONS[implementation].forward(call, operands)
+
+
+def _attend_fwd(implementation, call, operands):
+    out, lse = IMPLEMENTATIONS[implementation].forward(call, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _attend_bwd(implementation, call, residuals, cotangents):
+    operands, out, lse = residuals
+    dout, dlse = cotangents
+    # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
+    delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
+    dq, dk, dv = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
+    dsinks = None
+    if operands.sinks is not None:
+        weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(operands.sinks.astype(lse.dtype) - lse))
+        dsinks = -(weight * delta).sum((0, 1)).astype(operands.sinks.dtype)
+    return (Operands(dq, dk, dv, dsinks),)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+# --- validation ------------------------------------------------------------------------------------------------------
+
+
+def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
+    candidates = (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK) if implementation is None else (implementation,)
+    reasons = []
+    for name in candidates:
+        reason = IMPLEMENTATIONS[name].unsupported(call, operands)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise NotImplementedError("no implementation can serve this call; " + "; ".join(reasons))
+
+
+def _check_arrays(query, key, value) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape [B, length, heads, size] (or [length, heads, size], as query does), "
+                f"got {x.shape}"
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
+        if 0 in x.shape[1:]:
+            raise ValueError(f"{name} must not be empty along length, heads or size, got shape {x.shape}")
+    hint = "axes are [B, length, heads, size]"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ValueError(f"batch sizes of query, key, value must agree, got {query.shape}, {key.shape}, {value.shape}")
+    if key.shape[1:3] != value.shape[1:3]:
+        raise ValueError(f"key and value must agree in length and heads ({hint}), got {key.shape} and {value.shape}")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query and key must agree in size H ({hint}), got {query.shape} and {key.shape}")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"the key heads must divide the query heads, got {key.shape[2]} and {query.shape[2]} "
+            f"from shapes {key.shape} and {query.shape}; {hint}"
+        )
+
+
+def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, jax.Array | None, tuple[int, int]]:
+    """The plan, or the run-time mask padded to whole blocks, and the blocks of the latter."""
+    for name, params, kind in (("fwd_params", fwd_params, FwdParams), ("bwd_params", bwd_params, BwdParams)):
+        if params is not None and not isinstance(params, kind):
+            raise ValueError(f"{name} must be {kind.__name__} or None, got {params!r}")
+    fwd = fwd_params or FwdParams()
+    block_shape = fwd.q_blocksize or BLOCK, fwd.kv_blocksize or BLOCK
+    if isinstance(plan_or_mask, Plan):
+        plan = plan_or_mask
+        if fwd_params is not None or bwd_params is not None:
+            raise ValueError("fwd_params and bwd_params belong to make_plan when a Plan is given")
+    else:
+        if isinstance(plan_or_mask, jax.Array | np.ndarray):
+            shape = plan_or_mask.shape
+            if plan_or_mask.dtype != bool or shape[-2:] != (t, s) or shape[:-2] not in ((), (1,), (n,)):
+                raise ValueError(
+                    f"mask must be a bool array [T, S], [1, T, S] or [N, T, S] with (T, S) = {(t, s)} and N = {n}, "
+                    f"got {plan_or_mask.dtype} of shape {shape}"
+                )
+        if isinstance(plan_or_mask, jax.Array):
+            mask = plan_or_mask.reshape(-1, t, s)
+            ends = [(0, -length % block) for length, block in zip((t, s), block_shape, strict=True)]
+            return None, jnp.pad(mask, [(0, 0), *ends]), block_shape
+        plan = make_plan(as_masks(plan_or_mask), t, s, fwd_params=fwd_params, bwd_params=bwd_params)
+    if (plan.q_len, plan.kv_len) != (t, s):
+        raise ValueError(
+            f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
+            "axes are [B, T, N, H] and [B, S, K, H]"
+        )
+    if n % len(plan.masks):
+        raise ValueError(f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}")
+    return plan, None, block_shape
+
+
+def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | None:
+    if segment_ids is None:
+        return None
+    if not isinstance(segment_ids, tuple | list):
+        if t != s:
+            raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be an array or a pair of arrays, got {len(segment_ids)} entries")
+    pair = []
+    for name, ids, length in zip(("queries", "keys"), segment_ids, (t, s), strict=True):
+        ids = jnp.asarray(ids)
+        ids = ids[None] if unbatched else ids
+        if ids.shape != (b, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                f"segment_ids of {name} must be integers of shape [B, length] = {(b, length)}, "
+                f"got {ids.dtype} of shape {ids.shape}"
+            )
+        pair.append(ids.astype(jnp.int32))
+    return pair[0], pair[1]
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite Python number, got {value!r}")
+    return float(value)

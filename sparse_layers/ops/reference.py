@@ -1,0 +1,72 @@
+"""The specification: dense attention, a few lines, every score in memory. Slow and obviously right.
+
+Its gradients come from JAX's own differentiation of these lines, not from a formula that a kernel could share.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .plan import Call, Operands
+
+MAX_SCORES = 1 << 31  # more score elements than this would fill any machine before an error could say so
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call: only if its score matrix would not fit in memory."""
+    b, t, n, _ = operands.query.shape
+    scores = b * n * t * operands.key.shape[1]
+    if scores > MAX_SCORES:
+        return f"it holds the whole score matrix [B, N, T, S], here {scores:.2e} elements, at most {MAX_SCORES:.2e}"
+    return None
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
+    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
+    out, lse = _attention(call, operands, *(x.astype(dtype) for x in operands[:3]))
+    return out.astype(operands.query.dtype), lse
+
+
+def backward(
+    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes; ``delta`` is sum(out * dout) less the gradient of lse."""
+    wide = [x.astype(lse.dtype) for x in operands[:3]]
+    (out, _), vjp = jax.vjp(lambda *x: _attention(call, operands, *x), *wide)
+    dout = dout.astype(lse.dtype)
+    dq, dk, dv = vjp((dout, (out * dout).sum(-1) - delta))
+    return dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype)
+
+
+def _attention(call: Call, operands: Operands, query, key, value):
+    n, groups = query.shape[2], query.shape[2] // key.shape[2]
+    key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * call.scale
+    if call.soft_cap is not None:
+        scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
+    allowed = _allowed(call, operands)
+    allowed = jnp.broadcast_to(jnp.tile(allowed, (1, n // allowed.shape[1], 1, 1)), scores.shape)
+    sink = jnp.full((1, 1, 1, 1), -jnp.inf) if operands.sinks is None else operands.sinks[None, :, None, None]
+    # The shift cancels in exact arithmetic; 0 stands in where nothing is allowed, so that no inf - inf arises.
+    shift = jnp.maximum(jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True), sink.astype(scores.dtype))
+    shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0, shift))
+    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores, 0) - shift), 0)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sink.astype(scores.dtype) - shift)
+    some = total > 0
+    safe = jnp.where(some, total, 1)
+    out = jnp.einsum("bnts,bsnh->btnh", weights / safe, value, precision="highest")
+    lse = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
+    return out, lse[..., 0].swapaxes(1, 2)
+
+
+def _allowed(call: Call, operands: Operands) -> jax.Array:
+    """[1 or B, heads, T, S] bools; heads are taken in turn."""
+    if operands.mask is not None:
+        allowed = operands.mask[None, :, : operands.query.shape[1], : operands.key.shape[1]]
+    else:
+        allowed = jnp.asarray(np.stack([m.dense(call.plan.q_len, call.plan.kv_len) for m in call.plan.masks])[None])
+    if operands.segments is not None:
+        q, kv = operands.segments
+        allowed = allowed & ((q[:, :, None] == kv[:, None, :]) & (q[:, :, None] >= 0))[:, None]
+    return allowed
