@@ -1,0 +1,280 @@
+"""`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..masks import Mask, as_masks
+from ..ops.attention import block_sparse_attention
+from ..ops.params import BwdParams, FwdParams
+from ..ops.plan import Plan, make_plan
+from ..presets import preset
+
+Pattern = str | Mask | np.ndarray | Sequence[Any]
+
+
+class _Call(NamedTuple):
+    """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
+
+    segment_ids: jax.Array | None
+    sinks: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attention:
+    """The ``attention_fn`` of one pattern.
+
+    A value and not a closure: layers with equal settings then have equal graph definitions, so they share one trace.
+    """
+
+    masks: tuple[Mask, ...]
+    seq_len: int
+    rope_theta: float | None
+    scale: float | None
+    logits_soft_cap: float | None
+    implementation: str | None
+    fwd_params: FwdParams | None
+    bwd_params: BwdParams | None
+
+    def plan(self, length: int) -> Plan:
+        return make_plan(self.masks, length, length, fwd_params=self.fwd_params, bwd_params=self.bwd_params)
+
+    def __call__(self, query, key, value, *, mask: _Call, dtype=None, **_):
+        # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        if self.rope_theta is not None:
+            query, key = rotary(query, self.rope_theta), rotary(key, self.rope_theta)
+        batch, length = query.shape[:-3], query.shape[-3]
+        out = block_sparse_attention(
+            *(x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+            self.plan(length),
+            segment_ids=None if mask.segment_ids is None else mask.segment_ids.reshape(-1, length),
+            scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            sinks=mask.sinks,
+            implementation=self.implementation,
+        )
+        return out.reshape(*batch, *out.shape[1:])
+
+
+def rotary(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding, half-split: feature i turns with feature i + H/2 by position * theta**(-2i/H).
+
+    Args:
+      x: queries or keys [..., T, N, H], H even; position t is the index along T.
+      theta: base of the wavelengths, which run from 2*pi to about 2*pi*theta tokens.
+
+    Returns:
+      An array like x. Angles and products are float32 at least.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> turned = rotary(jnp.ones((2, 1, 2)), 10000.0)[1].ravel()  # the second token: turned by one radian
+      >>> [round(float(x), 2) for x in turned]
+      [-0.3, 1.38]
+    """
+    half, dtype = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = theta ** (-jnp.arange(half, dtype=dtype) / half)
+    angles = (jnp.arange(x.shape[-3], dtype=dtype)[:, None] * frequencies)[:, None, :]
+    first, second = x[..., :half], x[..., half:]
+    turned = (
+        first * jnp.cos(angles) - second * jnp.sin(angles),
+        second * jnp.cos(angles) + first * jnp.sin(angles),
+    )
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _resolved(pattern: Pattern) -> Any:
+    """The pattern with its names replaced by what they mean."""
+    if isinstance(pattern, str):
+        return preset(pattern)
+    if isinstance(pattern, Sequence):
+        return tuple(map(_resolved, pattern))
+    return pattern
+
+
+def _refuse_decode(decode: bool | None) -> None:
+    if decode:
+        raise NotImplementedError("decode=True: SparseSelfAttention has no key-value cache yet; pass the whole prefix")
+
+
+class SparseSelfAttention(nnx.MultiHeadAttention):
+    """Self-attention over a sparsity pattern, with the parameters of ``flax.nnx.MultiHeadAttention``.
+
+    Projections, grouped-query heads, QK norm, initialisers and dtypes are Flax's own, and so are the parameter names:
+    the state of a dense layer loads unchanged (``nnx.update(sparse, nnx.state(dense))``). Only the attention step
+    differs. The pattern is compiled to block lists at construction, for ``seq_len`` tokens; shorter inputs see the
+    pattern's upper left corner, whose plan is made at their first trace and cached by pattern and length.
+
+    Args:
+      num_heads: number of query heads N.
+      in_features: features F of the input.
+      qkv_features: features of all query heads together; defaults to in_features.
+      out_features: features of the output; defaults to in_features.
+      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+        sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
+        bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
+      seq_len: the longest input, in tokens.
+      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
+        and adds nothing to the output, so that a query may attend to nothing.
+      scale: factor of the logits; None for head size ** -0.5.
+      logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
+      implementation: None for the best that the platform offers, or the name of one.
+      fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      dropout_rate: must be 0, see Raises.
+      decode: must be False or None, see Raises.
+      rngs: random number generators of the initial parameters.
+      **options: all other arguments of ``flax.nnx.MultiHeadAttention``: ``dtype``, ``param_dtype``, ``use_bias``,
+        ``normalize_qk``, ``kernel_init``, ... (``precision`` is that of the four projections).
+
+    Attributes:
+      pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
+      plan: the compiled block lists for seq_len tokens.
+
+    Raises:
+      ValueError: an unknown preset or option; a number of patterns that does not divide num_heads; an array whose
+        lengths are not seq_len; seq_len < 1; RoPE with an odd head size; whatever `block_sparse_attention` refuses
+        (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never
+        formed, so there is nothing to drop: use dropout on the residual, as the Sparse Transformer does).
+      NotImplementedError: decode=True (no key-value cache yet), or an implementation that cannot serve the layer.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> layer = sl.SparseSelfAttention(2, 8, pattern=sl.Causal() & sl.Window(3), seq_len=16, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 16, 8))).shape
+      (1, 16, 8)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        *,
+        pattern: Pattern,
+        seq_len: int,
+        rope_theta: float | None = None,
+        use_sinks: bool = False,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: str | None = None,
+        fwd_params: FwdParams | None = None,
+        bwd_params: BwdParams | None = None,
+        dropout_rate: float = 0.0,
+        decode: bool | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        _refuse_decode(decode)
+        if dropout_rate:
+            raise ValueError(
+                f"dropout_rate must be 0, got {dropout_rate}: block-sparse attention never forms the attention "
+                "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
+            )
+        if not isinstance(seq_len, int | np.integer) or seq_len < 1:
+            raise ValueError(f"seq_len must be an integer >= 1, got {seq_len!r}")
+        shape = getattr(pattern, "shape", None)
+        if shape is not None and tuple(shape[-2:]) != (seq_len, seq_len):
+            raise ValueError(
+                f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
+            )
+        masks = as_masks(_resolved(pattern))
+        if num_heads % len(masks):
+            raise ValueError(
+                f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
+                f"num_heads={num_heads}"
+            )
+        head_size = (in_features if qkv_features is None else qkv_features) // num_heads
+        if rope_theta is not None and (head_size % 2 or rope_theta <= 0):
+            raise ValueError(
+                f"rope_theta={rope_theta}: must be > 0 and needs an even head size, got a head size of {head_size}"
+            )
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            attention_fn=_Attention(
+                masks, seq_len, rope_theta, scale, logits_soft_cap, implementation, fwd_params, bwd_params
+            ),
+            decode=False,
+            rngs=rngs,
+            **options,
+        )
+        # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
+        self.pattern = pattern if isinstance(pattern, str | Mask) else masks
+        self.seq_len = seq_len
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+        # Traced once, without data: a bad block size, soft cap or implementation shows up now and not in the first step.
+        query, key = (
+            jax.ShapeDtypeStruct((1, seq_len, heads, self.head_dim), dtype=self.dtype or jnp.float32)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        jax.eval_shape(self.attention_fn, query, key, key, mask=_Call(None, None))
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        return self.attention_fn.plan(self.seq_len)
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
+        self,
+        inputs: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> jax.Array:
+        """Applies attention to the inputs.
+
+        Args:
+          inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
+          segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
+            padding, which attends to nothing.
+          sow_weights: must be False, see Raises.
+          decode: must be False or None, see Raises.
+          out_sharding, qkv_sharding: handed to Flax's projections.
+
+        Returns:
+          [..., T, out_features] in the layer's dtype.
+
+        Raises:
+          ValueError: an input longer than seq_len or without a token axis; segment_ids of another shape than the
+            tokens'; sow_weights=True (the probabilities are never formed).
+          NotImplementedError: decode=True.
+        """
+        _refuse_decode(decode or self.decode)
+        if sow_weights:
+            raise ValueError(
+                "sow_weights must be False: block-sparse attention never forms the attention probabilities"
+            )
+        if inputs.ndim < 2:
+            raise ValueError(f"inputs must have shape [..., T, {self.in_features}], got {inputs.shape}")
+        if inputs.shape[-2] > self.seq_len:
+            raise ValueError(
+                f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
+                f"seq_len={self.seq_len}: an input must not be longer"
+            )
+        if segment_ids is not None and segment_ids.shape != inputs.shape[:-1]:
+            raise ValueError(f"segment_ids must have one id a token, {inputs.shape[:-1]}, got {segment_ids.shape}")
+        call = _Call(segment_ids, None if self.sinks is None else self.sinks[...])
+        return super().__call__(
+            inputs,
+            mask=call,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            decode=False,
+            out_sharding=out_sharding,
+            qkv_sharding=qkv_sharding,
+        )

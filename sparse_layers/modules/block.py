@@ -1,0 +1,144 @@
+"""`SparseTransformerBlock`: one pre-activation residual block."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+
+from .attention import Pattern, SparseSelfAttention
+
+
+class SparseTransformerBlock(nnx.Module):
+    """The pre-activation residual block of the Sparse Transformer (Child et al. 2019, section 5).
+
+    ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
+    1/sqrt(2 * num_layers) times smaller than Flax's default, so that the residual stream of the whole stack keeps its
+    size; dropout acts at the two branches' ends only.
+
+    Args:
+      features: features F of the residual stream.
+      num_heads: number of query heads.
+      pattern, seq_len: see `SparseSelfAttention`.
+      num_layers: blocks in the whole stack (scales the initial output projections).
+      mlp_features: hidden features of the MLP; defaults to 4 * features.
+      mlp: "gelu" (the paper's x * sigmoid(1.702 x)) or "swiglu" (silu(gate(x)) * in(x)).
+      norm: "layer" or "rms".
+      dropout_rate: share of values dropped at the branches' ends; uses the ``dropout`` stream of rngs.
+      use_bias: whether attention and MLP projections have biases.
+      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
+      dtype: of the computation; None: from inputs and parameters.
+      param_dtype: of the parameters.
+      rngs: random number generators of parameters and dropout.
+      **attention: all other arguments of `SparseSelfAttention`: num_kv_heads, rope_theta, normalize_qk, use_sinks, ...
+
+    Raises:
+      ValueError: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), and `SparseSelfAttention`'s.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> block = sl.SparseTransformerBlock(8, 2, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
+      >>> block(jnp.ones((1, 16, 8))).shape
+      (1, 16, 8)
+
+    References:
+      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        pattern: Pattern,
+        seq_len: int,
+        num_layers: int = 1,
+        mlp_features: int | None = None,
+        mlp: str = "gelu",
+        norm: str = "layer",
+        dropout_rate: float = 0.0,
+        use_bias: bool = True,
+        remat: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+        **attention: Any,
+    ):
+        if mlp not in ("gelu", "swiglu"):
+            raise ValueError(f"mlp must be 'gelu' or 'swiglu', got {mlp!r}")
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be >= 1, got {num_layers}")
+        if not 0 <= dropout_rate < 1:
+            raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+        shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
+        hidden = 4 * features if mlp_features is None else mlp_features
+        self.attention_norm = make_norm(norm, features, **shared)
+        self.attention = SparseSelfAttention(
+            num_heads,
+            features,
+            pattern=pattern,
+            seq_len=seq_len,
+            use_bias=use_bias,
+            out_kernel_init=out_init,
+            **shared,
+            **attention,
+        )
+        self.mlp_norm = make_norm(norm, features, **shared)
+        self.mlp_in = nnx.Linear(features, hidden, use_bias=use_bias, **shared)
+        self.mlp_gate = nnx.Linear(features, hidden, use_bias=use_bias, **shared) if mlp == "swiglu" else nnx.data(None)
+        self.mlp_out = nnx.Linear(hidden, features, use_bias=use_bias, kernel_init=out_init, **shared)
+        # Without dropout the block keeps no random state, so that its whole state is parameters.
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
+        self.remat = remat
+
+    def __call__(
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Applies the block.
+
+        Args:
+          x: [..., T, features] with T <= seq_len.
+          segment_ids: int [..., T], see `SparseSelfAttention`.
+          deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
+
+        Returns:
+          [..., T, features].
+
+        Raises:
+          ValueError: as `SparseSelfAttention`'s.
+        """
+        return (_rematerialized if self.remat else _forward)(self, x, segment_ids, deterministic)
+
+
+def _forward(block, x, segment_ids, deterministic):
+    attended = block.attention(block.attention_norm(x), segment_ids=segment_ids)
+    x = x + block.dropout(attended, deterministic=deterministic)
+    normed = block.mlp_norm(x)
+    hidden = block.mlp_in(normed)
+    if block.mlp_gate is None:
+        hidden = hidden * nnx.sigmoid(1.702 * hidden)
+    else:
+        hidden = nnx.silu(block.mlp_gate(normed)) * hidden
+    return x + block.dropout(block.mlp_out(hidden), deterministic=deterministic)
+
+
+_rematerialized = nnx.remat(_forward, static_argnums=(3,))
+
+
+def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:
+    """The normalisation called "layer" or "rms" over ``features`` features; options are Flax's.
+
+    Raises:
+      ValueError: an unknown name.
+
+    Example:
+      >>> from flax import nnx
+      >>> type(make_norm("rms", 8, rngs=nnx.Rngs(0))).__name__
+      'RMSNorm'
+    """
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+    return (nnx.LayerNorm if norm == "layer" else nnx.RMSNorm)(features, **options)

@@ -1,0 +1,150 @@
+"""`SparseTransformer`: a language model out of sparse blocks."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype
+
+from .attention import Pattern
+from .block import SparseTransformerBlock, make_norm
+
+
+class SparseTransformer(nnx.Module):
+    """Tokens to logits: embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
+
+    ``patterns`` covers the three ways in which Child et al. 2019 (section 4.2) factorise attention: *interleaved*, a
+    tuple that is cycled over the layers; *merged*, one mask that is a union; *per head*, an entry that is itself a
+    tuple. A bare tuple always means layers: to give one per-head tuple to all of them, write ``(preset("fixed"),)``.
+
+    Args:
+      vocab_size: number of tokens V.
+      features: features F of the residual stream.
+      num_heads: number of query heads.
+      num_layers: number of blocks.
+      patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
+      seq_len: the longest input, in tokens.
+      positions: "row_column": two learned tables, added, for the row t // position_stride and the column
+        t % position_stride of token t; "rope": rotary embeddings in every layer; "none".
+      position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
+      rope_theta: base of the rotary embeddings.
+      tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
+        starts at zero (as in the paper), so that the first loss is log(V).
+      norm: "layer" or "rms", of the blocks and before the head.
+      dtype: of the computation; None: from the parameters.
+      param_dtype: of the parameters.
+      rngs: random number generators of parameters and dropout.
+      **options: all other arguments of `SparseTransformerBlock` (dropout_rate, mlp, mlp_features, remat, ...) and of
+        `SparseSelfAttention` (num_kv_heads, use_sinks, ...).
+
+    Raises:
+      ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column";
+        num_layers < 1; an empty tuple of patterns or one longer than num_layers; and the layers' own.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
+      >>> model = sl.SparseTransformer(256, 8, 2, 2, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0))
+      >>> logits = model(jnp.zeros((1, 16), int))
+      >>> logits.shape, logits.dtype.name
+      ((1, 16, 256), 'float32')
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        num_heads: int,
+        num_layers: int,
+        *,
+        patterns: Pattern,
+        seq_len: int,
+        positions: str = "row_column",
+        position_stride: int | None = None,
+        rope_theta: float = 10000.0,
+        tie_embeddings: bool = False,
+        norm: str = "layer",
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be >= 1, got {num_layers}")
+        if not 1 <= len(layers) <= num_layers:
+            raise ValueError(
+                f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
+                f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
+            )
+        if positions not in ("row_column", "rope", "none"):
+            raise ValueError(f"positions must be 'row_column', 'rope' or 'none', got {positions!r}")
+        if position_stride is not None and positions != "row_column":
+            raise ValueError(
+                f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
+            )
+        shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+
+        def table(size: int, variance: float) -> nnx.Embed:
+            return nnx.Embed(size, features, embedding_init=nnx.initializers.normal(variance**0.5), **shared)
+
+        self.token_embedding = table(vocab_size, 1 / features)
+        self.row_embedding = self.column_embedding = nnx.data(None)
+        if positions == "row_column":
+            stride = math.ceil(math.sqrt(seq_len)) if position_stride is None else position_stride
+            if not 1 <= stride <= seq_len:
+                raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {stride}")
+            # Both tables together add as much variance as the tokens do.
+            self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
+            self.column_embedding = table(stride, 1 / (2 * features))
+        self.blocks = nnx.List(
+            SparseTransformerBlock(
+                features,
+                num_heads,
+                pattern=layers[layer % len(layers)],
+                seq_len=seq_len,
+                num_layers=num_layers,
+                norm=norm,
+                rope_theta=rope_theta if positions == "rope" else None,
+                **shared,
+                **options,
+            )
+            for layer in range(num_layers)
+        )
+        self.final_norm = make_norm(norm, features, **shared)
+        self.head = (
+            nnx.data(None)
+            if tie_embeddings
+            else nnx.Linear(features, vocab_size, use_bias=False, kernel_init=nnx.initializers.zeros, **shared)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Computes the logits of the next token at every position.
+
+        Args:
+          tokens: int [..., T] in 0..V-1 with T <= seq_len.
+          segment_ids: int [..., T], see `SparseSelfAttention`. Positions still count from the input's first token.
+          deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
+
+        Returns:
+          Logits [..., T, V], float32.
+
+        Raises:
+          ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
+        """
+        x = self.token_embedding(tokens)
+        if self.row_embedding is not None and self.column_embedding is not None:
+            row, column = jnp.divmod(jnp.arange(tokens.shape[-1]), self.column_embedding.num_embeddings)
+            x = x + self.row_embedding(row) + self.column_embedding(column)
+        for block in self.blocks:
+            x = block(x, segment_ids=segment_ids, deterministic=deterministic)
+        x = self.final_norm(x)
+        kernel = self.token_embedding.embedding[...].T if self.head is None else self.head.kernel[...]
+        # Products in the compute dtype, sums and logits in float32: the loss needs the digits.
+        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
