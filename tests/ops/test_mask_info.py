@@ -177,6 +177,8 @@ def test_dynamic_equals_splash_and_traces(ours, theirs, seed):
 def test_dynamic_downcast_follows_the_bound(shape, dtypes):
     info, _ = process_dynamic_mask(jnp.zeros(shape, bool), (1, 1))
     assert (info.data_next.dtype, info.mask_next.dtype, info.block_mask.dtype) == (*dtypes, np.int8)
+    transposed, _ = process_dynamic_mask_dkv(jnp.zeros((shape[0], shape[2], shape[1]), bool), (1, 1))
+    assert (transposed.data_next.dtype, transposed.mask_next.dtype, transposed.block_mask.dtype) == (*dtypes, np.int8)
     info, _ = process_dynamic_mask(jnp.zeros(shape, bool), (1, 1), downcast_smem_data=False)
     assert {x.dtype for x in info[:3]} == {np.dtype(np.int32)}
 
