@@ -124,7 +124,7 @@ def test_positions_beyond_int32():
     grid = active_blocks(And(Window(None), ~Prefix(2**16)), 2**16, 2, 2**16, 2**16)
     assert len(grid.rows) == 2**16 - 1 and (grid.columns == 1).all() and (grid.states == 2)[1:].all()
     far = np.array([2**30], np.int32)
-    assert next(masked_tiles(Prefix(2**32), far, far, 4, 4)).tolist() == [[[False] * 4] * 4]
+    assert next(masked_tiles(Global(2**32), far, far, 4, 4)).tolist() == [[[False] * 4] * 4]
 
 
 def test_cached_by_content_and_read_only():
