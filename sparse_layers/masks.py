@@ -13,7 +13,7 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,15 @@ _NOT = np.array([2, 1, 0, 3], np.int8)
 _OR = _NOT[_AND[np.ix_(_NOT, _NOT)]]
 
 
-def _graded(some: np.ndarray, every: np.ndarray) -> np.ndarray:
+def _graded(some: Any, every: Any) -> np.ndarray:
     """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
     return np.add(some, every, dtype=np.int8)
 
 
-def _positive(mask: "Mask", **values: int) -> None:
+def _at_least(least: int, mask: "Mask", **values: int) -> None:
     for name, value in values.items():
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{type(mask).__name__}: {name} must be an integer >= 1, got {value!r}")
+        if not isinstance(value, int | np.integer) or value < least:
+            raise ValueError(f"{type(mask).__name__}: {name} must be an integer >= {least}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Mask:
 
         Returns:
           int8 array of the broadcast shape: 0 (``EMPTY``) only if no pair is allowed, 2 (``FULL``) only if every pair
-          is, 1 (``PARTIAL``) otherwise. Primitives are exact; a composition may say 1 where 0 or 2 would be right.
+          is, 1 (``PARTIAL``) otherwise. Primitives with a closed form are exact; a composition, `Random` and
+          `MaskMod` may say 1 where 0 or 2 would be right.
         """
         corners = [np.asarray(x) for x in (q0, q1, k0, k1)]
         states = self.grade(*corners)
@@ -230,7 +231,7 @@ class Blocks(Mask):
     block: int
 
     def __post_init__(self):
-        _positive(self, block=self.block)
+        _at_least(1, self, block=self.block)
 
     @property
     def computable(self) -> bool:
@@ -376,7 +377,7 @@ class Strided(Mask):
     stride: int
 
     def __post_init__(self):
-        _positive(self, stride=self.stride)
+        _at_least(1, self, stride=self.stride)
 
     def __call__(self, q, k):
         # One remainder a position and one comparison a pair, instead of a remainder a pair.
@@ -412,7 +413,7 @@ class BlockDiagonal(Mask):
     size: int
 
     def __post_init__(self):
-        _positive(self, size=self.size)
+        _at_least(1, self, size=self.size)
 
     def __call__(self, q, k):
         return q // self.size == k // self.size
@@ -451,7 +452,7 @@ class Columns(Mask):
     stop: int | None = None
 
     def __post_init__(self):
-        _positive(self, period=self.period)
+        _at_least(1, self, period=self.period)
         if self.stop is None:
             object.__setattr__(self, "stop", self.period)
         if not 0 <= self.start < self.end <= self.period:
@@ -500,8 +501,7 @@ class Prefix(Mask):
     size: int
 
     def __post_init__(self):
-        if not isinstance(self.size, int | np.integer) or self.size < 0:
-            raise ValueError(f"{type(self).__name__}: size must be an integer >= 0, got {self.size!r}")
+        _at_least(0, self, size=self.size)
 
     def __call__(self, q, k):
         return (k < self.size) & (q == q)
@@ -575,9 +575,10 @@ class Random(Mask):
     Args:
       count: draws a row, >= 1.
       seed: any integer; equal seeds make equal masks, on every backend.
+      size: draw from ``[0, size)`` in every row, before and after the query, instead of from ``[0, q)``.
 
     Raises:
-      ValueError: count is not a positive integer, or seed no integer.
+      ValueError: count or size is not a positive integer, or seed no integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -587,36 +588,42 @@ class Random(Mask):
 
     count: int
     seed: int = 0
+    size: int | None = None
 
     def __post_init__(self):
-        _positive(self, count=self.count)
+        _at_least(1, self, count=self.count, size=1 if self.size is None else self.size)
         if not isinstance(self.seed, int | np.integer):
             raise ValueError(f"Random: seed must be an integer, got {self.seed!r}")
 
     def draw(self, q: Any, i: int) -> Any:
-        """The i-th draw of row q (q > 0): one position of the i-th of ``count`` stretches of [0, q)."""
-        first, last = q * i // self.count, q * (i + 1) // self.count
-        width = (last - first) + (last == first)  # an empty stretch (q < count) repeats a neighbour's position
+        """The i-th draw of row q: one position of the i-th of ``count`` stretches of the row's range."""
+        end = self._end(q)
+        first, last = end * i // self.count, end * (i + 1) // self.count
+        width = (last - first) + (last == first)  # an empty stretch (end < count) repeats a neighbour's position
         return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
+
+    def _end(self, q: Any) -> Any:
+        """One past the last position that row q may draw."""
+        return q if self.size is None else q * 0 + self.size
 
     def __call__(self, q, k):
         q = np.asarray(q) if isinstance(q, int) else q
         hit = (q < 0) & (k < 0)
         for i in range(self.count):
             hit = hit | (self.draw(q, i) == k)
-        return hit & (k < q)
+        return hit & (k < self._end(q))
 
     def grade(self, q0, q1, k0, k1):
         q0, q1, k0, k1 = np.broadcast_arrays(q0, q1, k0, k1)
         some = np.zeros(q0.shape, bool)
         rows = int((q1 - q0).max(initial=0)) + 1
         if rows > 32:  # a coarse rectangle: not worth the draws
-            return np.where(k0 < q1, np.int8(UNSURE), np.int8(EMPTY))
+            return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
         for row in range(rows):
             q = np.minimum(q0 + row, q1)
             for i in range(self.count):
                 draw = self.draw(q, i)
-                some |= (draw >= k0) & (draw <= k1) & (draw < q)
+                some |= (draw >= k0) & (draw <= k1) & (draw < self._end(q))
         single = (q0 == q1) & (k0 == k1)
         return np.where(some, np.where(single, np.int8(FULL), np.int8(UNSURE)), np.int8(EMPTY))
 
@@ -624,9 +631,10 @@ class Random(Mask):
 def _hash(x: Any, salt: int) -> Any:
     """A 32-bit mix of positions and a salt (finaliser with the constants of lowbias32); the same in numpy and JAX."""
     x = x.astype(np.uint32) ^ np.uint32((salt * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
-    for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
-        x = (x ^ (x >> np.uint32(16))) * np.uint32(multiplier)
-        x = x ^ (x >> np.uint32(shift))
+    with np.errstate(over="ignore"):  # numpy warns of wrap-around in scalars, though not in arrays
+        for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+            x = (x ^ (x >> np.uint32(16))) * np.uint32(multiplier)
+            x = x ^ (x >> np.uint32(shift))
     return x
 
 
@@ -719,7 +727,8 @@ class MaskMod(Mask):
         return self.traceable
 
     def __call__(self, q, k):
-        return self.function(0, self.head, q, k)
+        # A function that ignores q or k answers in a smaller shape.
+        return (q == q) & (k == k) & self.function(0, self.head, q, k)
 
 
 def from_mask_mod(
@@ -754,8 +763,8 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """The masks that the heads take in turn, from whatever describes them.
 
     Args:
-      mask: a `Mask`; a sequence of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or any
-        object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
+      mask: a `Mask`; a list or tuple of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or
+        any object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
 
     Returns:
       A tuple of masks; of length 1 when all heads share one.
@@ -773,7 +782,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """
     if isinstance(mask, Mask):
         return (mask,)
-    if isinstance(mask, Sequence) and not isinstance(mask, str):
+    if isinstance(mask, list | tuple):
         if not mask:
             raise ValueError("mask: a sequence of masks must not be empty")
         masks = tuple(m for entry in mask for m in as_masks(entry))

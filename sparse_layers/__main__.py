@@ -1,0 +1,67 @@
+"""Patterns in a terminal: ``python -m sparse_layers list`` and ``... show strided --seq-len 4096 --png FILE``."""
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .describe import describe, draw
+from .presets import preset, preset_options, presets
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line and exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+      argv: the arguments after the program's name; None for those of the process.
+
+    Raises:
+      SystemExit: with code 2 and one line on stderr if an argument is wrong; with code 0 after ``--help``.
+
+    Example:
+      >>> from sparse_layers.__main__ import main
+      >>> main(["show", "strided:local_attn_ctx=2", "--seq-len", "4"])  # doctest: +ELLIPSIS
+      Causal() & Strided(stride=2)
+      ■ · · ·
+      · ■ · ·
+      ■ · ■ ·
+      · ■ · ■
+      allowed pairs: 6 of 16 (37.5000%), 60.0000% of the causal pairs
+      ...
+    """
+    parser = _Parser(
+        prog="python -m sparse_layers", description="Sparsity patterns by name: what there is, what it costs."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show}")
+    commands.add_parser("list", help="the names, their options with defaults, and what they mean")
+    show = commands.add_parser("show", help="picture, density, blocks, plan and expected saving of one pattern")
+    show.add_argument("preset", metavar="PRESET", help="NAME or NAME:option=value,...")
+    show.add_argument("--seq-len", type=int, required=True, metavar="N", help="tokens in the sequence")
+    show.add_argument("--png", metavar="FILE", help="save the picture, too; replaces FILE")
+    args = parser.parse_args(argv)
+
+    if args.command == "list":
+        for name, summary in presets().items():
+            options = ",".join(f"{option}={str(value).lower()}" for option, value in preset_options(name).items())
+            print(f"{name}{':' if options else ''}{options}\n    {summary}")
+        return
+    try:
+        mask = preset(args.preset)
+        if args.seq_len < 1:
+            raise ValueError(f"--seq-len must be >= 1, got {args.seq_len}")
+        print(describe(mask, args.seq_len))
+        if args.png:
+            draw(mask, args.seq_len, args.png)
+            print(f"saved {args.png}")
+    except (ValueError, OSError, ImportError) as error:
+        show.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

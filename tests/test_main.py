@@ -1,0 +1,67 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.__main__ import main
+
+
+def test_list_names_every_preset_with_its_options(capsys):
+    main(["list"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, summary in sl.presets().items():
+        assert any(line.strip() == summary for line in lines)
+        heads = [line for line in lines if line.partition(":")[0] == name]
+        assert len(heads) == 1
+        # What is printed is what `show` takes.
+        assert sl.preset(heads[0]) == sl.preset(name)
+
+
+def test_show_prints_the_description(capsys):
+    main(["show", "strided:local_attn_ctx=16", "--seq-len", "300"])
+    expected = sl.describe(sl.preset("strided", local_attn_ctx=16), 300)
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_show_saves_a_picture(capsys, tmp_path):
+    path = tmp_path / "fixed.png"
+    main(["show", "fixed", "--seq-len", "256", "--png", str(path)])
+    assert capsys.readouterr().out.endswith(f"saved {path}\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "the following arguments are required: {list,show}"),
+        (["shwo"], "invalid choice: 'shwo'"),
+        (["show"], "the following arguments are required: PRESET, --seq-len"),
+        (["show", "local"], "the following arguments are required: --seq-len"),
+        (["show", "local", "--seq-len", "many"], "invalid int value: 'many'"),
+        (["show", "local", "--seq-len", "0"], "--seq-len must be >= 1, got 0"),
+        (["show", "locale", "--seq-len", "8"], "unknown name 'locale', did you mean 'local'"),
+        (["show", "local:window=3", "--seq-len", "8"], "unknown option 'window'. Known: local_attn_ctx"),
+        (["show", "local:local_attn_ctx=0", "--seq-len", "8"], "local_attn_ctx must be an integer >= 1, got 0"),
+        (["show", "local", "--seq-len", "8", "--png", "no folder/x.png"], "No such file or directory"),
+        (["show", "local", "--seq-len", "8", "--jpg", "x"], "unrecognized arguments: --jpg x"),
+    ],
+)
+def test_errors_are_one_line_and_code_2(argv, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0] and ": error: " in lines[0]
+
+
+def test_as_a_module(tmp_path):
+    root = pathlib.Path(sl.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "sparse_layers", "show", "local:local_attn_ctx=2", "--seq-len", "4"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True)
+    assert "■ · · ·\n■ ■ · ·\n· ■ ■ ·\n· · ■ ■\n" in done.stdout and not done.stderr
+    done = subprocess.run([*command[:3], "show"], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
