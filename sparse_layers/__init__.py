@@ -19,7 +19,6 @@ from .masks import Not as Not
 from .masks import Or as Or
 from .masks import Prefix as Prefix
 from .masks import Random as Random
-from .masks import Shifted as Shifted
 from .masks import Strided as Strided
 from .masks import Transposed as Transposed
 from .masks import Window as Window

@@ -13,7 +13,7 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -614,18 +614,20 @@ class Random(Mask):
         return hit & (k < self._end(q))
 
     def grade(self, q0, q1, k0, k1):
-        q0, q1, k0, k1 = np.broadcast_arrays(q0, q1, k0, k1)
-        some = np.zeros(q0.shape, bool)
-        rows = int((q1 - q0).max(initial=0)) + 1
+        rows = int(np.max(q1 - q0, initial=0)) + 1
         if rows > 32:  # a coarse rectangle: not worth the draws
             return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
+        # q0 and q1 stay as small as they come (one value a block row), so that a draw is made once a row.
+        count = np.int64(0)
         for row in range(rows):
             q = np.minimum(q0 + row, q1)
+            new = q0 + row <= q1
             for i in range(self.count):
                 draw = self.draw(q, i)
-                some |= (draw >= k0) & (draw <= k1) & (draw < self._end(q))
-        single = (q0 == q1) & (k0 == k1)
-        return np.where(some, np.where(single, np.int8(FULL), np.int8(UNSURE)), np.int8(EMPTY))
+                # Draws ascend, so a repeated one (rows with less than `count` positions) follows its twin.
+                first = new & (draw < self._end(q)) & ((draw != self.draw(q, i - 1)) if i else True)
+                count = count + (first & (draw >= k0) & (draw <= k1))
+        return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 
 def _hash(x: Any, salt: int) -> Any:
@@ -763,8 +765,8 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """The masks that the heads take in turn, from whatever describes them.
 
     Args:
-      mask: a `Mask`; a list or tuple of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or
-        any object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
+      mask: a `Mask`; a sequence of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or any
+        object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
 
     Returns:
       A tuple of masks; of length 1 when all heads share one.
@@ -782,7 +784,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """
     if isinstance(mask, Mask):
         return (mask,)
-    if isinstance(mask, list | tuple):
+    if isinstance(mask, Sequence) and not isinstance(mask, str):
         if not mask:
             raise ValueError("mask: a sequence of masks must not be empty")
         masks = tuple(m for entry in mask for m in as_masks(entry))
@@ -794,7 +796,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
             f"slicing; got {type(mask).__name__}: {mask!r}"
         )
     if len(shape) == 2:
-        return (Array(np.asarray(mask[:, :])),)
+        return (Array(np.asarray(mask[:, :])),)  # pyright: ignore
     if len(shape) == 3:
-        return as_masks([Array(np.asarray(mask[h, :, :])) for h in range(shape[0])])
+        return as_masks([Array(np.asarray(mask[h, :, :])) for h in range(shape[0])])  # pyright: ignore
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
