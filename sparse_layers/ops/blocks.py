@@ -1,7 +1,8 @@
 """Which blocks of a mask hold anything: the exact, sorted list of a block grid's non-empty cells.
 
-Closed-form grades (`Mask.grade`) decide almost all cells; only those that they leave UNSURE are evaluated element by
-element. Large grids are first graded in coarse cells, so the work follows the pattern and not the square of the length.
+Closed-form grades (`Mask.grade`) decide almost all cells, or else smaller rectangles within them do; only what they
+leave UNSURE is evaluated element by element. Large grids are first graded in coarse cells, so the work follows the
+pattern and not the square of the length.
 """
 
 import functools
@@ -11,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_layers.masks import EMPTY, FULL, UNSURE, Mask
+from sparse_layers.masks import EMPTY, FULL, PARTIAL, UNSURE, Mask
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
 _ELEMENTS = 1 << 20  # mask elements evaluated at a time; a larger chunk leaves the cache and is slower
+_PART = 16  # side of the rectangles, in elements, that are graded within a cell before its elements are evaluated
 
 
 class BlockGrid(NamedTuple):
@@ -60,6 +62,8 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
     """
     parts = []
     for first, states in _stripes(mask, num_rows, num_columns, block_q, block_kv):
+        rows, columns = np.nonzero(states == UNSURE)
+        states[rows, columns] = _graded_by_parts(mask, rows + first, columns, block_q, block_kv)
         rows, columns = np.nonzero(states == UNSURE)
         start = 0
         for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv):
@@ -122,3 +126,20 @@ def _stripes(
         rows, columns = np.nonzero((states != EMPTY) & (states != FULL))
         states[rows, columns] = grade(rows + first, columns, 1)
         yield first, states
+
+
+def _graded_by_parts(mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
+    """Grades n blocks by the grades of smaller rectangles within them: int8 [n], UNSURE where these leave it open."""
+    states = np.empty(len(rows), np.int8)
+    q, k = np.arange(0, block_q, _PART)[:, None], np.arange(0, block_kv, _PART)
+    step = max(1, _ELEMENTS // (q.size * k.size))
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        q0, k0 = rows[here, None, None] * block_q, columns[here, None, None] * block_kv
+        q1, k1 = np.minimum(q + _PART, block_q) - 1, np.minimum(k + _PART, block_kv) - 1
+        parts = np.broadcast_to(mask.grade(q0 + q, q0 + q1, k0 + k, k0 + k1), (len(q0), q.size, k.size))
+        some = ((parts == PARTIAL) | (parts == FULL)).any(axis=(1, 2))
+        lacking = ((parts == EMPTY) | (parts == PARTIAL)).any(axis=(1, 2))
+        decided = (some & lacking) | (parts != UNSURE).all(axis=(1, 2))
+        states[here] = np.where(decided, np.add(some, ~lacking, dtype=np.int8), np.int8(UNSURE))
+    return states

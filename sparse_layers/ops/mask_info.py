@@ -141,7 +141,7 @@ def process_mask(
     return compile_mask(mask, tuple(block_shape), is_dkv, downcast_smem_data, head_shards, q_seq_shards, shrink_grid)
 
 
-# The same for the gradient of keys and values: queries and keys change their roles, see the arguments there.
+# The same for the gradient of keys and values.
 process_mask_dkv = functools.partial(process_mask, is_dkv=True)
 
 

@@ -74,11 +74,12 @@ def test_lists_exactly_the_non_empty_blocks(mask, grid_shape):
     check(mask, grid_shape)
 
 
-@pytest.mark.parametrize("grid_shape", [(50, 50, 2, 3), (33, 70, 3, 1), (100, 17, 1, 4)], ids=str)
+@pytest.mark.parametrize("grid_shape", [(50, 50, 2, 3), (33, 70, 3, 1), (21, 17, 5, 7)], ids=str)
 @pytest.mark.parametrize("mask", CASES, ids=repr)
-def test_coarse_cells_and_small_chunks_change_nothing(mask, grid_shape, monkeypatch):
+def test_coarse_cells_parts_and_small_chunks_change_nothing(mask, grid_shape, monkeypatch):
     monkeypatch.setattr(blocks, "_CELLS", 64)
     monkeypatch.setattr(blocks, "_ELEMENTS", 16)
+    monkeypatch.setattr(blocks, "_PART", 2)
     active_blocks.cache_clear()
     check(mask, grid_shape)
     active_blocks.cache_clear()
@@ -116,6 +117,22 @@ def test_a_million_tokens_evaluate_no_element_and_grade_few_cells():
     # Row i holds blocks i-8 .. i: the window of 1000 keys reaches 7 whole blocks back and into the eighth.
     assert len(grid.rows) == 9 * 8192 - 36
     assert max(graded) <= 1 << 20 and sum(graded) < 8192 * 8192 // 50
+
+
+def test_parts_decide_what_whole_blocks_leave_open():
+    class Graded(Mask):
+        mask = CAUSAL & (Window(5) | Strided(8)) | Blocks(Random(2), 16)
+
+        def __call__(self, q, k):
+            raise AssertionError("grades of parts suffice")
+
+        def grade(self, q0, q1, k0, k1):
+            return self.mask.grade(q0, q1, k0, k1)
+
+    np.testing.assert_array_equal(
+        active_blocks(Graded(), 8, 8, 64, 64).states, active_blocks(Graded.mask, 8, 8, 64, 64).states
+    )
+    check(Graded.mask, (8, 8, 64, 64))
 
 
 def test_positions_beyond_int32():
