@@ -50,8 +50,11 @@ class _Attention:
         if self.rope_theta is not None:
             query, key = rotary(query, self.rope_theta), rotary(key, self.rope_theta)
         batch, length = query.shape[:-3], query.shape[-3]
+        query, key, value = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
         out = block_sparse_attention(
-            *(x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)),
+            query,
+            key,
+            value,
             self.plan(length),
             segment_ids=None if mask.segment_ids is None else mask.segment_ids.reshape(-1, length),
             scale=self.scale,
@@ -216,7 +219,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         self.pattern = pattern if isinstance(pattern, str | Mask) else masks
         self.seq_len = seq_len
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
-        # Traced once, without data: a bad block size, soft cap or implementation shows up now and not in the first step.
+        # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
         query, key = (
             jax.ShapeDtypeStruct((1, seq_len, heads, self.head_dim), dtype=self.dtype or jnp.float32)
             for heads in (self.num_heads, self.num_kv_heads)

@@ -1,0 +1,289 @@
+"""SparseSelfAttention: Flax's parameters, the mask's mathematics, and refusals at construction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers.modules.attention import rotary
+
+T, F, N = 24, 16, 4
+BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
+MASKS = {
+    "causal": sl.Causal(),
+    "union": sl.Causal() & (sl.Window(3) | sl.Strided(5)),
+    "per head": (sl.Window(4), sl.Causal() & sl.Strided(4)),
+    "both ways": sl.Window(2, 2) | sl.Global(2),
+    "empty rows": sl.Causal() & sl.Columns(6, 3),
+}
+
+
+def inputs(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@nnx.jit
+def run(layer, x, segment_ids=None):
+    return layer(x, segment_ids=segment_ids)
+
+
+def make(pattern="all", seq_len=T, num_heads=N, seed=0, **options):
+    options = {"fwd_params": BLOCKS} | options
+    return sl.SparseSelfAttention(num_heads, F, pattern=pattern, seq_len=seq_len, rngs=nnx.Rngs(seed), **options)
+
+
+def perturbed(layer, seed=1):
+    """The layer with parameters away from their initial zeros and ones."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(layer, nnx.Param)
+    nnx.update(layer, jax.tree.map(lambda p: p + jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype), state))
+    return layer
+
+
+def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None):
+    """The layer in float64 numpy, one head at a time: [B, T, F] -> [B, T, F]; mask is bool [N, T, T]."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
+    x = np.asarray(x, np.float64)
+    q, k, v = (
+        np.einsum("btf,fnh->bnth", x, p[name]["kernel"]) + p[name]["bias"][:, None, :]
+        for name in ("query", "key", "value")
+    )
+    if "query_ln" in p:
+
+        def norm(y, weight):
+            centred = y - y.mean(-1, keepdims=True)
+            return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+        q, k = norm(q, p["query_ln"]["scale"]), norm(k, p["key_ln"]["scale"])
+    size, group = q.shape[-1], q.shape[1] // k.shape[1]
+    if theta is not None:  # a pair of features is a complex number, and a position a rotation
+        turn = np.exp(1j * np.arange(x.shape[1])[:, None] * theta ** (-2 * np.arange(size // 2) / size))
+
+        def rotate(y):
+            z = (y[..., : size // 2] + 1j * y[..., size // 2 :]) * turn
+            return np.concatenate([z.real, z.imag], -1)
+
+        q, k = rotate(q), rotate(k)
+    out = np.zeros(x.shape)
+    for head in range(q.shape[1]):
+        logits = q[:, head] @ k[:, head // group].swapaxes(-1, -2) * (size**-0.5 if scale is None else scale)
+        logits = logits if cap is None else cap * np.tanh(logits / cap)
+        allowed = np.broadcast_to(mask[head], logits.shape)
+        if segment_ids is not None:
+            same = segment_ids[:, :, None] == segment_ids[:, None, :]
+            allowed = allowed & same & (segment_ids >= 0)[:, :, None]
+        weights = np.where(allowed, np.exp(logits), 0)
+        total = weights.sum(-1, keepdims=True) + (np.exp(p["sinks"][head]) if "sinks" in p else 0)
+        weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+        out += weights @ v[:, head // group] @ p["out"]["kernel"][head]
+    return out + p["out"]["bias"]
+
+
+def stacked(mask, length=T):
+    masks = sl.as_masks(mask)
+    return np.stack([masks[h % len(masks)].dense(length) for h in range(N)])
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 2, 1])
+@pytest.mark.parametrize("normalize_qk", [False, True])
+def test_state_of_a_dense_flax_layer_loads_unchanged(num_kv_heads, normalize_qk):
+    options = {"num_kv_heads": num_kv_heads, "normalize_qk": normalize_qk}
+    flax_layer = perturbed(nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(3), **options))
+    layer = make(sl.Causal(), **options)
+    x = inputs(2, T, F)
+    expected = nnx.jit(lambda layer, x: layer(x, mask=nnx.make_causal_mask(x[..., 0])))(flax_layer, x)
+    assert np.abs(run(layer, x) - expected).max() > 0.1
+    assert jax.tree.structure(nnx.state(layer)) == jax.tree.structure(nnx.state(flax_layer))
+    nnx.update(layer, nnx.state(flax_layer))
+    np.testing.assert_allclose(run(layer, x), expected, atol=3e-6)
+
+
+def test_initial_parameters_are_flax_own():
+    options = {"kernel_init": nnx.initializers.normal(0.1), "use_bias": False}
+    ours, theirs = make(**options), nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0), **options)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours), nnx.state(theirs))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_equals_dense_attention_under_the_mask(name):
+    layer, x = perturbed(make(MASKS[name], num_kv_heads=2)), inputs(2, T, F)
+    np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(MASKS[name])), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, facts",
+    [
+        ({"rope_theta": 100.0, "normalize_qk": True}, {"theta": 100.0}),
+        ({"use_sinks": True}, {}),
+        ({"logits_soft_cap": 0.5}, {"cap": 0.5}),
+        ({"scale": 0.9}, {"scale": 0.9}),
+        ({"implementation": "reference"}, {}),
+    ],
+)
+def test_options_do_what_they_say(options, facts):
+    mask = MASKS["union"]
+    layer, x = perturbed(make(mask, **options)), inputs(1, T, F)
+    np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(mask), **facts), atol=1e-5)
+
+
+def test_gradient_reaches_every_parameter_and_equals_finite_differences():
+    layer, x = perturbed(make(MASKS["union"], use_sinks=True, normalize_qk=True, rope_theta=50.0)), inputs(1, T, F)
+    graphdef, params = nnx.split(layer)
+    weights = inputs(1, T, F, seed=5)
+
+    def loss(params):
+        return (nnx.merge(graphdef, params)(x) * weights).sum()
+
+    grads = jax.jit(jax.grad(loss))(params)
+    direction = jax.tree.map(lambda g: inputs(*g.shape, seed=g.size), grads)
+
+    def dense_loss(step):
+        moved = jax.tree.map(lambda p, d: np.asarray(p, np.float64) + step * np.asarray(d), params, direction)
+        return float((dense(moved, x, stacked(MASKS["union"]), theta=50.0) * np.asarray(weights)).sum())
+
+    slope = (dense_loss(1e-5) - dense_loss(-1e-5)) / 2e-5
+    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), grads, direction)))
+    assert found == pytest.approx(slope, rel=1e-4)
+    # A bias of the keys moves all logits of a query alike, but QK norm and RoPE follow it: nothing is without effect.
+    assert all(float(jnp.abs(g).max()) > 1e-4 for g in jax.tree.leaves(grads))
+
+
+def test_any_leading_batch_dimensions():
+    layer, x = make(MASKS["union"]), inputs(2, 3, T, F)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 3, T)))
+    out = run(layer, x, ids)
+    assert out.shape == x.shape
+    np.testing.assert_allclose(out[1, 2], run(layer, x[1, 2], ids[1, 2]), atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", ["union", "per head", "array"])
+def test_shorter_inputs_see_the_upper_left_corner(pattern):
+    mask = np.tril(np.random.default_rng(0).random((T, T)) < 0.5) if pattern == "array" else MASKS[pattern]
+    layer = perturbed(make(mask))
+    for length in (1, 17):
+        x = inputs(1, length, F)
+        expected = dense(layer, x, stacked(mask)[:, :length, :length])
+        np.testing.assert_allclose(run(layer, x), expected, atol=1e-5)
+
+
+def test_segments_are_isolated_and_padding_is_inert():
+    ids = np.array([[0] * 9 + [1] * 8 + [-1] * 7])
+    layer, x = perturbed(make(MASKS["union"])), inputs(1, T, F)
+    expected = dense(layer, x, stacked(MASKS["union"]), segment_ids=ids)
+    np.testing.assert_allclose(run(layer, x, jnp.asarray(ids)), expected, atol=1e-5)
+    weights = inputs(F, seed=2)
+    jacobian = jax.jit(jax.jacobian(lambda x: layer(x, segment_ids=jnp.asarray(ids))[0] @ weights))(x)
+    influence = np.abs(jacobian[:, 0]).sum(-1) > 0
+    np.testing.assert_array_equal(influence[:, ids[0] == -1], False)
+    np.testing.assert_array_equal(influence[ids[0] == -1], False)
+    np.testing.assert_array_equal(influence[9:17, :9], False)
+    assert influence[16, 9:17].any() and influence[8, :9].any()
+
+
+def test_pattern_and_plan_are_held_from_construction():
+    array = np.tril(np.ones((T, T), bool))
+    assert make("sliding_window:window=4").pattern == "sliding_window:window=4"
+    assert make(array).pattern == sl.as_masks(array)
+    assert make(("all", sl.Window(3))).pattern == (sl.Causal(), sl.Window(3))
+    layer = make(("all", "local:local_attn_ctx=4"))
+    assert layer.plan is sl.make_plan((sl.Causal(), sl.Window(3)), T, T, fwd_params=BLOCKS)
+    assert not [path for path, _ in nnx.to_flat_state(nnx.state(make(array))) if "pattern" in path]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_compute_with_float32_parameters(dtype):
+    layer, x = perturbed(make(MASKS["union"], dtype=dtype, normalize_qk=True, rope_theta=100.0)), inputs(1, T, F)
+    out = run(layer, x)
+    assert out.dtype == dtype
+    assert {p.dtype for p in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), dense(layer, x, stacked(MASKS["union"]), theta=100.0), atol=64 * jnp.finfo(dtype).eps
+    )
+
+
+def test_equal_settings_share_one_trace():
+    options = {"rope_theta": 100.0, "use_sinks": True}
+    layers = [make(sl.Causal() & (sl.Window(3) | sl.Strided(5)), seed=seed, **options) for seed in (0, 1)]
+    assert nnx.graphdef(layers[0]) == nnx.graphdef(layers[1])
+    assert hash(nnx.graphdef(layers[0])) == hash(nnx.graphdef(layers[1]))
+    assert nnx.graphdef(layers[0]) != nnx.graphdef(make(sl.Window(3), **options))
+    traces = []
+
+    @nnx.jit
+    def counted(layer, x):
+        traces.append(x.shape)
+        return layer(x)
+
+    x = inputs(1, T, F)
+    outs = [counted(layer, x) for layer in layers * 2]
+    assert len(traces) == 1
+    np.testing.assert_array_equal(outs[0], outs[2])
+    assert np.abs(outs[0] - outs[1]).max() > 0.1
+
+
+def test_vmap_over_stacked_layers_and_over_the_batch():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def create(rngs):
+        return sl.SparseSelfAttention(N, F, pattern=MASKS["union"], seq_len=T, use_sinks=True, rngs=rngs)
+
+    layers, x = create(nnx.Rngs(0)), inputs(3, 2, T, F)
+    out = nnx.jit(nnx.vmap(lambda layer, x: layer(x)))(layers, x)
+    graphdef, state = nnx.split(layers)
+    for i in range(3):
+        layer = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+        np.testing.assert_allclose(out[i], run(layer, x[i]), atol=1e-5)
+    np.testing.assert_allclose(out[2], jax.jit(jax.vmap(layer))(x[2]), atol=1e-5)
+
+
+def test_rotary_depends_on_distance_only():
+    q, k = inputs(1, 1, 8), inputs(1, 1, 8, seed=1)
+    product = jnp.einsum("tnh,snh->ts", *(rotary(jnp.repeat(x, 12, 0), 100.0) for x in (q, k)))
+    for distance in (0, 1, 5):
+        np.testing.assert_allclose(np.diagonal(product, distance), product[0, distance], atol=1e-5)
+    assert abs(float(product[0, 1] - product[1, 0])) > 1e-3
+    assert rotary(q.astype(jnp.bfloat16), 100.0).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"pattern": "stridde"}, ["stridde", "strided"]),
+        ({"pattern": ("all", "local", sl.Window(2))}, ["3 entries", "num_heads=4", "divide"]),
+        ({"pattern": np.ones((T, T + 1), bool)}, [f"seq_len={T}", str((T, T + 1))]),
+        ({"pattern": np.ones((3, T, T), bool) & (np.arange(3)[:, None, None] > 1)}, ["3 entries", "num_heads=4"]),
+        ({"pattern": np.ones((T, T), np.float32)}, ["bool", "float32"]),
+        ({"seq_len": 0}, ["seq_len", "0"]),
+        ({"dropout_rate": 0.1}, ["dropout_rate", "0.1", "residual"]),
+        ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
+        ({"rope_theta": 0.0}, ["rope_theta=0.0", "> 0"]),
+        ({"num_kv_heads": 3}, ["num_heads", "3"]),
+        ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),
+        ({"implementation": "cuda"}, ["implementation", "cuda", "xla"]),
+    ],
+)
+def test_wrong_settings_are_refused_at_construction(options, words):
+    with pytest.raises(ValueError) as error:
+        make(**options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_wrong_calls_are_refused():
+    layer, x = make(), inputs(2, T + 1, F)
+    with pytest.raises(ValueError, match=f"{T + 1} tokens.*seq_len={T}"):
+        layer(x)
+    x = x[:, :T]
+    with pytest.raises(ValueError, match=r"segment_ids .*\(2, 24\), got \(2, 1\)"):
+        layer(x, segment_ids=jnp.zeros((2, 1), jnp.int32))
+    with pytest.raises(ValueError, match=r"segment_ids.*integers.*float32"):
+        layer(x, segment_ids=jnp.zeros((2, T)))
+    with pytest.raises(ValueError, match="sow_weights must be False"):
+        layer(x, sow_weights=True)
+    with pytest.raises(ValueError, match=r"\[\.\.\., T, 16\], got \(16,\)"):
+        layer(x[0, 0])
+    with pytest.raises(NotImplementedError, match="decode=True"):
+        layer(x, decode=True)
+    with pytest.raises(NotImplementedError, match="decode=True"):
+        make(decode=True)

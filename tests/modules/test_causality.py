@@ -1,0 +1,53 @@
+"""Which inputs reach which outputs, measured by gradients through the whole layer, equals the mask."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparse_layers as sl
+
+T = 40
+SMALL = {  # options under which 40 tokens show the pattern; a preset that is not listed runs with its defaults
+    "bigbird": {"block": 4, "global_blocks": 1, "random_blocks": 1},
+    "chunked": {"chunk": 12},
+    "dilated": {"window": 4, "dilation": 3},
+    "fixed": {"local_attn_ctx": 8, "num_verts": 2, "vertsize": 1, "blocksize": 2},
+    "local": {"local_attn_ctx": 7},
+    "longformer": {"window": 5, "global_tokens": 2},
+    "prefix_lm": {"prefix": 9},
+    "sliding_window": {"window": 6},
+    "sparse_transformer_fixed": {"stride": 8, "summary": 2},
+    "sparse_transformer_strided": {"stride": 7},
+    "streaming": {"window": 5, "sinks": 2},
+    "strided": {"local_attn_ctx": 6},
+}
+CASES = [(name, SMALL.get(name, {})) for name in sl.presets()]
+CASES += [("longformer", SMALL["longformer"] | {"causal": False}), ("bigbird", SMALL["bigbird"] | {"causal": False})]
+BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
+
+
+def influence(pattern):
+    """Bool [T, T]: whether input k has any effect on output q, one layer with 4 heads and blocks of 8 tokens."""
+    params = sl.FwdParams(q_blocksize=8, kv_blocksize=8)
+    layer = sl.SparseSelfAttention(4, 8, pattern=pattern, seq_len=T, fwd_params=params, rngs=nnx.Rngs(0))
+    x, weights = jax.random.normal(jax.random.key(1), (T, 8)), jax.random.normal(jax.random.key(2), (8,))
+    return np.abs(jax.jit(jax.jacobian(lambda x: layer(x) @ weights))(x)).sum(-1) > 0
+
+
+@pytest.mark.parametrize(
+    "name, options", CASES, ids=[f"{name}{'' if o.get('causal', True) else ' both ways'}" for name, o in CASES]
+)
+def test_reach_of_every_preset(name, options):
+    pattern = sl.preset(name, **options)
+    allowed = np.any([mask.dense(T) for mask in sl.as_masks(pattern)], axis=0)
+    assert allowed.diagonal().all()  # so that the query's own projection adds no pair
+    reached = influence(pattern)
+    np.testing.assert_array_equal(reached, allowed)
+    if name not in BOTH_WAYS and options.get("causal", True):
+        assert not np.triu(reached, 1).any()
+
+
+def test_a_leak_would_be_seen():
+    leaky = sl.Causal() | sl.MaskMod(lambda b, h, q, k: (q == 20) & (k == 21))
+    assert np.argwhere(np.triu(influence(leaky), 1)).tolist() == [[20, 21]]
