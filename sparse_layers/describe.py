@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .masks import EMPTY, FULL, PARTIAL, UNSURE, Mask, as_masks
+from .masks import EMPTY, FULL, PARTIAL, UNSURE, Causal, Full, Mask, as_masks
 from .ops.blocks import active_blocks
 from .ops.layout import Reordered, RowOrder
 from .ops.params import BwdParams, FwdParams
@@ -22,8 +22,9 @@ _SAMPLED_ROWS = 1024
 def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
     """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
 
-    Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell stands for a square of tokens, large enough
-    for the longer side to fit. A cell too large to be looked at pair by pair may show ▪ where ■ or · is right.
+    Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell stands for a square of tokens, a power of
+    two on a side, large enough for the picture to fit. A cell too large to be looked at pair by pair may show ▪ where
+    ■ or · is right.
 
     Args:
       mask: whatever `as_masks` takes: a mask, a sequence of masks (head h takes entry h % len), a bool array.
@@ -125,8 +126,8 @@ def describe(
     Returns:
       Several lines of text, without a newline at the end. Pairs are counted exactly up to 16384 tokens, and beyond that
       estimated from 1024 rows; the text says which. A plan's costs are in (query, key) pairs: what its blocks compute,
-      plus what moving rows and walking block lists is worth. The saving is against computing every pair of the
-      sequence, or every causal pair if the mask is causal.
+      plus what moving rows and walking block lists is worth. The saving is against the plan of full attention,
+      or of causal attention if the mask is causal.
 
     Raises:
       ValueError: seq_len, size or block is less than 1.
@@ -182,11 +183,11 @@ def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
         yield f"  pass {number}: {orders}; {link.fwd_blocks} of {grid[0] * grid[1]} blocks of {shape}"
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
-    computed = sum(link.fwd_blocks * link.fwd_shape[0] * link.fwd_shape[1] for link in chain)
-    dense, kind = (lower, "causal") if causal else (total, "full")
+    whole, kind = (Causal(), "causal") if causal else (Full(), "full")
+    dense = make_plan(whole, length, fwd_params=plan.fwd_params, bwd_params=plan.bwd_params).candidates[0][0][1]
     cost = candidates[0][1]
     saving = f"{dense / cost:.1f} times less work than {kind} attention" if cost else "nothing to compute"
-    yield f"expected saving: {saving} ({computed} pairs computed, {cost} with the cost of rows and lists)"
+    yield f"expected saving: {saving} (cost {cost:.3g} against {dense:.3g} pairs)"
 
 
 def _heads(h: int, period: int) -> str:
@@ -200,8 +201,8 @@ def _check(**values: int) -> None:
 
 
 def _cell(q_len: int, kv_len: int, size: int) -> int:
-    """Tokens on a side of one cell of a picture."""
-    return -(-max(q_len, kv_len) // size)
+    """Tokens on a side of one cell of a picture: a power of two, as most patterns' periods are, to show them evenly."""
+    return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
 
 
 def _cells(mask: Mask, q_len: int, kv_len: int | None, size: int) -> np.ndarray:

@@ -13,6 +13,7 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -617,16 +618,18 @@ class Random(Mask):
         rows = int(np.max(q1 - q0, initial=0)) + 1
         if rows > 32:  # a coarse rectangle: not worth the draws
             return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
-        # q0 and q1 stay as small as they come (one value a block row), so that a draw is made once a row.
+        # One table of draws for all rows at hand, -1 where a row has no i-th position of its own: draws ascend, so a
+        # repeated one (rows with fewer than `count` positions) follows its twin.
+        lowest = int(np.min(q0, initial=np.iinfo(np.int64).max))
+        q = np.arange(lowest, int(np.max(q1, initial=lowest)) + 1)
+        draws = [np.where(self.draw(q, i) < self._end(q), self.draw(q, i), -1) for i in range(self.count)]
+        draws = draws[:1] + [np.where(a == b, -1, b) for a, b in itertools.pairwise(draws)]
         count = np.int64(0)
         for row in range(rows):
-            q = np.minimum(q0 + row, q1)
-            new = q0 + row <= q1
-            for i in range(self.count):
-                draw = self.draw(q, i)
-                # Draws ascend, so a repeated one (rows with less than `count` positions) follows its twin.
-                first = new & (draw < self._end(q)) & ((draw != self.draw(q, i - 1)) if i else True)
-                count = count + (first & (draw >= k0) & (draw <= k1))
+            exists = q0 + row <= q1
+            for table in draws:
+                draw = table[np.minimum(q0 + row, q1) - lowest]
+                count = count + (exists & (draw >= k0) & (draw <= k1))
         return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 

@@ -71,9 +71,10 @@ def presets() -> dict[str, str]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.presets()["local"]
-      'The last ``local_attn_ctx`` keys, the query included (openai/sparse_attention).'
+      'The last local_attn_ctx keys, the query included (openai/sparse_attention).'
     """
-    return {name: (make.__doc__ or "").partition("\n")[0] for name, make in sorted(_PRESETS.items())}
+    lines = {name: (make.__doc__ or "").partition("\n")[0] for name, make in sorted(_PRESETS.items())}
+    return {name: line.replace("``", "") for name, line in lines.items()}
 
 
 def preset_options(name: str) -> dict[str, int | bool]:

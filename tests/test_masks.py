@@ -111,6 +111,15 @@ def test_bounds_of_closed_forms_are_exact(name):
     assert not np.any(ALL[name].grade(*corners) == UNSURE)
 
 
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_bounds_of_single_pairs(name):
+    q, k = np.mgrid[:50, :50]
+    grade = np.broadcast_to(ALL[name].grade(q, q, k, k), q.shape)
+    dense = ALL[name].dense(50)
+    np.testing.assert_array_equal(grade[grade != UNSURE], np.where(dense, FULL, EMPTY)[grade != UNSURE])
+    assert "mask_mod" in name or not np.any(grade == UNSURE)
+
+
 @reproducible(300)
 @hypothesis.given(expressions, st.integers(0, 2**32 - 1))
 def test_bounds_of_expressions_are_sound(mask, seed):

@@ -461,7 +461,7 @@ def test_every_preset_has_defaults_a_summary_and_a_picture(name):
     assert sl.as_masks(sl.preset(name, **sl.preset_options(name))) == masks
     assert all(mask.computable for mask in masks)
     documentation = inspect.getdoc(_PRESETS[name]) or ""
-    assert documentation.startswith(sl.presets()[name]) and len(sl.presets()[name]) > 20
+    assert documentation.replace("``", "").startswith(sl.presets()[name]) and len(sl.presets()[name]) > 20
     assert f'sl.preset("{name}"' in documentation or name == "dense"
     assert "■" in documentation
     assert all(option in documentation for option in sl.preset_options(name))
