@@ -40,3 +40,6 @@ from .presets import from_deepspeed as from_deepspeed
 from .presets import preset as preset
 from .presets import preset_options as preset_options
 from .presets import presets as presets
+from .modules import SparseSelfAttention as SparseSelfAttention
+from .modules import SparseTransformer as SparseTransformer
+from .modules import SparseTransformerBlock as SparseTransformerBlock

@@ -94,7 +94,7 @@ def block_sparse_attention(
     plan, mask, block_shape = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params)
     call = Call(plan, block_shape, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
-    out, lse = _attend(_choose(implementation, call, operands), call, operands)
+    out, lse = _jitted_attend(_choose(implementation, call, operands), call, operands)
     if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -138,6 +138,8 @@ def _attend_bwd(implementation, call, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+# Compiled once for each (implementation, call, shapes), also for eager callers.
+_jitted_attend = jax.jit(_attend, static_argnums=(0, 1))
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

@@ -62,21 +62,27 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
     """
     parts = []
     for first, states in _stripes(mask, num_rows, num_columns, block_q, block_kv):
-        rows, columns = np.nonzero(states == UNSURE)
+        rows, columns = _nonzero(states == UNSURE)
         states[rows, columns] = _graded_by_parts(mask, rows + first, columns, block_q, block_kv)
-        rows, columns = np.nonzero(states == UNSURE)
+        rows, columns = _nonzero(states == UNSURE)
         start = 0
         for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv):
             tiles = tiles.reshape(len(tiles), -1)
             here = slice(start, start + len(tiles))
             states[rows[here], columns[here]] = np.add(tiles.any(axis=1), tiles.all(axis=1), dtype=np.int8)
             start += len(tiles)
-        rows, columns = np.nonzero(states)
+        rows, columns = _nonzero(states)
         parts.append(((rows + first).astype(np.int32), columns.astype(np.int32), states[rows, columns]))
     rows, columns, states = (np.concatenate(x) for x in zip(*parts, strict=True))
     for array in (rows, columns, states):
         array.flags.writeable = False
     return BlockGrid(rows, columns, states, num_rows, num_columns)
+
+
+def _nonzero(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.nonzero of a 2-dimensional array, several times faster on bools."""
+    rows, columns = np.divmod(np.flatnonzero(states), states.shape[1])
+    return rows, columns
 
 
 def masked_tiles(
@@ -123,7 +129,7 @@ def _stripes(
         first = start * scale
         states = coarse[start : start + step].repeat(scale, axis=0).repeat(scale, axis=1)
         states = states[: num_rows - first, :num_columns]
-        rows, columns = np.nonzero((states != EMPTY) & (states != FULL))
+        rows, columns = _nonzero((states != EMPTY) & (states != FULL))
         states[rows, columns] = grade(rows + first, columns, 1)
         yield first, states
 

@@ -310,10 +310,18 @@ def _compile(
 def _computed(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, np.ndarray | None]:
     """The function that computes a mask inside a kernel, and each query's position; None, None if there is none."""
     if isinstance(mask, Mask):
-        return (mask, np.arange(q_len, dtype=np.int32)) if mask.computable else (None, None)
+        return (mask, _positions(q_len)) if mask.computable else (None, None)
     if hasattr(mask, "q_sequence") and hasattr(mask, "mask_function"):
         return mask.mask_function, np.array(mask.q_sequence, np.int32)
     return None, None
+
+
+@functools.lru_cache(maxsize=8)
+def _positions(q_len: int) -> np.ndarray:
+    """0 .. q_len - 1, one array for all infos of a length: at a million tokens it outweighs the block lists."""
+    positions = np.arange(q_len, dtype=np.int32)
+    positions.flags.writeable = False
+    return positions
 
 
 def _grid(mask: Any, num_q: int, num_kv: int, block_shape: tuple[int, int]) -> BlockGrid:

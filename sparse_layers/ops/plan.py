@@ -14,6 +14,7 @@ each candidate (natural order alone is always one) and takes the cheapest. The r
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -159,10 +160,9 @@ class _Draft:
     def __init__(self, mask: Reordered, params: FwdParams):
         self.mask = mask
         self.shape = _block_shape(mask, params)
+        if params.q_blocksize is None and params.kv_blocksize is None:
+            self.shape = _affordable(mask, self.shape)
         self.blocks, cells = _count(mask, self.shape)
-        while cells > MAX_CELLS and params.q_blocksize is None and params.kv_blocksize is None:
-            self.shape = (2 * self.shape[0], 2 * self.shape[1])
-            self.blocks, cells = _count(mask, self.shape)
         rows = mask.q_order.rows + mask.kv_order.rows
         self.cost = self.blocks * self.shape[0] * self.shape[1] + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
 
@@ -186,6 +186,25 @@ def _block_shape(mask: Reordered, params: FwdParams | BwdParams) -> tuple[int, i
     return sizes[0], sizes[1]
 
 
+def _affordable(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
+    """``shape``, doubled until the block lists have at most MAX_CELLS cells.
+
+    Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
+    """
+    coarse = shape
+    while math.prod(_grid_shape(mask, coarse)) > MAX_CELLS:
+        coarse = 2 * coarse[0], 2 * coarse[1]
+    while coarse != shape:
+        at_most = len(_grid(mask, coarse).rows) * (coarse[0] // shape[0]) ** 2
+        finer = coarse[0] // 2, coarse[1] // 2
+        if at_most <= 4 * MAX_CELLS and _count(mask, shape)[1] <= MAX_CELLS:
+            return shape
+        if _count(mask, finer)[1] > MAX_CELLS:
+            return coarse
+        coarse = finer
+    return shape
+
+
 def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
     """Active blocks, and cells of the block lists by row and by column, each as wide as its widest entry."""
     grid = _grid(mask, shape)
@@ -196,9 +215,11 @@ def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def _grid(mask: Reordered, shape: tuple[int, int]):
-    return active_blocks(mask, -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1]), *shape)
+    return active_blocks(mask, *_grid_shape(mask, shape), *shape)
 
 
+def _grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
+    return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
 
 
 def _round_up(n: int, block: int) -> int:

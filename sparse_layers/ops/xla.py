@@ -60,7 +60,9 @@ def backward(
         return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
 
     dq, dk, dv = _by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True)
-    dk, dv = (x.reshape(*like.shape[:3], -1, x.shape[-1]).sum(3) for x, like in ((dk, operands.key), (dv, operands.value)))
+    dk, dv = (
+        x.reshape(*like.shape[:3], -1, x.shape[-1]).sum(3) for x, like in ((dk, operands.key), (dv, operands.value))
+    )
     return dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype)
 
 
