@@ -1,10 +1,13 @@
 """Flax layers for sparse attention in JAX: the pattern is a value, the computation skips what it forbids."""
 
+from .adapters import Array as Array
+from .adapters import MaskMod as MaskMod
+from .adapters import as_masks as as_masks
+from .adapters import from_mask_mod as from_mask_mod
 from .describe import describe as describe
 from .describe import draw as draw
 from .describe import picture as picture
 from .masks import And as And
-from .masks import Array as Array
 from .masks import BlockDiagonal as BlockDiagonal
 from .masks import Blocks as Blocks
 from .masks import Causal as Causal
@@ -14,7 +17,6 @@ from .masks import Full as Full
 from .masks import Global as Global
 from .masks import LogSparse as LogSparse
 from .masks import Mask as Mask
-from .masks import MaskMod as MaskMod
 from .masks import Not as Not
 from .masks import Or as Or
 from .masks import Prefix as Prefix
@@ -22,8 +24,9 @@ from .masks import Random as Random
 from .masks import Strided as Strided
 from .masks import Transposed as Transposed
 from .masks import Window as Window
-from .masks import as_masks as as_masks
-from .masks import from_mask_mod as from_mask_mod
+from .modules import SparseSelfAttention as SparseSelfAttention
+from .modules import SparseTransformer as SparseTransformer
+from .modules import SparseTransformerBlock as SparseTransformerBlock
 from .ops.attention import block_sparse_attention as block_sparse_attention
 from .ops.attention import implementations as implementations
 from .ops.mask_info import MaskInfo as MaskInfo
@@ -40,6 +43,3 @@ from .presets import from_deepspeed as from_deepspeed
 from .presets import preset as preset
 from .presets import preset_options as preset_options
 from .presets import presets as presets
-from .modules import SparseSelfAttention as SparseSelfAttention
-from .modules import SparseTransformer as SparseTransformer
-from .modules import SparseTransformerBlock as SparseTransformerBlock

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .masks import EMPTY, FULL, PARTIAL, UNSURE, Causal, Full, Mask, as_masks
+from .adapters import as_masks
+from .masks import EMPTY, FULL, PARTIAL, UNSURE, Causal, Full, Mask
 from .ops.blocks import active_blocks
 from .ops.layout import Reordered, RowOrder
 from .ops.params import BwdParams, FwdParams

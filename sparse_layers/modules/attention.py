@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..masks import Mask, as_masks
+from ..adapters import as_masks
+from ..masks import Mask
 from ..ops.attention import block_sparse_attention
 from ..ops.params import BwdParams, FwdParams
 from ..ops.plan import Plan, make_plan

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks import as_masks
+from ..adapters import as_masks
 from . import reference, xla
 from .params import BwdParams, FwdParams
 from .plan import BLOCK, Call, Operands, Plan, make_plan

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_layers.masks import EMPTY, FULL, PARTIAL, UNSURE, Mask
+from ..masks import EMPTY, FULL, PARTIAL, UNSURE, Mask
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
 _ELEMENTS = 1 << 20  # mask elements evaluated at a time; a larger chunk leaves the cache and is slower
@@ -55,7 +55,7 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
 
     Example:
       >>> import sparse_layers as sl
-      >>> from sparse_layers.ops.blocks import active_blocks
+      >>> from .blocks import active_blocks
       >>> grid = active_blocks(sl.Causal(), 3, 3, 128, 128)
       >>> grid.rows.tolist(), grid.columns.tolist(), grid.states.tolist()
       ([0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2], [1, 2, 1, 2, 2, 1])

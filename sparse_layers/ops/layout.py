@@ -187,15 +187,16 @@ class Reordered(Mask):
         if isinstance(mask, Not):
             return _NOT[self._grade(mask.mask, rows, hulls)]
         # What an order was made for holds in row space by construction; its token hulls could not show it.
-        if isinstance(mask, Strided) and mask.stride == getattr(self.q_order, "stride", None):
-            if self.q_order == self.kv_order:
-                return BlockDiagonal(self.q_order.class_rows).grade(*rows)  # pyright: ignore
-        if isinstance(mask, Columns) and isinstance(self.kv_order, Gathered):
-            order = self.kv_order
-            if (mask.period, mask.start, mask.end) == (order.period, order.start, order.stop):
-                return np.int8(FULL)
+        q_order, kv_order = self.q_order, self.kv_order
+        if isinstance(mask, Strided) and isinstance(q_order, ResidueMajor) and isinstance(kv_order, ResidueMajor):
+            if mask.stride == q_order.stride == kv_order.stride:
+                sizes = (q_order.class_rows,) * 2 + (kv_order.class_rows,) * 2
+                return BlockDiagonal(1).grade(*(row // size for row, size in zip(rows, sizes, strict=True)))
+        if isinstance(mask, Columns) and isinstance(kv_order, Gathered):
+            if (mask.period, mask.start, mask.end) == (kv_order.period, kv_order.start, kv_order.stop):
+                return np.array(FULL, np.int8)
         states = mask.grade(*hulls)
-        if self.q_order.natural and self.kv_order.natural:
+        if q_order.natural and kv_order.natural:
             return states
         return np.where(states == PARTIAL, np.int8(UNSURE), states)  # the rows are a part of their hull
 

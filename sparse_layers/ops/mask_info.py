@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_layers.masks import FULL, PARTIAL, Mask, as_masks
-from sparse_layers.ops.blocks import BlockGrid, active_blocks, masked_tiles
+from ..adapters import as_masks
+from ..masks import FULL, PARTIAL, Mask
+from .blocks import BlockGrid, active_blocks, masked_tiles
 
 
 class MaskInfo(NamedTuple):
@@ -80,7 +81,7 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
 
     Example:
       >>> import sparse_layers as sl
-      >>> from sparse_layers.ops.mask_info import bind, process_mask
+      >>> from .mask_info import bind, process_mask
       >>> info, function = process_mask(bind(sl.Causal() & sl.Window(1), 4, 8, 8), (2, 2))
       >>> info.block_mask[0].tolist(), info.data_next[0].tolist()
       ([[1, 0], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 1], [1, 2], [2, 3]])
@@ -126,7 +127,7 @@ def process_mask(
 
     Example:
       >>> import numpy as np
-      >>> from sparse_layers.ops.mask_info import process_mask
+      >>> from .mask_info import process_mask
       >>> info, function = process_mask(np.tril(np.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.partial_mask_blocks.tolist(), function
       ([[[1, 0], [2, 1]]], [[[True, False], [True, True]]], None)
@@ -174,7 +175,7 @@ def process_dynamic_mask(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from sparse_layers.ops.mask_info import process_dynamic_mask
+      >>> from .mask_info import process_dynamic_mask
       >>> info, _ = process_dynamic_mask(jnp.tril(jnp.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.mask_next.tolist()
       ([[[1, 0], [2, 1]]], [[[0, 0], [0, 3]]])

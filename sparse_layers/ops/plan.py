@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..masks import And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed, as_masks
+from ..adapters import as_masks
+from ..masks import And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
 from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
@@ -175,7 +176,8 @@ class _Draft:
             rows, columns = _round_up(self.mask.q_order.rows, shape[0]), _round_up(self.mask.kv_order.rows, shape[1])
             infos.append(process(bind(self.mask, 1, rows, columns), shape)[0])
         q_order, kv_order = self.mask.q_order, self.mask.kv_order
-        return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, *infos, self.blocks, bwd_blocks)
+        fwd, dkv = infos
+        return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, fwd, dkv, self.blocks, bwd_blocks)
 
 
 def _block_shape(mask: Reordered, params: FwdParams | BwdParams) -> tuple[int, int]:
@@ -253,7 +255,7 @@ def _candidates(mask: Mask, q_len: int, kv_len: int):
 
 def _name(wish: Wish) -> str:
     q_order, kv_order = wish
-    if q_order == kv_order or q_order.natural and kv_order.natural:
+    if q_order == kv_order or (q_order.natural and kv_order.natural):
         return str(q_order)
     named = [f"{side}: {order}" for side, order in (("queries", q_order), ("keys", kv_order)) if not order.natural]
     return ", ".join(named)
@@ -335,7 +337,7 @@ class Call:
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
     """
 
-    plan: Plan | None
+    plan: Any  # a Plan; Any, so that backends need not ask for None again where there is no run-time mask
     block_shape: tuple[int, int]
     scale: float
     soft_cap: float | None

@@ -78,9 +78,9 @@ class _Link:
     shape: tuple[int, int]
     mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a partial block from row indices ...
     tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv]
-    block_mask: jax.Array | np.ndarray  # this and the next two: [rows or columns, width]
-    data_next: jax.Array | np.ndarray
-    mask_next: jax.Array | np.ndarray | None
+    block_mask: Any  # this and the next two: numpy or JAX integers [rows or columns, width]
+    data_next: Any
+    mask_next: Any  # None without tiles
 
     @staticmethod
     def of(link: Pass, dkv: bool) -> "_Link":
@@ -267,11 +267,11 @@ class _Blocks:
         bq, bkv = self.link.shape
         allowed = None
         if tile is not None:
-            if self.link.tiles is not None:
-                allowed = lax.dynamic_index_in_dim(jnp.asarray(self.link.tiles), tile, keepdims=False)
-            else:
+            if self.link.mask is not None:
                 q, k = i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]
                 allowed = self.link.mask(q, k)
+            else:
+                allowed = lax.dynamic_index_in_dim(jnp.asarray(self.link.tiles), tile, keepdims=False)
             allowed = jnp.tile(allowed, (self.group, 1))
         if self.segments is not None:
             q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, (i, j), strict=True))
@@ -296,7 +296,7 @@ def _prepare(link: _Link, query, key, value, segments, *, columns: bool = False)
         _blocked(link.kv_order.gather(value, cols), bkv),
         segments,
     )
-    xp = np if segments is None and isinstance(link.block_mask, np.ndarray) else jnp
+    xp: Any = np if segments is None and isinstance(link.block_mask, np.ndarray) else jnp
     state, index = xp.asarray(link.block_mask), xp.asarray(link.data_next, np.int32)
     if segments is not None:
         state = jnp.where(_may_meet(segments[::-1] if columns else segments, index), state, 0)
@@ -307,7 +307,7 @@ def _prepare(link: _Link, query, key, value, segments, *, columns: bool = False)
     return blocks, _Lists(index, tile, *(xp.asarray(c, np.int32) for c in counts))
 
 
-def _may_meet(segments: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
+def _may_meet(segments: Sequence[jax.Array], index: jax.Array) -> jax.Array:
     """Whether block row i and block index[i, w] hold segment ids in overlapping ranges, in any batch entry."""
     largest = np.iinfo(np.int32).max
     low, high = zip(*((jnp.where(s >= 0, s, largest).min((-2, -1)), s.max((-2, -1))) for s in segments), strict=True)

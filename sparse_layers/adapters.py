@@ -1,0 +1,169 @@
+"""Masks from outside: bool arrays, FlexAttention's ``mask_mod``s, and the mask objects of other libraries."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .masks import Mask, _graded
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array(Mask):
+    """A bool array [q_len, kv_len] as a mask; positions outside it are not allowed. Equal contents are equal masks.
+
+    Args:
+      array: bool, 2-dimensional.
+
+    Raises:
+      ValueError: not a 2-dimensional bool array.
+
+    Example:
+      >>> import numpy as np, sparse_layers as sl
+      >>> print(sl.picture(sl.Array(np.eye(3, dtype=bool)) | sl.Prefix(1), 3))
+      ■ · ·
+      ■ ■ ·
+      ■ · ■
+    """
+
+    array: np.ndarray = dataclasses.field(repr=False)
+
+    def __post_init__(self):
+        array = np.asarray(self.array)
+        if array.ndim != 2 or array.dtype != np.bool_:
+            raise ValueError(f"Array: must be a 2-dimensional bool array, got {array.dtype} of shape {array.shape}")
+        array = array.copy()
+        array.flags.writeable = False
+        # Summed-area table: the number of True in any rectangle from four look-ups.
+        counts = np.zeros((array.shape[0] + 1, array.shape[1] + 1), np.int64)
+        np.cumsum(np.cumsum(array, axis=0, dtype=np.int64), axis=1, out=counts[1:, 1:])
+        object.__setattr__(self, "array", array)
+        object.__setattr__(self, "_counts", counts)
+        object.__setattr__(self, "_digest", (array.shape, hashlib.sha256(np.packbits(array).tobytes()).digest()))
+
+    @property
+    def computable(self) -> bool:
+        return False
+
+    def __eq__(self, other):
+        return isinstance(other, Array) and self._digest == other._digest  # pyright: ignore
+
+    def __hash__(self):
+        return hash(self._digest)  # pyright: ignore
+
+    def __call__(self, q, k):
+        q, k = np.asarray(q), np.asarray(k)
+        inside = (q >= 0) & (q < self.array.shape[0]) & (k >= 0) & (k < self.array.shape[1])
+        return inside & self.array[np.where(inside, q, 0), np.where(inside, k, 0)] if self.array.size else inside
+
+    def grade(self, q0, q1, k0, k1):
+        rows, columns = self.array.shape
+        a0, a1 = np.minimum(q0, rows), np.minimum(q1 + 1, rows)
+        b0, b1 = np.minimum(k0, columns), np.minimum(k1 + 1, columns)
+        c = self._counts  # pyright: ignore
+        count = c[a1, b1] - c[a0, b1] - c[a1, b0] + c[a0, b0]
+        return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskMod(Mask):
+    """A FlexAttention style ``mask_mod(b, h, q, k)`` for one head. It must not depend on the batch: b is always 0.
+
+    Args:
+      function: takes (b, h, q, k); b and h are integers, q and k integer arrays that broadcast. Returns bools.
+      head: the value of h.
+      traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
+        is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> mask = sl.MaskMod(lambda b, h, q, k: (q >= k) & (q - k < 2))
+      >>> print(sl.picture(mask, 4))
+      ■ · · ·
+      ■ ■ · ·
+      · ■ ■ ·
+      · · ■ ■
+    """
+
+    function: Callable[[Any, Any, Any, Any], Any]
+    head: int = 0
+    traceable: bool = False
+
+    @property
+    def computable(self) -> bool:
+        return self.traceable
+
+    def __call__(self, q, k):
+        # A function that ignores q or k answers in a smaller shape.
+        return (q == q) & (k == k) & self.function(0, self.head, q, k)
+
+
+def from_mask_mod(
+    mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
+) -> Mask | tuple[Mask, ...]:
+    """A mask, or a tuple with one mask a head, from a FlexAttention style ``mask_mod(b, h, q, k)``.
+
+    Args:
+      mask_mod: must not depend on b (documents and padding are ``segment_ids``, not masks).
+      heads: number of heads if the function depends on h; None if it does not.
+      traceable: see `MaskMod`.
+
+    Returns:
+      One `MaskMod`, or a tuple of ``heads`` of them.
+
+    Raises:
+      ValueError: heads is less than 1.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.from_mask_mod(lambda b, h, q, k: q - k <= h, heads=2)[1](5, 4)
+      True
+    """
+    if heads is None:
+        return MaskMod(mask_mod, 0, traceable)
+    if heads < 1:
+        raise ValueError(f"from_mask_mod: heads must be None or >= 1, got {heads}")
+    return tuple(MaskMod(mask_mod, head, traceable) for head in range(heads))
+
+
+def as_masks(mask: Any) -> tuple[Mask, ...]:
+    """The masks that the heads take in turn, from whatever describes them.
+
+    Args:
+      mask: a `Mask`; a sequence of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or any
+        object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
+
+    Returns:
+      A tuple of masks; of length 1 when all heads share one.
+
+    Raises:
+      TypeError: none of these.
+      ValueError: an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
+
+    Example:
+      >>> import numpy as np, sparse_layers as sl
+      >>> sl.as_masks(sl.Causal())
+      (Causal(),)
+      >>> len(sl.as_masks(np.ones((4, 8, 8), bool)))
+      1
+    """
+    if isinstance(mask, Mask):
+        return (mask,)
+    if isinstance(mask, Sequence) and not isinstance(mask, str):
+        if not mask:
+            raise ValueError("mask: a sequence of masks must not be empty")
+        masks = tuple(m for entry in mask for m in as_masks(entry))
+        return masks[:1] if len(set(masks)) == 1 else masks
+    shape = getattr(mask, "shape", None)
+    if shape is None or not hasattr(mask, "__getitem__"):
+        raise TypeError(
+            "mask must be a Mask, a sequence of masks, a bool array [T, S] or [H, T, S], or an object with .shape and "
+            f"slicing; got {type(mask).__name__}: {mask!r}"
+        )
+    if len(shape) == 2:
+        return (Array(np.asarray(mask[:, :])),)  # pyright: ignore
+    if len(shape) == 3:
+        return as_masks([Array(np.asarray(mask[h, :, :])) for h in range(shape[0])])  # pyright: ignore
+    raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
