@@ -52,6 +52,10 @@ class RowOrder:
         """[B, padded, ...] in row order -> [B, length, ...] in token order, ``fill`` in tokens without a row."""
         return x[:, : self.length]
 
+    def known(self, mask: Mask, q_order: "RowOrder", rows: tuple[np.ndarray, ...]) -> np.ndarray | None:
+        """Grades of a mask that hold by the making of these orders, though token hulls could not show it, or None."""
+        return None
+
     def __str__(self):
         return "natural order"
 
@@ -94,6 +98,14 @@ class ResidueMajor(RowOrder):
     def scatter(self, x, fill=0.0):
         x = x[:, : self.rows].reshape(x.shape[0], self.stride, self.class_rows, *x.shape[2:])
         return x.swapaxes(1, 2).reshape(x.shape[0], self.rows, *x.shape[3:])[:, : self.length]
+
+    def known(self, mask, q_order, rows):
+        if not (isinstance(mask, Strided) and isinstance(q_order, ResidueMajor)):
+            return None
+        if not mask.stride == self.stride == q_order.stride:
+            return None
+        sizes = (q_order.class_rows,) * 2 + (self.class_rows,) * 2
+        return BlockDiagonal(1).grade(*(row // size for row, size in zip(rows, sizes, strict=True)))
 
     def __str__(self):
         return f"residue-major order, stride {self.stride}"
@@ -139,6 +151,14 @@ class Gathered(RowOrder):
         x = jnp.pad(x, [(0, 0), (0, 0), ends] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
         x = x.reshape(x.shape[0], periods * self.period, *x.shape[3:])[:, : self.length]
         return _pad(x, self.length, fill)
+
+    def known(self, mask, q_order, rows):
+        made_for = isinstance(mask, Columns) and (mask.period, mask.start, mask.end) == (
+            self.period,
+            self.start,
+            self.stop,
+        )
+        return np.array(FULL, np.int8) if made_for else None
 
     def __str__(self):
         if self.period >= self.length:
@@ -186,17 +206,11 @@ class Reordered(Mask):
             return table[self._grade(mask.left, rows, hulls), self._grade(mask.right, rows, hulls)]
         if isinstance(mask, Not):
             return _NOT[self._grade(mask.mask, rows, hulls)]
-        # What an order was made for holds in row space by construction; its token hulls could not show it.
-        q_order, kv_order = self.q_order, self.kv_order
-        if isinstance(mask, Strided) and isinstance(q_order, ResidueMajor) and isinstance(kv_order, ResidueMajor):
-            if mask.stride == q_order.stride == kv_order.stride:
-                sizes = (q_order.class_rows,) * 2 + (kv_order.class_rows,) * 2
-                return BlockDiagonal(1).grade(*(row // size for row, size in zip(rows, sizes, strict=True)))
-        if isinstance(mask, Columns) and isinstance(kv_order, Gathered):
-            if (mask.period, mask.start, mask.end) == (kv_order.period, kv_order.start, kv_order.stop):
-                return np.array(FULL, np.int8)
+        known = self.kv_order.known(mask, self.q_order, rows)
+        if known is not None:
+            return known
         states = mask.grade(*hulls)
-        if q_order.natural and kv_order.natural:
+        if self.q_order.natural and self.kv_order.natural:
             return states
         return np.where(states == PARTIAL, np.int8(UNSURE), states)  # the rows are a part of their hull
 
