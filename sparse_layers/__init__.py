@@ -1,45 +1,82 @@
 """Flax layers for sparse attention in JAX: the pattern is a value, the computation skips what it forbids."""
 
-from .adapters import Array as Array
-from .adapters import MaskMod as MaskMod
-from .adapters import as_masks as as_masks
-from .adapters import from_mask_mod as from_mask_mod
-from .describe import describe as describe
-from .describe import draw as draw
-from .describe import picture as picture
-from .masks import And as And
-from .masks import BlockDiagonal as BlockDiagonal
-from .masks import Blocks as Blocks
-from .masks import Causal as Causal
-from .masks import Columns as Columns
-from .masks import Empty as Empty
-from .masks import Full as Full
-from .masks import Global as Global
-from .masks import LogSparse as LogSparse
-from .masks import Mask as Mask
-from .masks import Not as Not
-from .masks import Or as Or
-from .masks import Prefix as Prefix
-from .masks import Random as Random
-from .masks import Strided as Strided
-from .masks import Transposed as Transposed
-from .masks import Window as Window
-from .modules import SparseSelfAttention as SparseSelfAttention
-from .modules import SparseTransformer as SparseTransformer
-from .modules import SparseTransformerBlock as SparseTransformerBlock
-from .ops.attention import block_sparse_attention as block_sparse_attention
-from .ops.attention import implementations as implementations
-from .ops.mask_info import MaskInfo as MaskInfo
-from .ops.mask_info import bind as bind
-from .ops.mask_info import process_dynamic_mask as process_dynamic_mask
-from .ops.mask_info import process_dynamic_mask_dkv as process_dynamic_mask_dkv
-from .ops.mask_info import process_mask as process_mask
-from .ops.mask_info import process_mask_dkv as process_mask_dkv
-from .ops.params import BwdParams as BwdParams
-from .ops.params import FwdParams as FwdParams
-from .ops.plan import Plan as Plan
-from .ops.plan import make_plan as make_plan
-from .presets import from_deepspeed as from_deepspeed
-from .presets import preset as preset
-from .presets import preset_options as preset_options
-from .presets import presets as presets
+from .adapters import Array, MaskMod, as_masks, from_mask_mod
+from .describe import describe, draw, picture
+from .masks import (
+    And,
+    BlockDiagonal,
+    Blocks,
+    Causal,
+    Columns,
+    Empty,
+    Full,
+    Global,
+    LogSparse,
+    Mask,
+    Not,
+    Or,
+    Prefix,
+    Random,
+    Strided,
+    Transposed,
+    Window,
+)
+from .modules import SparseSelfAttention, SparseTransformer, SparseTransformerBlock
+from .ops.attention import block_sparse_attention, implementations
+from .ops.mask_info import (
+    MaskInfo,
+    bind,
+    process_dynamic_mask,
+    process_dynamic_mask_dkv,
+    process_mask,
+    process_mask_dkv,
+)
+from .ops.params import BwdParams, FwdParams
+from .ops.plan import Plan, make_plan
+from .presets import from_deepspeed, preset, preset_options, presets
+
+__all__ = [
+    "And",
+    "Array",
+    "BlockDiagonal",
+    "Blocks",
+    "BwdParams",
+    "Causal",
+    "Columns",
+    "Empty",
+    "Full",
+    "FwdParams",
+    "Global",
+    "LogSparse",
+    "Mask",
+    "MaskInfo",
+    "MaskMod",
+    "Not",
+    "Or",
+    "Plan",
+    "Prefix",
+    "Random",
+    "SparseSelfAttention",
+    "SparseTransformer",
+    "SparseTransformerBlock",
+    "Strided",
+    "Transposed",
+    "Window",
+    "as_masks",
+    "bind",
+    "block_sparse_attention",
+    "describe",
+    "draw",
+    "from_deepspeed",
+    "from_mask_mod",
+    "implementations",
+    "make_plan",
+    "picture",
+    "preset",
+    "preset_options",
+    "presets",
+    "process_dynamic_mask",
+    "process_dynamic_mask_dkv",
+    "process_mask",
+    "process_mask_dkv",
+]
