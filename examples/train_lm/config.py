@@ -36,26 +36,27 @@ class Config:
 
     # The model.
     pattern: str = _option(
-        "sparse_transformer_strided:stride=32",
+        "sparse_transformer_strided:stride=16",
         "PRESET[:key=value,...], several joined by '+' are taken by the layers in turn; made causal if it is not",
     )
-    seq_len: int = _option(512, "tokens (bytes) in a sequence")
+    seq_len: int = _option(256, "tokens (bytes) in a sequence")
     layers: int = _option(4, "transformer blocks")
     features: int = _option(128, "width of the residual stream")
     heads: int = _option(4, "attention heads; must divide features")
-    positions: str = _option("row_column", "row_column: two learned tables, as in Child et al.; rope: rotary; none")
+    positions: str = _option("rope", "rope: rotary; row_column: two learned tables, as in Child et al.; none")
+    position_stride: int = _option(16, "columns of the two tables of row_column, normally the pattern's stride")
 
     # The optimiser: AdamW, linear warm-up, then a cosine to a tenth of the peak; gradients clipped to norm 1.
-    steps: int = _option(1000, "optimiser steps")
-    batch_size: int = _option(8, "sequences in a step")
+    steps: int = _option(2000, "optimiser steps")
+    batch_size: int = _option(4, "sequences in a step")
     lr: float = _option(3e-3, "peak learning rate")
     warmup: int = _option(50, "steps of linear warm-up")
     weight_decay: float = _option(0.1, "decoupled weight decay of the matrices (biases and scales have none)")
 
     # What is reported and kept.
-    eval_every: int = _option(100, "steps between two evaluations on held-out bytes")
-    eval_batches: int = _option(8, "held-out batches (of batch_size fixed windows) in an evaluation")
-    save_every: int = _option(200, "steps between two checkpoints; the last two are kept")
+    eval_every: int = _option(250, "steps between two evaluations on held-out bytes")
+    eval_batches: int = _option(64, "held-out batches (of batch_size fixed windows) in an evaluation")
+    save_every: int = _option(250, "steps between two checkpoints; the last two are kept")
     prompt: str = _option("def ", "text that the sample goes on from")
     sample_tokens: int = _option(400, "bytes in the sample written at the end; 0: none")
 
