@@ -1,8 +1,9 @@
-"""Attention on the CPU: time against dense XLA attention, share of blocks kept, and memory of a long layer.
+"""Attention: time against dense XLA attention on this machine's device, share of blocks kept, memory of a long layer.
 
-    python benchmarks/attention_cpu.py
+    python benchmarks/attention.py --heads 2
 
-Both sides run in one process, in turns; times are medians after two warm-up calls. Results are checked against dense
+Both sides run in one process, in turns; times are medians of 5 groups of
+up to 10 calls, after two warm-up calls. Results are checked against dense
 attention in float64 on a sample of rows. ``relative`` is time / (dense time x share of blocks kept): 1 means that a
 kept block costs what it costs in dense attention.
 """
@@ -30,17 +31,25 @@ PATTERNS = {
 
 
 def median_seconds(functions: list, args: tuple, groups: int) -> list[float]:
-    """Median time of a call of each function, called in turns."""
+    """Median over groups of the time of a call of each function; groups of up to 10 calls take turns."""
+    calls = []
     for function in functions:
-        for _ in range(2):
-            jax.block_until_ready(function(*args))
+        jax.block_until_ready(function(*args))
+        calls.append(max(1, min(10, int(0.5 / seconds_of(function, args, 1)))))
     seconds = [[] for _ in functions]
     for _ in range(groups):
-        for function, times in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            times.append(time.perf_counter() - start)
+        for function, number, times in zip(functions, calls, seconds, strict=True):
+            times.append(seconds_of(function, args, number))
     return [statistics.median(times) for times in seconds]
+
+
+def seconds_of(function, args: tuple, calls: int) -> float:
+    """Seconds of one call, averaged over some."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = function(*args)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / calls
 
 
 def error(mask: sl.Mask, q, k, v, out, rows: np.ndarray) -> float:
@@ -103,7 +112,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--memory-seq-len", type=int, default=131072)
     options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, jax {jax.__version__}")
+    device, python = jax.devices()[0].device_kind, platform.python_version()
+    print(f"{device}, {os.cpu_count()} host cores, Python {python}, jax {jax.__version__}")
     compare(options.seq_len, options.heads, options.size, options.groups)
     memory(options.memory_seq_len, 8, 64)
 
