@@ -94,7 +94,7 @@ def split_files(names: list[str]) -> tuple[list[str], list[str]]:
 
     Example:
       >>> split_files(["a.py", "b.py", "c.py"])
-      (['a.py', 'b.py'], ['c.py'])
+      (['a.py', 'c.py'], ['b.py'])
     """
     hashes = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in sorted(names)}
     limit = max(bytes([256 // 20]), min(hashes.values(), default=b""))

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = pathlib.Path(args.out) / train.CHECKPOINTS
         step, facts = checkpoint.latest(folder)
         run = train.Run(Config.load(facts["config"], {"out": args.out}))
-        model = run.model(checkpoint.restore(folder, step, run.init(), facts))
+        model = run.model(checkpoint.restore(folder, step, facts, run.init()))
         text = sample(model, run.config.seq_len, args.prompt.encode(), args.tokens, args.temperature, args.seed)
     except Refusal as refusal:
         print(f"generate: {refusal}", file=sys.stderr)

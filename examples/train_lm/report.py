@@ -39,7 +39,7 @@ class Result:
 def table(results: Sequence[Result]) -> str:
     """The closing table, one line a run."""
     head = ("pattern", "params", "steps", "steps/s", "tokens/s", "held-out bpb", "gzip bpb", "order-0 bpb")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for r in results:
         speed = r.steps_per_second
         bpb = f"{r.rows[-1]['heldout_bpb']:.3f}"

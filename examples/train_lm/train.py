@@ -104,7 +104,7 @@ def train(config: Config, resume: bool) -> report.Result:
         start, saved = checkpoint.latest(out / CHECKPOINTS)
         if saved["corpus"] != corpus.digest:
             raise Refusal(f"--data {config.data or '(standard library)'} is no longer the corpus of the run in {out}")
-        state = checkpoint.restore(out / CHECKPOINTS, start, state, saved)
+        state = checkpoint.restore(out / CHECKPOINTS, start, saved, state)
         rows = _read_rows(out / METRICS, start)
     else:
         out.mkdir(parents=True, exist_ok=True)
@@ -207,27 +207,33 @@ def split_patterns(text: str) -> list[str]:
     return re.split(r",(?!\w+=)", text)
 
 
-def compare(config: Config, patterns: list[str], resume: bool, given: dict[str, Any]) -> list[report.Result]:
-    """Trains one run a pattern, each in a folder of its own below ``config.out``, and draws them in one figure.
+def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[report.Result]:
+    """Trains one run a pattern, each in a folder of its own below ``out``, and draws them in one figure.
+
+    Args:
+      patterns: as the field ``pattern`` of `Config`.
+      given: the other fields of `Config`, where they differ from its defaults.
+      resume: go on with those that have begun, and give the others the settings of the first.
 
     Raises:
       Refusal: as `train`; every pattern is tried on the length before the first one is trained.
       Interrupted: Ctrl-C.
     """
-    out = pathlib.Path(config.out)
-    if not resume:
+    out = pathlib.Path(given.get("out", Config.out))
+    names = [f"{number}_{re.sub('[^A-Za-z0-9=_.-]+', '_', pattern)}" for number, pattern in enumerate(patterns, 1)]
+    own = [{"pattern": pattern, "out": str(out / name)} for pattern, name in zip(patterns, names, strict=True)]
+    if resume:
+        base = _saved_config({**given, **own[0]})
+    else:
         _require_new(out)
-    configs = []
-    for number, pattern in enumerate(patterns, 1):
-        folder = out / f"{number}_{re.sub(r'[^A-Za-z0-9=_.-]+', '_', pattern)}"
-        configs.append(dataclasses.replace(config, pattern=pattern, out=str(folder)))
-    for each in configs:
-        build(each)
+        base = Config(**given)
+    configs = [dataclasses.replace(base, **fields) for fields in own]
+    for config in configs:
+        build(config)
     results = []
-    for each in configs:
-        begun = resume and (pathlib.Path(each.out) / CHECKPOINTS).exists()
-        settings = {**given, "pattern": each.pattern, "out": each.out}
-        results.append(train(_saved_config(settings) if begun else each, begun))
+    for config in configs:
+        begun = resume and (pathlib.Path(config.out) / CHECKPOINTS).exists()
+        results.append(train(_saved_config(dataclasses.asdict(config)) if begun else config, begun))
     report.draw_comparison(results, out / "compare.png")
     return results
 
@@ -254,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         if patterns and "pattern" in given:
             raise Refusal("--compare names the patterns: leave out --pattern")
         if patterns:
-            results = compare(Config(**given), split_patterns(patterns), resume, given)
+            results = compare(split_patterns(patterns), given, resume)
         else:
             results = [train(_saved_config(given) if resume else Config(**given), resume)]
     except Refusal as refusal:
