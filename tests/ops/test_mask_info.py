@@ -8,6 +8,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash
 
 import sparse_layers.masks as m
+from sparse_layers.adapters import Array, MaskMod
 from sparse_layers.ops import mask_info
 from sparse_layers.ops.mask_info import (
     HeadMasks,
@@ -262,23 +263,23 @@ def test_query_shards_without_a_partial_block():
 
 # --- masks of this package -------------------------------------------------------------------------------------------
 
-OURS = [
-    m.Causal() & (m.Window(5) | m.Strided(8)),
-    m.BlockDiagonal(8) & m.Causal(),
-    m.Window(3, 6) & ~m.BlockDiagonal(4),
-    m.Global(3) | m.Window(1),
-    m.LogSparse(),
-    m.Empty(),
-    m.MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == h)),
-    m.Array(np.random.default_rng(1).random((24, 24)) < 0.3),
-    (m.Causal(), m.Window(4)),
-    (m.Causal() & m.Random(2), m.Causal() & m.Random(2, seed=1), m.Causal() & m.Random(2)),
-]
+OURS = {
+    "window and stride": m.Causal() & (m.Window(5) | m.Strided(8)),
+    "block diagonal": m.BlockDiagonal(8) & m.Causal(),
+    "complement": m.Window(3, 6) & ~m.BlockDiagonal(4),
+    "global": m.Global(3) | m.Window(1),
+    "logsparse": m.LogSparse(),
+    "empty": m.Empty(),
+    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == h)),
+    "array": Array(np.random.default_rng(1).random((24, 24)) < 0.3),
+    "two heads": (m.Causal(), m.Window(4)),
+    "three heads": (m.Causal() & m.Random(2), m.Causal() & m.Random(2, seed=1), m.Causal() & m.Random(2)),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"q_seq_shards": 2}, {"head_shards": 3}, {"shrink_grid": False}], ids=str)
 @pytest.mark.parametrize("process", [process_mask, process_mask_dkv], ids=STATIC_NAMES)
-@pytest.mark.parametrize("mask", OURS, ids=repr)
+@pytest.mark.parametrize("mask", OURS.values(), ids=OURS)
 def test_ours_equal_the_same_mask_as_array(mask, process, options):
     bound = bind(mask, 6, 24, 24)
     array = np.stack([bound[h, :, :] for h in range(6)])

@@ -1,0 +1,357 @@
+"""One table of calls of the op, and what each must give: every backend answers to all of it.
+
+`oracle` is attention and its gradient in numpy float64, by formulas of its own. What a backend may be off is measured,
+not tuned: twice the error of `naive`, dense attention in the same dtype, plus the rounding of the largest summand.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_layers as sl
+from sparse_layers.ops import plan as plans
+
+# A new backend is one more name here.
+IMPLEMENTATIONS = ["xla", "reference"]
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One call: the mask, and all that the arrays and options are made from."""
+
+    name: str
+    mask: Any  # whatever the op takes; a JAX array is passed to the compiled function as an argument
+    q_len: int
+    kv_len: int | None = None
+    heads: tuple[int, int] = (4, 2)
+    sizes: tuple[int, int] = (16, 16)
+    batch: int = 2
+    dtype: str = "float32"
+    fwd: tuple[int, int] | None = None  # block sizes
+    bwd: tuple[int, int] | None = None
+    split: bool = False  # compute the longest chain that the planner weighs, not the cheapest
+    segments: tuple[np.ndarray, np.ndarray] | None = None
+    sinks: bool = False
+    soft_cap: float | None = None
+    scale: float | None = None
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q_len, self.kv_len or self.q_len
+
+    def params(self) -> dict[str, Any]:
+        sides = {"fwd_params": (sl.FwdParams, self.fwd), "bwd_params": (sl.BwdParams, self.bwd)}
+        return {name: make(q_blocksize=b[0], kv_blocksize=b[1]) for name, (make, b) in sides.items() if b}
+
+    def arrays(self) -> dict[str, Any]:
+        """Operands and cotangents, in the dtypes of the call."""
+        rng = np.random.default_rng(0)
+        (n, k), (h, hv), (t, s), b = self.heads, self.sizes, self.shape, self.batch
+        shapes = {"query": (b, t, n, h), "key": (b, s, k, h), "value": (b, s, k, hv), "dout": (b, t, n, hv)}
+        arrays = {name: jnp.asarray(rng.normal(size=shape), self.dtype) for name, shape in shapes.items()}
+        arrays["dlse"] = jnp.asarray(rng.normal(size=(b, t, n)), jnp.float32)
+        arrays["sinks"] = jnp.asarray(rng.normal(size=n) + 1, jnp.float32) if self.sinks else None
+        return arrays
+
+    def allowed(self) -> np.ndarray:
+        """The pairs that may attend: bool [B or 1, N, T, S]."""
+        if isinstance(self.mask, jax.Array):
+            heads = np.asarray(self.mask).reshape(-1, *self.shape)
+        else:
+            heads = np.stack([mask.dense(*self.shape) for mask in sl.as_masks(self.mask)])
+        allowed = np.tile(heads, (self.heads[0] // len(heads), 1, 1))[None]
+        if self.segments is not None:
+            q, k = self.segments
+            allowed = allowed & ((q[:, :, None] == k[:, None, :]) & (q[:, :, None] >= 0))[:, None]
+        return allowed
+
+    def call(self, implementation: str) -> dict[str, np.ndarray]:
+        """The op's answers and gradients, by `NAMES`, compiled."""
+        arrays = self.arrays()
+        dynamic = self.mask if isinstance(self.mask, jax.Array) else None
+        params, fixed = self.params(), self.mask
+        if self.split:
+            params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
+
+        @jax.jit
+        def answers(arrays, dynamic):
+            def op(query, key, value, sinks):
+                return sl.block_sparse_attention(
+                    query,
+                    key,
+                    value,
+                    fixed if dynamic is None else dynamic,
+                    segment_ids=self.segments,
+                    scale=self.scale,
+                    logits_soft_cap=self.soft_cap,
+                    sinks=sinks,
+                    implementation=implementation,
+                    return_lse=True,
+                    **params,
+                )
+
+            (out, lse), pullback = jax.vjp(op, *(arrays[x] for x in ("query", "key", "value", "sinks")))
+            return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
+
+        return _named(answers(arrays, dynamic))
+
+
+def _named(results) -> dict[str, np.ndarray]:
+    return {name: x for name, x in zip(NAMES, results, strict=True) if x is not None}
+
+
+def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None, bwd_params=None) -> list[sl.Plan]:
+    """A plan for each chain that the planner weighs for a mask, whatever it would choose; natural order comes first.
+
+    For several masks, the i-th plan takes the i-th chain of each, or its last one.
+    """
+    kv_len = q_len if kv_len is None else kv_len
+    fwd = fwd_params or sl.FwdParams()
+    bwd = bwd_params or sl.BwdParams(q_blocksize=fwd.q_blocksize, kv_blocksize=fwd.kv_blocksize)
+    by_mask = []
+    for one in sl.as_masks(mask):
+        chains = []
+        for _, groups in plans._candidates(one, q_len, kv_len):
+            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd) for wish, part in groups]
+            chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
+        by_mask.append(chains)
+    found = []
+    for i in range(max(map(len, by_mask))):
+        chains = tuple(c[min(i, len(c) - 1)] for c in by_mask)
+        # Plans compare by what they are made from, chains follow from that. A setting that only GPUs read tells these
+        # plans apart, or a compiled function would take one for the other.
+        params = dataclasses.replace(fwd, num_key_splits=2 + i)
+        found.append(sl.Plan(sl.as_masks(mask), q_len, kv_len, params, bwd, chains, ((),) * len(chains)))
+    return found
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+def oracle(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None):
+    """Attention and its gradients in float64, and for each the sum of the absolute values that are summed up in it.
+
+    Returns two dicts by `NAMES`. Where the second is 0, nothing contributes, and the answer must be exactly 0.
+    """
+    query, key, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
+    b, s, heads, _ = key.shape
+    groups = query.shape[2] // heads
+    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
+    sink = -np.inf if sinks is None else np.asarray(sinks).astype(np.float64)[None, :, None, None]
+
+    scores = scale * _product("btnh,bsnh->bnts", query, key)
+    size = scale * _product("btnh,bsnh->bnts", abs(query), abs(key))
+    slope = 1.0
+    if soft_cap is not None:
+        squashed = np.tanh(scores / soft_cap)
+        scores, slope = soft_cap * squashed, 1 - squashed**2
+    scores = np.where(allowed, scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True), sink)
+    top = np.where(top == -np.inf, 0, top)
+    weights, sink_weight = np.exp(scores - top), np.exp(sink - top)
+    total = weights.sum(-1, keepdims=True) + sink_weight
+    p, p_sink = (x / np.where(total == 0, 1, total) for x in (weights, sink_weight))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+
+    out = _product("bnts,bsnh->btnh", p, value)
+    delta = (out * dout).sum(-1) - dlse  # [B, T, N]
+    dscores = p * slope * (_product("btnh,bsnh->bnts", dout, value) - delta.swapaxes(1, 2)[..., None])
+    # The same with absolute values; rounding a score by a share of its summands changes its weight by as much.
+    p_size = p * (1 + size)
+    out_size = _product("bnts,bsnh->btnh", p_size, abs(value))
+    delta_size = (out_size * abs(dout)).sum(-1) + abs(dlse)
+    dscores_size = _product("btnh,bsnh->bnts", abs(dout), abs(value)) + delta_size.swapaxes(1, 2)[..., None]
+    dscores_size = p_size * slope * dscores_size
+    lse_size = (abs(top) + np.where(allowed, size, 0).max(-1, keepdims=True))[..., 0].swapaxes(1, 2)
+
+    def gradients(p, dscores, dout, delta, query, key):
+        dq = scale * _product("bnts,bsnh->btnh", dscores, key)
+        dk = scale * _product("bnts,btnh->bsnh", dscores, query).reshape(b, s, heads, groups, -1).sum(3)
+        dv = _product("bnts,btnh->bsnh", p, dout).reshape(b, s, heads, groups, -1).sum(3)
+        return dq, dk, dv, None if sinks is None else (p_sink[..., 0].swapaxes(1, 2) * delta).sum((0, 1))
+
+    right = out, lse[..., 0].swapaxes(1, 2), *gradients(p, dscores, dout, -delta, query, key)
+    sizes = gradients(p_size, dscores_size, abs(dout), delta_size, abs(query), abs(key))
+    return _named(right), _named((out_size, lse_size, *sizes))
+
+
+def _product(subscripts, *operands):
+    return np.einsum(subscripts, *operands, optimize=True)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap"))
+def naive(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None):
+    """Dense attention in the dtype of its inputs throughout, differentiated by JAX: the answers by `NAMES`."""
+    dtype = query.dtype
+
+    def attention(query, key, value, sinks):
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * jnp.asarray(scale, dtype)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        sink = jnp.full((1, 1, 1, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[None, :, None, None]
+        top = jnp.maximum(jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True), sink)
+        top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+        weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores, 0) - top), 0)
+        total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
+        safe = jnp.where(total > 0, total, 1)
+        lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)[..., 0].swapaxes(1, 2)
+        return jnp.einsum("bnts,bsnh->btnh", weights / safe, value), lse
+
+    answers, pullback = jax.vjp(attention, query, key, value, sinks)
+    return _named((*answers, *pullback((dout, dlse.astype(dtype)))))
+
+
+@functools.lru_cache(maxsize=4)
+def expected(case: Case):
+    """(right answers, their sizes, budget of each) of a case."""
+    arrays, allowed = case.arrays(), case.allowed()
+    options = {"scale": case.sizes[0] ** -0.5 if case.scale is None else case.scale, "soft_cap": case.soft_cap}
+    right, sizes = oracle(**arrays, allowed=allowed, **options)
+    rough = naive(**arrays, allowed=jnp.asarray(allowed), **options)
+    eps = float(jnp.finfo(case.dtype).eps)
+    budgets = {name: 2 * (_error(rough[name], right[name]) + eps * sizes[name].max()) for name in right}
+    return right, sizes, budgets
+
+
+def check(case: Case, answers: dict[str, np.ndarray]) -> None:
+    """Asserts that answers are of the right dtypes and shapes, and right to within the budget."""
+    right, sizes, budgets = expected(case)
+    assert answers.keys() == right.keys()
+    for name, answer in answers.items():
+        assert answer.shape == right[name].shape, name
+        assert answer.dtype == ("float32" if name in ("lse", "dsinks") else case.dtype), name
+        values = np.asarray(answer).astype(np.float64)
+        nothing = (sizes[name] == 0) & np.isfinite(right[name])
+        assert not values[nothing].any(), f"{name}: not 0 where nothing contributes"
+        error = _error(answer, right[name])
+        assert error <= budgets[name], f"{name}: off by {error:.3g}, allowed {budgets[name]:.3g}"
+
+
+def _error(answer, right) -> float:
+    answer, finite = np.asarray(answer).astype(np.float64), np.isfinite(right)
+    np.testing.assert_array_equal(answer[~finite], right[~finite])  # -inf where no key is allowed
+    return float(np.abs(answer[finite] - right[finite]).max(initial=0))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+# Every preset, with options that make it do something at short lengths.
+SMALL = {
+    "all": {},
+    "local": {"local_attn_ctx": 24},
+    "strided": {"local_attn_ctx": 16},
+    "fixed": {"local_attn_ctx": 32, "num_verts": 4, "blocksize": 4},
+    "sparse_transformer_strided": {"stride": 16},
+    "sparse_transformer_fixed": {"stride": 24, "summary": 4},
+    "sliding_window": {"window": 40},
+    "chunked": {"chunk": 50},
+    "dilated": {"window": 8, "dilation": 7},
+    "longformer": {"window": 24, "global_tokens": 5, "causal": False},
+    "bigbird": {"block": 8, "random_blocks": 2, "causal": False},
+    "streaming": {"window": 24, "sinks": 4},
+    "logsparse": {},
+    "prefix_lm": {"prefix": 40},
+    "dense": {},
+    "bidirectional": {},
+}
+# One preset for each way to leave natural order: permuted, also after a window; gathered keys; gathered queries, too.
+CHAINS = ["strided", "sparse_transformer_strided", "sparse_transformer_fixed", "longformer"]
+HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
+
+
+def _presets():
+    # Each preset meets both lengths and both dtypes with small options, and one of each with its default ones.
+    for number, (name, options) in enumerate(SMALL.items()):
+        dtypes = ("float32", "bfloat16") if number % 2 else ("bfloat16", "float32")
+        for length, dtype in zip((129, 300), dtypes, strict=True):
+            yield Case(f"{name}-{length}-{dtype}", sl.preset(name, **options), length, dtype=dtype)
+        if options:
+            yield Case(f"{name}-default-300-{dtypes[0]}", sl.preset(name), 300, dtype=dtypes[0])
+
+
+def _chains():
+    for name in CHAINS:
+        mask = sl.preset(name, **SMALL[name])
+        for length in (1, 127, 128, 129, 1000):
+            batch = 1 if length == 1000 else 2
+            yield Case(f"{name}-chain-{length}", mask, length, batch=batch, split=True)
+        for heads in ("MHA", "MQA"):
+            for dtype in ("float32", "bfloat16"):
+                yield Case(f"{name}-{heads}-127-{dtype}", mask, 127, heads=HEADS[heads], dtype=dtype, split=True)
+        yield Case(f"{name}-GQA-129-float16", mask, 129, dtype="float16", split=True)
+
+
+def _random(*shape, density=0.3):
+    return np.random.default_rng(3).random(shape) < density
+
+
+def _documents(batch, *lengths):
+    """Packed documents that end elsewhere in each batch entry and on each side, then padding; ids are not sorted."""
+    sides = []
+    for length in lengths:
+        ends = [[length * share // (10 + 2 * b) for share in (3, 4, 9)] for b in range(batch)]
+        ids = np.array([7, 0, 3, -1], np.int32)
+        sides.append(np.stack([ids[np.searchsorted(end, np.arange(length), side="right")] for end in ends]))
+    return sides[0], sides[-1]
+
+
+def _features():
+    causal, window = sl.Causal(), sl.Causal() & sl.Window(40)
+    fixed, strided = (sl.preset(name, **SMALL[name]) for name in ("sparse_transformer_fixed", "strided"))
+    several = sl.preset("fixed", **SMALL["fixed"])
+    holes = (sl.Causal() & sl.Columns(50, 20)) | sl.Prefix(70).T & sl.Empty()  # queries 0 to 19 see nothing
+    mod = sl.MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0))
+    yield Case("long-chain", sl.preset("sparse_transformer_strided", stride=64), 2048, heads=(1, 1), batch=1)
+    yield Case("documents", causal, 300, segments=_documents(2, 300))
+    yield Case("documents-chain", fixed, 300, segments=_documents(2, 300), split=True, fwd=(32, 32), sinks=True)
+    yield Case("documents-residues", strided, 300, segments=_documents(2, 300), split=True, fwd=(32, 32))
+    yield Case("documents-many", sl.Full(), 160, segments=_documents(3, 160), batch=3, fwd=(16, 16))
+    yield Case("documents-pair", window | sl.Prefix(9), 129, 300, segments=_documents(2, 129, 300), fwd=(32, 64))
+    yield Case("padding-only", causal, 129, segments=(np.full((2, 129), -1),) * 2)
+    yield Case("empty", sl.Empty(), 129)
+    yield Case("empty-sinks", sl.Empty(), 129, sinks=True)
+    yield Case("empty-rows", holes, 300)
+    yield Case("empty-rows-sinks", holes, 300, sinks=True)
+    yield Case("heads-differ", several, 300, split=True)
+    yield Case("heads-differ-MQA", several, 129, heads=(8, 1), sinks=True, dtype="bfloat16")
+    yield Case("heads-in-turn", (window, strided), 129, heads=(6, 3), split=True)
+    yield Case("soft-cap", window, 129, soft_cap=2.0)
+    yield Case("soft-cap-chain", fixed, 300, soft_cap=3.0, sinks=True, split=True, scale=0.5)
+    yield Case("sinks", strided, 300, sinks=True, split=True)
+    yield Case("sinks-bfloat16", window, 129, sinks=True, dtype="bfloat16")
+    yield Case("scale", window, 129, scale=0.6)
+    yield Case("large-logits", window, 129, scale=9.0)
+    yield Case("value-size", fixed, 300, sizes=(16, 24), split=True)
+    yield Case("value-size-1", window, 129, sizes=(5, 1))
+    yield Case("cross-short-queries", causal | sl.Prefix(40), 127, 300)
+    yield Case("cross-short-keys", sl.Window(20, 50), 300, 129, sizes=(16, 8))
+    yield Case("cross-chain", sl.preset("longformer", **SMALL["longformer"]), 129, 300, split=True, fwd=(16, 32))
+    yield Case("one-query", sl.Full(), 1, 300)
+    yield Case("run-time", jnp.asarray(_random(130, 129)), 130, 129)
+    yield Case("run-time-all-heads", jnp.asarray(_random(1, 64, 64)), 64, segments=_documents(2, 64))
+    yield Case("run-time-heads", jnp.asarray(_random(4, 130, 100)), 130, 100, fwd=(16, 32), soft_cap=5.0)
+    yield Case("run-time-sparse", jnp.asarray(np.kron(_random(9, 9), np.ones((16, 16), bool))), 144, fwd=(16, 16))
+    yield Case("array", sl.Array(_random(129, 300)), 129, 300)
+    yield Case("array-heads", tuple(sl.Array(x) for x in _random(2, 129, 129)), 129)
+    yield Case("mask-mod", mod, 300, fwd=(32, 32))
+    yield Case("mask-mod-traceable", dataclasses.replace(mod, traceable=True), 300, fwd=(32, 32))
+    yield Case("blocks", window, 300, fwd=(32, 64), bwd=(64, 16))
+    yield Case("blocks-fwd", fixed, 300, fwd=(24, 40), split=True)
+    yield Case("blocks-bwd", strided, 300, bwd=(40, 24), split=True)
+    yield Case("blocks-larger-than-lengths", strided, 50, fwd=(256, 128), bwd=(64, 512))
+    yield Case("one-batch-one-head", window, 129, heads=(1, 1), batch=1)
+
+
+CASES = [*_features(), *_chains(), *_presets()]
+# The reference computes no plan: to it, presets are but more bools.
+CALLS = [(name, case) for case in CASES for name in IMPLEMENTATIONS if name != "reference" or case.split or case.fwd]

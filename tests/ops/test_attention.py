@@ -1,0 +1,394 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops import attention, reference
+from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
+
+FIXED = sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"])
+T, CHAIN = 70, candidates(FIXED, 70, fwd_params=sl.FwdParams(q_blocksize=16, kv_blocksize=16))[-1]
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("implementation", "case"), CALLS, ids=[f"{name}-{case}" for name, case in CALLS])
+def test_values_and_gradients(implementation, case):
+    check(case, case.call(implementation))
+
+
+def test_every_preset_and_backend_is_in_the_table():
+    assert SMALL.keys() == sl.presets().keys()
+    assert set(IMPLEMENTATIONS) == set(sl.implementations())
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_the_table_leaves_natural_order_in_every_way():
+    by_name = {case.name: case for case in CASES}
+
+    def chain(name):
+        case = by_name[name]
+        return [(str(p.q_order), str(p.kv_order)) for p in candidates(case.mask, *case.shape)[-1].chains[0]]
+
+    natural = "natural order"
+    assert chain("strided-chain-129") == [("residue-major order, stride 16",) * 2]
+    assert chain("sparse_transformer_strided-chain-129") == [(natural,) * 2, ("residue-major order, stride 16",) * 2]
+    assert chain("sparse_transformer_fixed-chain-129")[1:] == [(natural, "gathered tokens 20 to 23 of every 24")]
+    first = "tokens 0 to 4 only"
+    assert chain("longformer-chain-129") == [(natural, natural), (natural, first), (first, natural)]
+    long = by_name["long-chain"]
+    assert len(sl.make_plan(long.mask, *long.shape).chains[0]) == 2  # the planner's own choice
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_oracle_by_finite_differences(soft_cap, sinks):
+    rng = np.random.default_rng(1)
+    shapes = {"query": (2, 5, 4, 3), "key": (2, 7, 2, 3), "value": (2, 7, 2, 6), "sinks": (4,)}
+    x = {name: rng.normal(size=shape) for name, shape in shapes.items() if sinks or name != "sinks"}
+    allowed = rng.random((2, 4, 5, 7)) < 0.5
+    allowed[:, :, 2] = False
+    dout, dlse = rng.normal(size=(2, 5, 4, 6)), rng.normal(size=(2, 5, 4))
+    options = {"allowed": allowed, "dout": dout, "dlse": dlse, "scale": 0.7, "soft_cap": soft_cap}
+
+    def loss(x):
+        answers, _ = oracle(**x, **options)
+        return (answers["out"] * dout).sum() + (np.where(np.isfinite(answers["lse"]), answers["lse"], 0) * dlse).sum()
+
+    answers, sizes = oracle(**x, **options)
+    for name, gradient in zip(x, ("dq", "dk", "dv", "dsinks"), strict=False):
+        step = 1e-6 * rng.normal(size=x[name].shape)
+        slope = loss(x | {name: x[name] + step}) - loss(x | {name: x[name] - step})
+        assert abs(slope / 2e-6 - (answers[gradient] * step).sum() / 1e-6) < 1e-6
+    for name in answers:
+        assert np.all(np.abs(np.where(np.isfinite(answers[name]), answers[name], 0)) <= sizes[name] * (1 + 1e-9) + 3)
+    # A hand-made row: two equal scores share the weight.
+    ones = {"query": np.zeros((1, 1, 1, 2)), "key": np.ones((1, 3, 1, 2)), "value": np.arange(3.0).reshape(1, 3, 1, 1)}
+    two = {"allowed": np.array([[[[True, False, True]]]]), "dout": np.ones((1, 1, 1, 1)), "dlse": np.zeros((1, 1, 1))}
+    answers, _ = oracle(**ones, **two, scale=1.0)
+    assert answers["out"].item() == 1.0 and answers["lse"].item() == np.log(2.0)
+    np.testing.assert_allclose(answers["dv"].ravel(), [0.5, 0, 0.5])
+
+
+def test_the_budget_is_a_few_roundings():
+    case = next(case for case in CASES if case.name == "sparse_transformer_strided-chain-129")
+    right, _, budgets = expected(case)
+    assert all(0 < budgets[name] < 1e-4 * np.abs(right[name]).max() for name in right)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_without_keys(implementation):
+    q, k, v = arrays()
+    mask = sl.Causal() & sl.Columns(50, 30)  # the first 30 queries see nothing
+
+    def loss(q, k, v):
+        out, lse = sl.block_sparse_attention(q, k, v, mask, implementation=implementation, return_lse=True)
+        return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+    grads, (out, lse) = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+    assert not out[:, :30].any() and jnp.all(lse[:, :30] == -jnp.inf)
+    assert out[:, 30:].all() and jnp.isfinite(lse[:, 30:]).all()
+    assert all(jnp.isfinite(g).all() for g in grads)
+    assert not grads[0][:, :30].any() and not grads[1][:, :30].any() and grads[1][:, 30:50].all()
+
+
+def test_float64_where_enabled():
+    with jax.enable_x64(True):
+        q, k, v = (x.astype(jnp.float64) for x in arrays())
+        call = functools.partial(sl.block_sparse_attention, return_lse=True)
+        out, lse = call(q, k, v, CHAIN)
+        options = {"allowed": FIXED.dense(T)[None, None], "dout": out, "dlse": lse, "scale": 0.25}
+        right, _ = oracle(q, k, v, **options)
+        grads = jax.vjp(lambda *x: call(*x, CHAIN), q, k, v)[1]((out, lse))
+        for name, answer in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True):
+            assert answer.dtype == jnp.float64
+            np.testing.assert_allclose(answer, right[name], rtol=1e-11, atol=1e-11)
+
+
+# --- ways to call ----------------------------------------------------------------------------------------------------
+
+
+def arrays(*lead, t=T, heads=(2, 2), h=16, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(*(lead or (2,)), t, n, h) for n in (heads[0], heads[1], heads[1])]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def loss(q, k, v, plan=CHAIN, **options):
+    out, lse = sl.block_sparse_attention(q, k, v, plan, return_lse=True, **options)
+    return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+
+def close(actual, wanted):
+    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, w, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_batch():
+    ids = jnp.arange(T) // 30 - (jnp.arange(T) > 60) * 9
+    q, k, v = arrays(1)
+    call = functools.partial(sl.block_sparse_attention, plan_or_mask=CHAIN, return_lse=True)
+    for single, pair in ((ids, ids[None]), ((ids, ids), (ids[None], ids[None]))):
+        out, lse = call(q[0], k[0], v[0], segment_ids=single)
+        assert out.shape == (T, 2, 16) and lse.shape == (T, 2)
+        close((out[None], lse[None]), call(q, k, v, segment_ids=pair))
+    assert isinstance(sl.block_sparse_attention(q[0], k[0], v[0], CHAIN), jax.Array)
+
+
+def test_every_form_of_a_mask_gives_the_same():
+    q, k, v = arrays()
+    dense = FIXED.dense(T)
+    wanted = sl.block_sparse_attention(q, k, v, FIXED)
+    forms = [CHAIN, sl.make_plan(FIXED, T), (FIXED, FIXED), [FIXED], np.array(dense), dense[None], sl.Array(dense)]
+    forms += [np.stack([dense] * 2), (FIXED, np.array(dense)), *(jnp.asarray(x) for x in (dense, dense[None]))]
+    forms += [jnp.stack([jnp.asarray(dense)] * 2), sl.MaskMod(lambda b, h, q, k: FIXED(q, k))]
+    for form in forms:
+        close(sl.block_sparse_attention(q, k, v, form), wanted)
+
+
+def test_numpy_operands_and_segments():
+    q, k, v = arrays()
+    ids = np.repeat([[0, 1]], T // 2, axis=1).repeat(2, axis=0)
+    close(
+        sl.block_sparse_attention(*map(np.asarray, (q, k, v)), CHAIN, segment_ids=ids),
+        sl.block_sparse_attention(q, k, v, FIXED & sl.BlockDiagonal(T // 2)),
+    )
+
+
+def test_vmap_equals_a_loop():
+    q, k, v = arrays(3, 2)
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (3, 2, T)))
+    sinks = jnp.asarray([0.5, -1.0])
+
+    def gradients(q, k, v, ids, sinks):
+        return jax.value_and_grad(lambda q, k, v, s: loss(q, k, v, segment_ids=ids, sinks=s), (0, 1, 2, 3))(
+            q, k, v, sinks
+        )
+
+    mapped = jax.jit(jax.vmap(gradients, (0, 0, 0, 0, None)))(q, k, v, ids, sinks)
+    one = jax.jit(gradients)
+    for i in range(3):
+        close(jax.tree.map(lambda x: x[i], mapped), one(q[i], k[i], v[i], ids[i], sinks))  # noqa: B023
+
+
+def test_vmap_over_run_time_masks():
+    q, k, v = arrays(3, 1, t=40)
+    masks = jnp.asarray(np.random.default_rng(0).random((3, 40, 40)) < 0.4)
+    gradients = jax.grad(lambda q, k, v, mask: loss(q, k, v, mask), (0, 1, 2))
+    mapped = jax.jit(jax.vmap(gradients))(q, k, v, masks)
+    for i in range(3):
+        right = jax.grad(lambda *x: loss(*x, np.asarray(masks[i]), implementation="reference"), (0, 1, 2))  # noqa: B023
+        close(jax.tree.map(lambda x: x[i], mapped), right(q[i], k[i], v[i]))  # noqa: B023
+
+
+def test_checkpoint_and_scan():
+    q, k, v = arrays(1)
+
+    def layer(x, _):
+        return x + sl.block_sparse_attention(x, k, v, CHAIN), None
+
+    def looped(q):
+        return jnp.sin(functools.reduce(lambda x, _: layer(x, None)[0], range(3), q)).sum()
+
+    def scanned(q):
+        return jnp.sin(jax.lax.scan(jax.checkpoint(layer), q, None, length=3)[0]).sum()
+
+    wanted = jax.value_and_grad(looped)(q)
+    close(jax.jit(jax.value_and_grad(scanned))(q), wanted)
+    close(jax.value_and_grad(jax.checkpoint(looped))(q), wanted)
+
+
+def test_equal_masks_share_a_trace(monkeypatch):
+    traces = itertools.count()
+
+    class Counting:
+        unsupported, backward = attention.xla.unsupported, attention.xla.backward
+
+        @staticmethod
+        def forward(call, operands):
+            next(traces)
+            return attention.xla.forward(call, operands)
+
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "counting", Counting)
+    q, k, v = arrays()
+
+    def new_mask():
+        return sl.Causal() & (sl.Window(5) | sl.Strided(7))
+
+    for _ in range(3):
+        sl.block_sparse_attention(q, k, v, new_mask(), implementation="counting")
+    assert next(traces) == 1
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, implementation="counting")), static_argnums=3)
+    for _ in range(3):
+        step(q, k, v, new_mask())
+    assert next(traces) == 3
+
+
+# --- cost ------------------------------------------------------------------------------------------------------------
+
+
+def jaxprs(jaxpr):
+    """A jaxpr and all that its equations hold."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from jaxprs(inner)
+
+
+def largest(function, *operands):
+    """Elements of the largest array that a function reads, makes or holds."""
+    inner = list(jaxprs(jax.make_jaxpr(function)(*operands).jaxpr))
+    variables = [x for j in inner for x in (*j.invars, *j.constvars, *(v for e in j.eqns for v in e.outvars))]
+    assert len(inner) > 1
+    return max(x.aval.size for x in variables if hasattr(x.aval, "size"))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sl.preset("strided"),
+        sl.preset("sparse_transformer_strided"),
+        sl.preset("sparse_transformer_fixed"),
+        (sl.preset("sliding_window", window=100), sl.preset("bigbird")),
+        sl.MaskMod(lambda b, h, q, k: (q >= k) & (q - k < 100)),
+    ],
+    ids=["strided", "merged", "fixed", "heads differ", "tiles"],
+)
+def test_nothing_of_size_t_by_s(pattern):
+    length = 4096
+    q, k, v = arrays(1, t=length, h=8)
+    ids = jnp.zeros((1, length), jnp.int32)
+    grads = jax.grad(lambda *x: loss(*x, pattern, segment_ids=ids, implementation="xla"), (0, 1, 2))
+    assert largest(grads, q, k, v) < length * length // 16
+
+
+def test_the_search_finds_what_is_t_by_s():
+    q, k, v = arrays(1, t=256)
+    grads = jax.grad(lambda *x: loss(*x, sl.Causal(), implementation="reference"), (0, 1, 2))
+    assert largest(grads, q, k, v) >= 256 * 256
+
+
+def test_compiled_memory():
+    length = 4096
+    q, k, v = arrays(1, t=length, heads=(1, 1), h=8)
+    plan = sl.make_plan(sl.preset("sparse_transformer_strided"), length)
+    assert len(plan.chains[0]) == 2
+    compiled = jax.jit(jax.grad(lambda *x: loss(*x, plan, implementation="xla"), (0, 1, 2))).lower(q, k, v).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < length * length // 2  # bytes; the scores alone take 4 T T
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+Q, K, V = (jnp.zeros(shape) for shape in ((2, 12, 4, 8), (2, 16, 2, 8), (2, 16, 2, 6)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query": Q[0, 0]}, ["query", "(4, 8)", "[B, length, heads, size]"]),
+        ({"key": K[0]}, ["key", "(16, 2, 8)"]),
+        ({"value": V[..., None]}, ["value", "(2, 16, 2, 6, 1)"]),
+        ({"query": Q.astype(int)}, ["query", "int32", "float32, bfloat16, float16 or float64"]),
+        ({"query": Q.astype(jnp.float8_e4m3fn)}, ["query", "float8_e4m3fn"]),
+        ({"key": K.astype(jnp.bfloat16)}, ["key", "bfloat16", "dtype of query, float32"]),
+        ({"value": V.astype(jnp.float16)}, ["value", "float16", "dtype of query, float32"]),
+        ({"key": K[:, :0], "value": V[:, :0]}, ["key", "must not be empty", "(2, 0, 2, 8)"]),
+        ({"query": Q[:, :, :0]}, ["query", "must not be empty", "(2, 12, 0, 8)"]),
+        ({"key": K[:1]}, ["batch sizes", "(1, 16, 2, 8)"]),
+        ({"value": V[:, :-1]}, ["key and value", "length and heads", "(2, 15, 2, 6)"]),
+        ({"value": V[:, :, :1]}, ["key and value", "(2, 16, 1, 6)"]),
+        ({"key": K[..., :4]}, ["query and key", "size H", "(2, 12, 4, 8)", "(2, 16, 2, 4)"]),
+        ({"query": Q[:, :, :3]}, ["key heads must divide the query heads", "2 and 3"]),
+        # Axes [B, heads, length, size], as of other libraries.
+        (
+            {"query": Q.swapaxes(1, 2), "key": jnp.zeros((2, 4, 16, 8)), "value": jnp.zeros((2, 4, 16, 8))},
+            ["key heads must divide", "16 and 12", "axes are [B, length, heads, size]"],
+        ),
+        (
+            {x: Q.swapaxes(1, 2) for x in ("query", "key", "value")} | {"plan_or_mask": sl.make_plan(sl.Causal(), 12)},
+            ["the plan is for q_len 12 and kv_len 12", "T = 4 and S = 4", "[B, T, N, H]"],
+        ),
+        ({"plan_or_mask": sl.make_plan(sl.Causal(), 12)}, ["q_len 12 and kv_len 12", "T = 12 and S = 16"]),
+        ({"plan_or_mask": (sl.Causal(), sl.Full(), sl.Empty())}, ["masks must divide", "3 masks and N = 4"]),
+        ({"plan_or_mask": ()}, ["must not be empty"]),
+        ({"plan_or_mask": np.ones((12, 15), bool)}, ["mask", "(12, 16)", "(12, 15)"]),
+        ({"plan_or_mask": np.ones((3, 12, 16), bool)}, ["mask", "N = 4", "(3, 12, 16)"]),
+        ({"plan_or_mask": np.ones((12, 16))}, ["mask", "bool", "float64"]),
+        ({"plan_or_mask": jnp.ones((16, 12), bool)}, ["mask", "(12, 16)", "(16, 12)"]),
+        ({"plan_or_mask": jnp.ones((2, 12, 16), bool)}, ["mask", "[N, T, S]", "(2, 12, 16)"]),
+        ({"plan_or_mask": jnp.ones((2, 1, 12, 16), bool)}, ["mask", "(2, 1, 12, 16)"]),
+        ({"plan_or_mask": jnp.ones((12, 16), jnp.int8)}, ["mask", "bool", "int8"]),
+        ({"segment_ids": jnp.zeros((2, 12), int)}, ["segment_ids", "pair", "T = 12, S = 16"]),
+        ({"segment_ids": (jnp.zeros((2, 12), int),) * 3}, ["segment_ids", "3 entries"]),
+        ({"segment_ids": (jnp.zeros((2, 12), int),) * 2}, ["segment_ids of keys", "(2, 16)", "(2, 12)"]),
+        ({"segment_ids": (jnp.zeros((2, 16), int),) * 2}, ["segment_ids of queries", "(2, 12)", "(2, 16)"]),
+        ({"segment_ids": (jnp.zeros((2, 12)), jnp.zeros((2, 16)))}, ["segment_ids of queries", "integers", "float32"]),
+        ({"scale": float("nan")}, ["scale", "finite", "nan"]),
+        ({"scale": jnp.ones(())}, ["scale", "finite Python number"]),
+        ({"scale": "1"}, ["scale", "'1'"]),
+        ({"logits_soft_cap": 0.0}, ["logits_soft_cap", "> 0 or None", "0.0"]),
+        ({"logits_soft_cap": -2}, ["logits_soft_cap", "-2"]),
+        ({"logits_soft_cap": float("inf")}, ["logits_soft_cap", "inf"]),
+        ({"sinks": jnp.zeros(2)}, ["sinks", "(4,)", "(2,)"]),
+        ({"sinks": jnp.zeros((4, 1))}, ["sinks", "(4, 1)"]),
+        ({"sinks": jnp.zeros(4, int)}, ["sinks", "floats", "int32"]),
+        ({"fwd_params": sl.BwdParams()}, ["fwd_params", "FwdParams or None", "BwdParams("]),
+        ({"bwd_params": (128, 128)}, ["bwd_params", "BwdParams or None", "(128, 128)"]),
+        (
+            {"plan_or_mask": sl.make_plan(sl.Causal(), 12, 16), "fwd_params": sl.FwdParams()},
+            ["fwd_params and bwd_params belong to make_plan"],
+        ),
+        ({"implementation": "flash"}, ["implementation", "'flash'", "('xla', 'reference')"]),
+        ({"implementation": "XLA"}, ["implementation", "'XLA'"]),
+    ],
+)
+def test_value_errors_name_argument_value_and_rule(changes, words):
+    arguments = {"query": Q, "key": K, "value": V, "plan_or_mask": sl.Causal()} | changes
+    with pytest.raises(ValueError) as error:
+        sl.block_sparse_attention(**arguments)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize("mask", [None, "strided", 3, sl.Causal, [None]], ids=repr)
+def test_what_is_no_mask_is_a_type_error(mask):
+    with pytest.raises(TypeError, match="mask must be a Mask"):
+        sl.block_sparse_attention(Q, K, V, mask)
+
+
+def test_a_named_implementation_runs_or_says_why_not(monkeypatch):
+    monkeypatch.setattr(reference, "MAX_SCORES", 2 * 4 * 12 * 16)
+    sl.block_sparse_attention(Q, K, V, sl.Causal(), implementation="reference")
+    monkeypatch.setattr(reference, "MAX_SCORES", 2 * 4 * 12 * 16 - 1)
+    with pytest.raises(NotImplementedError, match=r"reference: it holds the whole score matrix .*1\.54e\+03"):
+        sl.block_sparse_attention(Q, K, V, sl.Causal(), implementation="reference")
+    assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
+
+
+def test_the_first_implementation_that_can_is_taken(monkeypatch):
+    class Never:
+        @staticmethod
+        def unsupported(call, operands):
+            return "it never does"
+
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "never", Never)
+    monkeypatch.setitem(attention.PREFERRED, jax.default_backend(), ("never",))
+    assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
+    monkeypatch.setattr(attention, "FALLBACK", ("never",))
+    with pytest.raises(NotImplementedError, match="never: it never does; never: it never does"):
+        sl.block_sparse_attention(Q, K, V, sl.Causal())
+
+
+def test_an_implementation_is_that_one(monkeypatch):
+    # 'reference' must not reach the blocks, nor 'xla' the dense scores.
+    q, k, v = arrays(t=9)
+    for name, other in (("xla", reference), ("reference", attention.xla)):
+        with monkeypatch.context() as patch:
+            patch.delattr(other, "forward")
+            sl.block_sparse_attention(q, k, v, sl.Window(3), implementation=name)

@@ -1,0 +1,158 @@
+import ast
+import functools
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import sparse_layers as sl
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SOURCES = sorted(
+    path for folder in ("sparse_layers", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
+PUBLIC = {n: x for n, x in vars(sl).items() if not n.startswith("_") and not inspect.ismodule(x)}
+# Written with &, |, ~ and .T; and made by functions of the package, whose examples show them.
+OPERATORS, RESULTS = {sl.And, sl.Or, sl.Not, sl.Transposed}, {sl.MaskInfo, sl.Plan}
+
+
+# --- import ----------------------------------------------------------------------------------------------------------
+
+COLD = """
+import sys
+import jax, numpy, flax.nnx
+settings, loaded = dict(jax.config.values), set(sys.modules)
+import sparse_layers
+changed = {name for name, value in jax.config.values.items() if name not in settings or settings[name] != value}
+assert not changed, changed
+for name in ("torch", "triton", "jax_triton", "matplotlib", "jax.experimental.pallas"):
+    assert name not in sys.modules, name
+more = {name.partition(".")[0] for name in set(sys.modules) - loaded} - sys.stdlib_module_names
+print(*sorted(more))
+"""
+
+
+def test_a_cold_import_is_light(tmp_path):
+    # Flax itself imports optax and orbax; what counts is what this package adds.
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": ""}
+    run = subprocess.run([sys.executable, "-c", COLD], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["sparse_layers"]
+    assert not list(tmp_path.iterdir()), "importing writes nothing"
+
+
+def test_masks_need_numpy_only():
+    for name in ("masks", "adapters", "presets", "deepspeed", "options"):
+        assert imports(ROOT / "sparse_layers" / f"{name}.py") <= {"numpy", "."} | sys.stdlib_module_names, name
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_public_names_resolve_and_no_other_is_exported():
+    assert set(sl.__all__) == PUBLIC.keys()
+    assert len(set(sl.__all__)) == len(sl.__all__)
+    wanted = {"SparseSelfAttention", "SparseTransformerBlock", "SparseTransformer", "block_sparse_attention", "preset"}
+    assert wanted <= PUBLIC.keys()
+
+
+def parameters(thing):
+    # A Flax module's class takes its arguments through a metaclass; a NamedTuple has no __init__ of its own.
+    function = thing.__init__ if isinstance(thing, type(sl.SparseSelfAttention)) else thing
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_documentation(name):
+    thing = PUBLIC[name]
+    if isinstance(thing, functools.partial):
+        assert PUBLIC[thing.func.__name__] is thing.func, "documented there"
+        return
+    text = thing.__doc__ or ""
+    first = text.partition("\n")[0]
+    assert first.endswith(".") and len(first) <= 117, "one line says what it is"
+    if thing in OPERATORS:
+        assert "``" in first, "says how it is written"
+        return
+    assert thing in RESULTS or ("Example:" in text and ">>>" in text)
+    documented = text
+    for other in re.findall(r"see `(\w+)` for the fields", text):
+        documented += vars(sys.modules[thing.__module__])[other].__doc__
+    for parameter in parameters(thing):
+        assert re.search(rf"^\s+(\w+, )*\**{parameter}(, \w+)*: ", documented, re.M), f"{parameter} is not documented"
+    source = inspect.getsource(thing)
+    assert "raise ValueError" not in source or "Raises:" in documented
+
+
+# --- house rules -----------------------------------------------------------------------------------------------------
+
+
+def imports(path):
+    """Top-level names that a file imports; '.' for those of the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("." if node.level else (node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_files(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 800
+    assert "jax._src" not in text
+    if ROOT / "sparse_layers" in path.parents and "modules" not in path.parts:
+        assert "flax" not in imports(path), "the core is neutral"
+    if "modules" in path.parts:
+        assert not imports(path) & {"triton", "jax_triton"} and "pallas" not in text
+
+
+def test_there_are_sources():
+    assert len(SOURCES) > 20
+
+
+def test_backends_do_not_import_each_other():
+    backends = {path.stem for path in (ROOT / "sparse_layers" / "ops").iterdir()} & set(sl.implementations())
+    assert backends == set(sl.implementations())
+    for name in backends:
+        text = (ROOT / "sparse_layers" / "ops" / f"{name}.py").read_text(encoding="utf-8")
+        modules = re.findall(r"^(?:from|import) (.+)$", text, re.M)
+        assert not [m for m in modules if re.search(rf"\b({'|'.join(backends - {name})})\b", m)]
+
+
+# --- the README ------------------------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_readme_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    assert len(blocks) >= 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["out"].shape == (2, 1024, 64)
+    assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))
+
+
+def test_the_table_of_presets_is_theirs():
+    section = README.partition("## Presets")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)(?:\((.*?)\))?` \| (.*) \|$", section, re.M)
+    assert {name: summary for name, _, summary in rows} == sl.presets()
+    for name, options, _ in rows:
+        assert options == ", ".join(f"{k}={v}" for k, v in sl.preset_options(name).items())
+
+
+def test_the_pictures_of_the_readme_are_right():
+    block = re.search(r"^```text\nCausal\(\) & \(\.\.\.\):\n(.*?)^```", README, re.M | re.S)
+    assert block
+    formulas, names, *rows = block[1].splitlines()
+    columns = [m.start() for m in re.finditer(r"\S.*?(?=\s{2,}|$)", formulas)]
+    for start, end in zip(columns, [*columns[1:], None], strict=True):
+        mask = sl.Causal() & eval(formulas[start:end], vars(sl))
+        assert "\n".join(row[start:end].strip() for row in rows) == sl.picture(mask, len(rows))
+        assert names[start:end].strip().strip('"') in sl.presets()
