@@ -67,18 +67,19 @@ def draw_loss(result: Result, path: pathlib.Path) -> None:
 
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     """Training loss of several runs, against steps and against seconds, side by side."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, key in zip(figure.subplots(1, 2, sharey=True), ("step", "seconds"), strict=True):
-        for r in results:
-            axes.plot(*_curve(r, key), lw=1, label=f"{r.pattern} ({r.steps_per_second:.2f} steps/s)")
-        axes.set(xlabel="steps" if key == "step" else "seconds of training (without compiling and evaluating)")
-        axes.set_ylabel("training loss, bits per byte (running mean)")
-        axes.legend()
+    figure = Figure(figsize=(11, 4.2 + 0.25 * len(results)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for r in results:
+        left.plot(*_curve(r, "step"), lw=1, label=f"{r.pattern} ({r.steps_per_second:.2f} steps/s)")
+        right.plot(*_curve(r, "seconds"), lw=1)
+    left.set(xlabel="steps", ylabel="training loss, bits per byte (running mean)")
+    right.set(xlabel="seconds of training (without compiling and evaluating)")
+    figure.legend(loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 
 def _curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """``key`` and the loss in bits per byte, both averaged over a twentieth of the run where it is long enough."""
+    """``key`` and the loss in bits per byte, both averaged over a fiftieth of the run."""
     width = max(1, len(result.rows) // 50)
     mean = np.ones(width) / width
     x, loss = ([row[name] for row in result.rows] for name in (key, "loss"))
