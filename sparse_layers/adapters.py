@@ -1,13 +1,14 @@
 """Masks from outside: bool arrays, FlexAttention's ``mask_mod``s, and the mask objects of other libraries."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .masks import Mask, _graded
+from .masks import Mask, graded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,22 +37,33 @@ class Array(Mask):
             raise ValueError(f"Array: must be a 2-dimensional bool array, got {array.dtype} of shape {array.shape}")
         array = array.copy()
         array.flags.writeable = False
-        # Summed-area table: the number of True in any rectangle from four look-ups.
-        counts = np.zeros((array.shape[0] + 1, array.shape[1] + 1), np.int64)
-        np.cumsum(np.cumsum(array, axis=0, dtype=np.int64), axis=1, out=counts[1:, 1:])
         object.__setattr__(self, "array", array)
-        object.__setattr__(self, "_counts", counts)
-        object.__setattr__(self, "_digest", (array.shape, hashlib.sha256(np.packbits(array).tobytes()).digest()))
+
+    def __reduce__(self):  # copies and unpickled arrays are read-only again
+        return Array, (self.array,)
+
+    @functools.cached_property
+    def _digest(self) -> tuple[tuple[int, ...], bytes]:
+        return self.array.shape, hashlib.sha256(np.packbits(self.array).tobytes()).digest()
+
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        """Summed-area table: the number of True in any rectangle from four look-ups."""
+        rows, columns = self.array.shape
+        dtype = np.int32 if self.array.size < 2**31 else np.int64
+        counts = np.zeros((rows + 1, columns + 1), dtype)
+        np.cumsum(np.cumsum(self.array, axis=0, dtype=dtype), axis=1, out=counts[1:, 1:])
+        return counts
 
     @property
     def computable(self) -> bool:
         return False
 
     def __eq__(self, other):
-        return isinstance(other, Array) and self._digest == other._digest  # pyright: ignore
+        return isinstance(other, Array) and self._digest == other._digest
 
     def __hash__(self):
-        return hash(self._digest)  # pyright: ignore
+        return hash(self._digest)
 
     def __call__(self, q, k):
         q, k = np.asarray(q), np.asarray(k)
@@ -62,9 +74,9 @@ class Array(Mask):
         rows, columns = self.array.shape
         a0, a1 = np.minimum(q0, rows), np.minimum(q1 + 1, rows)
         b0, b1 = np.minimum(k0, columns), np.minimum(k1 + 1, columns)
-        c = self._counts  # pyright: ignore
+        c = self._counts
         count = c[a1, b1] - c[a0, b1] - c[a1, b0] + c[a0, b0]
-        return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +87,8 @@ class MaskMod(Mask):
       function: takes (b, h, q, k); b and h are integers, q and k integer arrays that broadcast. Returns bools.
       head: the value of h.
       traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
-        is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table.
+        is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table. Plans are kept
+        by function: one that answers differently later (a closure over what changes) is not asked again.
 
     Example:
       >>> import sparse_layers as sl
@@ -151,6 +164,9 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """
     if isinstance(mask, Mask):
         return (mask,)
+    bound = getattr(mask, "masks", None)  # masks of this package bound to lengths: what they were before
+    if isinstance(bound, tuple) and all(isinstance(entry, Mask) for entry in bound):
+        return as_masks(bound)
     if isinstance(mask, Sequence) and not isinstance(mask, str):
         if not mask:
             raise ValueError("mask: a sequence of masks must not be empty")

@@ -13,6 +13,7 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 
 import dataclasses
 import itertools
+import operator
 from typing import Any
 
 import numpy as np
@@ -22,27 +23,33 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 # answer evaluates just those rectangles (ops/blocks.py); `bounds` reports them as PARTIAL, which is always sound.
 UNSURE = 3
 
-_AND = np.array([[0, 0, 0, 0], [0, 3, 1, 3], [0, 1, 2, 3], [0, 3, 3, 3]], np.int8)
-_NOT = np.array([2, 1, 0, 3], np.int8)
-_OR = _NOT[_AND[np.ix_(_NOT, _NOT)]]
+AND_TABLE = np.array([[0, 0, 0, 0], [0, 3, 1, 3], [0, 1, 2, 3], [0, 3, 3, 3]], np.int8)
+NOT_TABLE = np.array([2, 1, 0, 3], np.int8)
+OR_TABLE = NOT_TABLE[AND_TABLE[np.ix_(NOT_TABLE, NOT_TABLE)]]
 
 
-def _graded(some: Any, every: Any) -> np.ndarray:
+def graded(some: Any, every: Any) -> np.ndarray:
     """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
     return np.add(some, every, dtype=np.int8)
 
 
-def _at_least(least: int, mask: "Mask", **values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | np.integer) or value < least:
-            raise ValueError(f"{type(mask).__name__}: {name} must be an integer >= {least}, got {value!r}")
+def set_integers(mask: "Mask", least: int | None, *names: str) -> None:
+    """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic)."""
+    for name in names:
+        value = getattr(mask, name)
+        if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+            rule = "an integer" if least is None else f"an integer >= {least}"
+            raise ValueError(f"{type(mask).__name__}: {name} must be {rule}, got {value!r}")
+        object.__setattr__(mask, name, operator.index(value))
 
 
-@dataclasses.dataclass(frozen=True)
+# eq=False: a subclass that is no dataclass of its own, with fields to compare, equals nothing but itself.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``grade``.
+    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``bounds`` (or ``grade``).
 
-    Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace.
+    Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace. A
+    subclass that is no dataclass of its own is equal to itself only.
 
     Raises:
       TypeError: when used as a truth value (``and``, ``or``, ``not``, ``if``): write ``&``, ``|``, ``~``.
@@ -67,12 +74,15 @@ class Mask:
         return True
 
     def __call__(self, q: Any, k: Any) -> Any:
-        """Whether query position ``q`` may attend to key position ``k`` (integer arrays that broadcast) as bools."""
+        """Whether query position q may attend to key position k: signed integer arrays that broadcast -> bools."""
         raise TypeError(f"{type(self).__name__} is no concrete mask: it has no rule of its own")
 
     def grade(self, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.ndarray:
         """`bounds` with the fourth answer UNSURE; int8, of a shape that broadcasts to the arguments' shape."""
-        return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
+        if type(self).bounds is Mask.bounds:
+            return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
+        states = self.bounds(q0, q1, k0, k1)  # a subclass's own, whose PARTIAL may mean anything
+        return np.where(states == PARTIAL, np.int8(UNSURE), states)
 
     def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
         """Grades inclusive rectangles of positions.
@@ -86,7 +96,7 @@ class Mask:
           is, 1 (``PARTIAL``) otherwise. Primitives with a closed form are exact; a composition, `Random` and
           `MaskMod` may say 1 where 0 or 2 would be right.
         """
-        corners = [np.asarray(x) for x in (q0, q1, k0, k1)]
+        corners = [np.asarray(x, np.int64) for x in (q0, q1, k0, k1)]
         states = self.grade(*corners)
         shape = np.broadcast_shapes(*(c.shape for c in corners))
         return np.broadcast_to(np.where(states == UNSURE, np.int8(PARTIAL), states), shape)
@@ -132,7 +142,7 @@ class And(Mask):
         return self.left(q, k) & self.right(q, k)
 
     def grade(self, q0, q1, k0, k1):
-        return _AND[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+        return AND_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"{_operand(self.left, And)} & {_operand(self.right, And)}"
@@ -153,7 +163,7 @@ class Or(Mask):
         return self.left(q, k) | self.right(q, k)
 
     def grade(self, q0, q1, k0, k1):
-        return _OR[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+        return OR_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"{_operand(self.left, Or)} | {_operand(self.right, Or)}"
@@ -174,7 +184,7 @@ class Not(Mask):
         return self.mask(q, k) == False  # noqa: E712
 
     def grade(self, q0, q1, k0, k1):
-        return _NOT[self.mask.grade(q0, q1, k0, k1)]
+        return NOT_TABLE[self.mask.grade(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"~{_operand(self.mask, Not)}"
@@ -230,7 +240,7 @@ class Blocks(Mask):
     block: int
 
     def __post_init__(self):
-        _at_least(1, self, block=self.block)
+        set_integers(self, 1, "block")
 
     @property
     def computable(self) -> bool:
@@ -302,7 +312,7 @@ class Causal(Mask):
         return k <= q
 
     def grade(self, q0, q1, k0, k1):
-        return _graded(k0 <= q1, k1 <= q0)
+        return graded(k0 <= q1, k1 <= q0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,9 +344,7 @@ class Window(Mask):
     right: int | None = 0
 
     def __post_init__(self):
-        for name, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
-                raise ValueError(f"Window: {name} must be an integer >= 0 or None, got {value!r}")
+        set_integers(self, 0, *(name for name in ("left", "right") if getattr(self, name) is not None))
 
     def __call__(self, q, k):
         after = (q == q) & (k == k) if self.left is None else q - k <= self.left
@@ -349,7 +357,7 @@ class Window(Mask):
             some, every = some & (lowest <= self.left), every & (highest <= self.left)
         if self.right is not None:
             some, every = some & (highest >= -self.right), every & (lowest >= -self.right)
-        return _graded(some, every)
+        return graded(some, every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +384,7 @@ class Strided(Mask):
     stride: int
 
     def __post_init__(self):
-        _at_least(1, self, stride=self.stride)
+        set_integers(self, 1, "stride")
 
     def __call__(self, q, k):
         # One remainder a position and one comparison a pair, instead of a remainder a pair.
@@ -385,7 +393,7 @@ class Strided(Mask):
     def grade(self, q0, q1, k0, k1):
         lowest, highest = q0 - k1, q1 - k0
         some = highest // self.stride > (lowest - 1) // self.stride
-        return _graded(some, some & ((lowest == highest) | (self.stride == 1)))
+        return graded(some, some & ((lowest == highest) | (self.stride == 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -412,7 +420,7 @@ class BlockDiagonal(Mask):
     size: int
 
     def __post_init__(self):
-        _at_least(1, self, size=self.size)
+        set_integers(self, 1, "size")
 
     def __call__(self, q, k):
         return q // self.size == k // self.size
@@ -420,7 +428,7 @@ class BlockDiagonal(Mask):
     def grade(self, q0, q1, k0, k1):
         a0, a1, b0, b1 = (x // self.size for x in (q0, q1, k0, k1))
         some = (a0 <= b1) & (b0 <= a1)
-        return _graded(some, some & (a0 == a1) & (b0 == b1))
+        return graded(some, some & (a0 == a1) & (b0 == b1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -451,9 +459,10 @@ class Columns(Mask):
     stop: int | None = None
 
     def __post_init__(self):
-        _at_least(1, self, period=self.period)
+        set_integers(self, 1, "period")
         if self.stop is None:
             object.__setattr__(self, "stop", self.period)
+        set_integers(self, 0, "start", "stop")
         if not 0 <= self.start < self.end <= self.period:
             raise ValueError(
                 "Columns: must hold 0 <= start < stop <= period, "
@@ -475,7 +484,7 @@ class Columns(Mask):
             )
 
         count = before(k1 + 1) - before(k0)
-        return _graded(count > 0, count == k1 - k0 + 1)
+        return graded(count > 0, count == k1 - k0 + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,17 +509,17 @@ class Prefix(Mask):
     size: int
 
     def __post_init__(self):
-        _at_least(0, self, size=self.size)
+        set_integers(self, 0, "size")
 
     def __call__(self, q, k):
         return (k < self.size) & (q == q)
 
     def grade(self, q0, q1, k0, k1):
-        return _graded(k0 < self.size, k1 < self.size)
+        return graded(k0 < self.size, k1 < self.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Global(Prefix):
+class Global(Mask):
     """``k < size or q < size``: the first ``size`` tokens see all and are seen by all (Longformer, BigBird).
 
     Args:
@@ -528,11 +537,16 @@ class Global(Prefix):
       ■ · · ·
     """
 
+    size: int
+
+    def __post_init__(self):
+        set_integers(self, 0, "size")
+
     def __call__(self, q, k):
         return (k < self.size) | (q < self.size)
 
     def grade(self, q0, q1, k0, k1):
-        return _graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
+        return graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -560,7 +574,7 @@ class LogSparse(Mask):
 
         lowest, highest = q0 - k1, q1 - k0
         count = up_to(highest) - up_to(lowest - 1)
-        return _graded(count > 0, count == highest - lowest + 1)
+        return graded(count > 0, count == highest - lowest + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -590,14 +604,16 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        _at_least(1, self, count=self.count, size=1 if self.size is None else self.size)
-        if not isinstance(self.seed, int | np.integer):
-            raise ValueError(f"Random: seed must be an integer, got {self.seed!r}")
+        set_integers(self, 1, "count", *(["size"] if self.size is not None else []))
+        set_integers(self, None, "seed")
+        if self.count > 1 << 15:
+            raise ValueError(f"Random: count must be at most {1 << 15}, got {self.count}")
 
     def draw(self, q: Any, i: int) -> Any:
         """The i-th draw of row q: one position of the i-th of ``count`` stretches of the row's range."""
         end = self._end(q)
-        first, last = end * i // self.count, end * (i + 1) // self.count
+        # end * i // count in parts that stay below 2**31: kernels count in int32.
+        first, last = (end // self.count * j + end % self.count * j // self.count for j in (i, i + 1))
         width = (last - first) + (last == first)  # an empty stretch (end < count) repeats a neighbour's position
         return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
 
@@ -628,7 +644,7 @@ class Random(Mask):
             for table in draws:
                 draw = table[np.minimum(q0 + row, q1) - lowest]
                 count = count + (exists & (draw >= k0) & (draw <= k1))
-        return _graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 
 def _hash(x: Any, salt: int) -> Any:

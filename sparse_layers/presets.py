@@ -464,7 +464,7 @@ def prefix_lm(prefix: Natural = 128) -> Mask:
 
 
 def dense() -> Mask:
-    """Every key, before and after the query: no sparsity and no causality; also called 'bidirectional'.
+    """Every key, before and after the query: no sparsity and no causality ('dense' and 'bidirectional' are one).
 
     Always true.
 

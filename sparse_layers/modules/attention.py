@@ -1,6 +1,7 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from flax import nnx
 from ..adapters import as_masks
 from ..masks import Mask
 from ..ops.attention import block_sparse_attention
+from ..ops.call import accumulator
 from ..ops.params import BwdParams, FwdParams
 from ..ops.plan import Plan, make_plan
 from ..presets import preset
@@ -51,13 +53,14 @@ class _Attention:
         if self.rope_theta is not None:
             query, key = rotary(query, self.rope_theta), rotary(key, self.rope_theta)
         batch, length = query.shape[:-3], query.shape[-3]
-        query, key, value = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+        rows = math.prod(batch)  # not -1: a batch may be empty
+        query, key, value = (x.astype(dtype).reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         out = block_sparse_attention(
             query,
             key,
             value,
             self.plan(length),
-            segment_ids=None if mask.segment_ids is None else mask.segment_ids.reshape(-1, length),
+            segment_ids=None if mask.segment_ids is None else mask.segment_ids.reshape(rows, length),
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             sinks=mask.sinks,
@@ -82,7 +85,7 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
       >>> [round(float(x), 2) for x in turned]
       [-0.3, 1.38]
     """
-    half, dtype = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
+    half, dtype = x.shape[-1] // 2, accumulator(x.dtype)
     frequencies = theta ** (-jnp.arange(half, dtype=dtype) / half)
     angles = (jnp.arange(x.shape[-3], dtype=dtype)[:, None] * frequencies)[:, None, :]
     first, second = x[..., :half], x[..., half:]
@@ -111,8 +114,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
     """Self-attention over a sparsity pattern, with the parameters of ``flax.nnx.MultiHeadAttention``.
 
     Projections, grouped-query heads, QK norm, initialisers and dtypes are Flax's own, and so are the parameter names:
-    the state of a dense layer loads unchanged (``nnx.update(sparse, nnx.state(dense))``). Only the attention step
-    differs. The pattern is compiled to block lists at construction, for ``seq_len`` tokens; shorter inputs see the
+    the state of a dense layer loads unchanged (``nnx.update(sparse, nnx.state(dense, nnx.Param))``). Only the attention
+    step differs. The pattern is compiled to block lists at construction, for ``seq_len`` tokens; shorter inputs see the
     pattern's upper left corner, whose plan is made at their first trace and cached by pattern and length.
 
     Args:
@@ -193,6 +196,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
                 f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
             )
         masks = as_masks(_resolved(pattern))
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be >= 1, got {num_heads}")
         if num_heads % len(masks):
             raise ValueError(
                 f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
@@ -267,13 +272,17 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             )
         if inputs.ndim < 2:
             raise ValueError(f"inputs must have shape [..., T, {self.in_features}], got {inputs.shape}")
+        if inputs.shape[-2] == 0:
+            raise ValueError(f"inputs must have at least one token, got shape {inputs.shape}")
         if inputs.shape[-2] > self.seq_len:
             raise ValueError(
                 f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
                 f"seq_len={self.seq_len}: an input must not be longer"
             )
-        if segment_ids is not None and segment_ids.shape != inputs.shape[:-1]:
-            raise ValueError(f"segment_ids must have one id a token, {inputs.shape[:-1]}, got {segment_ids.shape}")
+        if segment_ids is not None and jnp.shape(segment_ids) != inputs.shape[:-1]:
+            raise ValueError(
+                f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {jnp.shape(segment_ids)}"
+            )
         call = _Call(segment_ids, None if self.sinks is None else self.sinks[...])
         return super().__call__(
             inputs,

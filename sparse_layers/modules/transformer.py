@@ -30,7 +30,7 @@ class SparseTransformer(nnx.Module):
       positions: "row_column": two learned tables, added, for the row t // position_stride and the column
         t % position_stride of token t; "rope": rotary embeddings in every layer; "none".
       position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
-      rope_theta: base of the rotary embeddings.
+      rope_theta: base of the rotary embeddings, with positions="rope" only; None for 10000.
       tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
         starts at zero (as in the paper), so that the first loss is log(V).
       norm: "layer" or "rms", of the blocks and before the head.
@@ -65,7 +65,7 @@ class SparseTransformer(nnx.Module):
         seq_len: int,
         positions: str = "row_column",
         position_stride: int | None = None,
-        rope_theta: float = 10000.0,
+        rope_theta: float | None = None,
         tie_embeddings: bool = False,
         norm: str = "layer",
         dtype: Dtype | None = None,
@@ -87,6 +87,10 @@ class SparseTransformer(nnx.Module):
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
             )
+        if rope_theta is not None and positions != "rope":
+            raise ValueError(f"rope_theta={rope_theta} needs positions='rope', got positions={positions!r}")
+        if positions == "rope" and rope_theta is None:
+            rope_theta = 10000.0
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
         def table(size: int, variance: float) -> nnx.Embed:
@@ -109,7 +113,7 @@ class SparseTransformer(nnx.Module):
                 seq_len=seq_len,
                 num_layers=num_layers,
                 norm=norm,
-                rope_theta=rope_theta if positions == "rope" else None,
+                rope_theta=rope_theta,
                 **shared,
                 **options,
             )

@@ -2,16 +2,18 @@
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..adapters import as_masks
 from . import reference, xla
-from .params import BwdParams, FwdParams
-from .plan import BLOCK, Call, Operands, Plan, make_plan
+from .call import Call, Operands
+from .params import BwdParams, FwdParams, checked_params
+from .plan import BLOCK, Plan, make_plan
 
 # A new backend is one name here and, where it should be tried first, in its platform's list.
 IMPLEMENTATIONS = {"xla": xla, "reference": reference}
@@ -57,8 +59,8 @@ def block_sparse_attention(
       return_lse: also return the log-sum-exp of the allowed logits.
 
     Returns:
-      out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse [B, T, N] float32), both
-      differentiable.
+      out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
+      [B, T, N] in float32 (float64 for float64 inputs).
 
     Raises:
       ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule.
@@ -76,10 +78,10 @@ def block_sparse_attention(
       "FlashAttention-2" (online softmax and its backward by blocks).
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    _check_arrays(query, key, value)
     unbatched = query.ndim == 3
     if unbatched:
         query, key, value = query[None], key[None], value[None]
-    _check_arrays(query, key, value)
     b, t, n, h = query.shape
     s = key.shape[1]
     scale = 1 / math.sqrt(h) if scale is None else _number("scale", scale)
@@ -91,10 +93,11 @@ def block_sparse_attention(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks must be floats of shape [N] = ({n},), got {sinks.dtype} of shape {sinks.shape}")
-    plan, mask, block_shape = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params)
-    call = Call(plan, block_shape, scale, logits_soft_cap)
+    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params)
+    fwd, bwd = ((p.q_blocksize or BLOCK, p.kv_blocksize or BLOCK) for p in checked_params(fwd_params, bwd_params))
+    call = Call(plan, fwd, bwd, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
-    out, lse = _jitted_attend(_choose(implementation, call, operands), call, operands)
+    out, lse = _jitted_attend(_choose(implementation, call, operands), call, _varying_alike(operands))
     if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -129,10 +132,13 @@ def _attend_bwd(implementation, call, residuals, cotangents):
     dout, dlse = cotangents
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
+    # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
+    dead = lse == -jnp.inf
+    delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
     dq, dk, dv = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
     dsinks = None
     if operands.sinks is not None:
-        weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(operands.sinks.astype(lse.dtype) - lse))
+        weight = jnp.where(dead, 0, jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - lse))
         dsinks = -(weight * delta).sum((0, 1)).astype(operands.sinks.dtype)
     return (Operands(dq, dk, dv, dsinks),)
 
@@ -148,50 +154,66 @@ _jitted_attend = jax.jit(_attend, static_argnums=(0, 1))
 def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
-    candidates = (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK) if implementation is None else (implementation,)
-    reasons = []
+    platform = jax.default_backend()
+    candidates = (*PREFERRED.get(platform, ()), *FALLBACK) if implementation is None else (implementation,)
+    reasons = [] if PREFERRED.get(platform) else [f"no kernels for {platform} yet"]
     for name in candidates:
         reason = IMPLEMENTATIONS[name].unsupported(call, operands)
         if reason is None:
+            if implementation is None and name in FALLBACK and platform != "cpu":
+                _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {platform}: {'; '.join(reasons)}")
             return name
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no implementation can serve this call; " + "; ".join(reasons))
 
 
+def _varying_alike(operands: Operands) -> Operands:
+    """Inside `shard_map`, marks what is replicated over a mesh axis as varying if another operand varies over it.
+
+    Gradients of replicated operands are then summed over that axis by JAX, and the loops of backends keep one type.
+    """
+    axes = frozenset().union(*(jax.typeof(x).vma for x in jax.tree.leaves(operands)))
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).vma)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, operands)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
 def _check_arrays(query, key, value) -> None:
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape [B, length, heads, size] (or [length, heads, size], as query does), "
-                f"got {x.shape}"
-            )
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} must have as many axes as query, {query.ndim}, got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
             raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
         if x.dtype != query.dtype:
             raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
-        if 0 in x.shape[1:]:
+        if 0 in x.shape[-3:]:
             raise ValueError(f"{name} must not be empty along length, heads or size, got shape {x.shape}")
     hint = "axes are [B, length, heads, size]"
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"batch sizes of query, key, value must agree, got {query.shape}, {key.shape}, {value.shape}")
-    if key.shape[1:3] != value.shape[1:3]:
+    if key.shape[-3:-1] != value.shape[-3:-1]:
         raise ValueError(f"key and value must agree in length and heads ({hint}), got {key.shape} and {value.shape}")
-    if query.shape[3] != key.shape[3]:
+    if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must agree in size H ({hint}), got {query.shape} and {key.shape}")
-    if query.shape[2] % key.shape[2]:
+    if query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"the key heads must divide the query heads, got {key.shape[2]} and {query.shape[2]} "
+            f"the key heads must divide the query heads, got {key.shape[-2]} and {query.shape[-2]} "
             f"from shapes {key.shape} and {query.shape}; {hint}"
         )
 
 
-def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, jax.Array | None, tuple[int, int]]:
-    """The plan, or the run-time mask padded to whole blocks, and the blocks of the latter."""
-    for name, params, kind in (("fwd_params", fwd_params, FwdParams), ("bwd_params", bwd_params, BwdParams)):
-        if params is not None and not isinstance(params, kind):
-            raise ValueError(f"{name} must be {kind.__name__} or None, got {params!r}")
-    fwd = fwd_params or FwdParams()
-    block_shape = fwd.q_blocksize or BLOCK, fwd.kv_blocksize or BLOCK
+def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, jax.Array | None]:
+    """The plan, or the run-time mask [heads, T, S]."""
     if isinstance(plan_or_mask, Plan):
         plan = plan_or_mask
         if fwd_params is not None or bwd_params is not None:
@@ -205,10 +227,8 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, j
                     f"got {plan_or_mask.dtype} of shape {shape}"
                 )
         if isinstance(plan_or_mask, jax.Array):
-            mask = plan_or_mask.reshape(-1, t, s)
-            ends = [(0, -length % block) for length, block in zip((t, s), block_shape, strict=True)]
-            return None, jnp.pad(mask, [(0, 0), *ends]), block_shape
-        plan = make_plan(as_masks(plan_or_mask), t, s, fwd_params=fwd_params, bwd_params=bwd_params)
+            return None, plan_or_mask.reshape(-1, t, s)
+        plan = make_plan(plan_or_mask, t, s, fwd_params=fwd_params, bwd_params=bwd_params)
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
@@ -216,13 +236,13 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, j
         )
     if n % len(plan.masks):
         raise ValueError(f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}")
-    return plan, None, block_shape
+    return plan, None
 
 
 def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | None:
     if segment_ids is None:
         return None
-    if not isinstance(segment_ids, tuple | list):
+    if not isinstance(segment_ids, tuple):
         if t != s:
             raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
         segment_ids = (segment_ids, segment_ids)
@@ -230,14 +250,19 @@ def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | 
         raise ValueError(f"segment_ids must be an array or a pair of arrays, got {len(segment_ids)} entries")
     pair = []
     for name, ids, length in zip(("queries", "keys"), segment_ids, (t, s), strict=True):
-        ids = jnp.asarray(ids)
-        ids = ids[None] if unbatched else ids
-        if ids.shape != (b, length) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+        shape = (length,) if unbatched else (b, length)
+        if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
-                f"segment_ids of {name} must be integers of shape [B, length] = {(b, length)}, "
-                f"got {ids.dtype} of shape {ids.shape}"
+                f"segment_ids of {name} must be integers of shape {shape}, got {ids.dtype} of shape {ids.shape}"
             )
-        pair.append(ids.astype(jnp.int32))
+        if not np.can_cast(ids.dtype, np.int32):
+            # Cut off to 32 bits, two documents could become one, or padding.
+            if isinstance(ids, jax.core.Tracer):
+                raise ValueError(f"segment_ids of {name} must be int32 or smaller inside jit, got {ids.dtype}")
+            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
+        pair.append(jnp.asarray(ids, jnp.int32).reshape(b, length))
     return pair[0], pair[1]
 
 

@@ -55,7 +55,7 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
 
     Example:
       >>> import sparse_layers as sl
-      >>> from .blocks import active_blocks
+      >>> from sparse_layers.ops.blocks import active_blocks
       >>> grid = active_blocks(sl.Causal(), 3, 3, 128, 128)
       >>> grid.rows.tolist(), grid.columns.tolist(), grid.states.tolist()
       ([0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2], [1, 2, 1, 2, 2, 1])

@@ -13,7 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks import _AND, _NOT, _OR, EMPTY, FULL, PARTIAL, UNSURE, And, BlockDiagonal, Columns, Mask, Not, Or, Strided
+from ..masks import (
+    AND_TABLE,
+    EMPTY,
+    FULL,
+    NOT_TABLE,
+    OR_TABLE,
+    PARTIAL,
+    UNSURE,
+    And,
+    BlockDiagonal,
+    Columns,
+    Mask,
+    Not,
+    Or,
+    Strided,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,15 +212,15 @@ class Reordered(Mask):
     def grade(self, q0, q1, k0, k1):
         rows = (q0, q1, k0, k1)
         hulls = (*self.q_order.hull(q0, q1), *self.kv_order.hull(k0, k1))
-        exists = _AND[_exists(self.q_order, q0, q1), _exists(self.kv_order, k0, k1)]
-        return _AND[exists, self._grade(self.mask, rows, hulls)]
+        exists = AND_TABLE[_exists(self.q_order, q0, q1), _exists(self.kv_order, k0, k1)]
+        return AND_TABLE[exists, self._grade(self.mask, rows, hulls)]
 
     def _grade(self, mask: Mask, rows, hulls) -> np.ndarray:
         if isinstance(mask, And | Or):
-            table = _AND if isinstance(mask, And) else _OR
+            table = AND_TABLE if isinstance(mask, And) else OR_TABLE
             return table[self._grade(mask.left, rows, hulls), self._grade(mask.right, rows, hulls)]
         if isinstance(mask, Not):
-            return _NOT[self._grade(mask.mask, rows, hulls)]
+            return NOT_TABLE[self._grade(mask.mask, rows, hulls)]
         known = self.kv_order.known(mask, self.q_order, rows)
         if known is not None:
             return known

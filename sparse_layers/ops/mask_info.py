@@ -71,24 +71,25 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
     """Binds a mask, or masks that the heads take in turn, to a number of heads and to lengths.
 
     Args:
-      mask: whatever `sparse_layers.masks.as_masks` takes.
+      mask: whatever `as_masks` takes.
       heads: H, number of query heads.
       q_len: Q, number of queries.
       kv_len: K, number of keys.
 
     Raises:
-      ValueError: heads is less than 1, or there are more masks than heads.
+      ValueError: heads or a length is less than 1, or there are more masks than heads.
 
     Example:
       >>> import sparse_layers as sl
-      >>> from .mask_info import bind, process_mask
+      >>> from sparse_layers.ops.mask_info import bind, process_mask
       >>> info, function = process_mask(bind(sl.Causal() & sl.Window(1), 4, 8, 8), (2, 2))
       >>> info.block_mask[0].tolist(), info.data_next[0].tolist()
       ([[1, 0], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 1], [1, 2], [2, 3]])
     """
     masks = as_masks(mask)
-    if heads < 1:
-        raise ValueError(f"bind: heads must be >= 1, got {heads}")
+    for name, value in (("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
+        if value < 1:
+            raise ValueError(f"bind: {name} must be >= 1, got {value}")
     if len(masks) > heads:
         raise ValueError(f"bind: there must be at most one mask a head, got {len(masks)} masks for heads={heads}")
     return HeadMasks(masks, (heads, q_len, kv_len))
@@ -127,7 +128,7 @@ def process_mask(
 
     Example:
       >>> import numpy as np
-      >>> from .mask_info import process_mask
+      >>> from sparse_layers.ops.mask_info import process_mask
       >>> info, function = process_mask(np.tril(np.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.partial_mask_blocks.tolist(), function
       ([[[1, 0], [2, 1]]], [[[True, False], [True, True]]], None)
@@ -143,7 +144,35 @@ def process_mask(
 
 
 # The same for the gradient of keys and values.
-process_mask_dkv = functools.partial(process_mask, is_dkv=True)
+def process_mask_dkv(
+    mask: Any,
+    block_shape: tuple[int, int],
+    *,
+    is_dkv: bool = True,
+    downcast_smem_data: bool = True,
+    head_shards: int = 1,
+    q_seq_shards: int = 1,
+    shrink_grid: bool = True,
+) -> tuple[MaskInfo, Callable[[Any, Any], Any] | None]:
+    """`process_mask` for the backward pass of k and v: block lists by key column, tiles [P, bkv, bq].
+
+    Arguments, results and errors are those of `process_mask` with ``is_dkv=True``.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> info, _ = sl.process_mask_dkv(sl.bind(sl.Causal() & sl.Window(2), 1, 8, 8), (4, 4))
+      >>> info.block_mask.tolist()  # by key column, packed to the bottom
+      [[[1, 0], [1, 1]]]
+    """
+    return process_mask(
+        mask,
+        block_shape,
+        is_dkv=is_dkv,
+        downcast_smem_data=downcast_smem_data,
+        head_shards=head_shards,
+        q_seq_shards=q_seq_shards,
+        shrink_grid=shrink_grid,
+    )
 
 
 def process_dynamic_mask(
@@ -175,7 +204,7 @@ def process_dynamic_mask(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from .mask_info import process_dynamic_mask
+      >>> from sparse_layers.ops.mask_info import process_dynamic_mask
       >>> info, _ = process_dynamic_mask(jnp.tril(jnp.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.mask_next.tolist()
       ([[[1, 0], [2, 1]]], [[[0, 0], [0, 3]]])
@@ -208,7 +237,35 @@ def process_dynamic_mask(
 
 
 # The same for the gradient of keys and values.
-process_dynamic_mask_dkv = functools.partial(process_dynamic_mask, is_dkv=True)
+def process_dynamic_mask_dkv(
+    mask: jax.Array,
+    block_shape: tuple[int, int],
+    *,
+    is_dkv: bool = True,
+    downcast_smem_data: bool = True,
+    head_shards: int = 1,
+    q_seq_shards: int = 1,
+    shrink_grid: bool = True,
+) -> tuple[MaskInfo, None]:
+    """`process_dynamic_mask` for the backward pass of k and v: query blocks by key column, tiles [.., bkv, bq].
+
+    Arguments, results and errors are those of `process_dynamic_mask` with ``is_dkv=True``.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> info, _ = sl.process_dynamic_mask_dkv(jnp.tril(jnp.ones((1, 8, 8), bool)), (4, 2))
+      >>> info.partial_mask_blocks.shape
+      (1, 2, 4, 2, 4)
+    """
+    return process_dynamic_mask(
+        mask,
+        block_shape,
+        is_dkv=is_dkv,
+        downcast_smem_data=downcast_smem_data,
+        head_shards=head_shards,
+        q_seq_shards=q_seq_shards,
+        shrink_grid=shrink_grid,
+    )
 
 
 def _check_division(shape: Sequence[int], block_shape: Sequence[int], head_shards: int, q_seq_shards: int) -> None:

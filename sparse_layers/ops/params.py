@@ -8,6 +8,9 @@ import hashlib
 class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
+    The implementations `xla` and `reference` read ``q_blocksize`` and ``kv_blocksize`` only; the other fields are those
+    of GPU kernels.
+
     Attributes:
       q_blocksize: rows of q in one block of the plan (a multiple of 8).
       kv_blocksize: rows of k and v in one block of the plan (a multiple of 8).
@@ -98,3 +101,16 @@ class BwdParams(KernelParams):
       Traceback (most recent call last):
       ValueError: BwdParams: kv_blocksize must be a multiple of 8 from 8 to 8192, got 100
     """
+
+
+def checked_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:
+    """Both parameters, where None takes the defaults; the backward's blocks default to the forward's.
+
+    Raises:
+      ValueError: an argument is of another type.
+    """
+    for name, params, kind in (("fwd_params", fwd_params, FwdParams), ("bwd_params", bwd_params, BwdParams)):
+        if params is not None and not isinstance(params, kind):
+            raise ValueError(f"{name} must be {kind.__name__} or None, got {params!r}")
+    fwd = fwd_params or FwdParams()
+    return fwd, bwd_params or BwdParams(q_blocksize=fwd.q_blocksize, kv_blocksize=fwd.kv_blocksize)

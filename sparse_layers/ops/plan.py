@@ -15,17 +15,19 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from ..adapters import as_masks
+from ..adapters import Array, as_masks
 from ..masks import And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
 from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
-from .params import BwdParams, FwdParams
+from .params import BwdParams, FwdParams, checked_params
 
 Wish = tuple[RowOrder, RowOrder]
 
@@ -126,14 +128,21 @@ def make_plan(
     """
     kv_len = q_len if kv_len is None else kv_len
     for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if length < 1:
-            raise ValueError(f"{name} must be >= 1, got {length}")
-    shape = getattr(mask, "shape", None)
-    if shape is not None and tuple(shape[-2:]) != (q_len, kv_len):
-        raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
-    fwd_params = fwd_params or FwdParams()
-    bwd_params = bwd_params or BwdParams(q_blocksize=fwd_params.q_blocksize, kv_blocksize=fwd_params.kv_blocksize)
-    return _make_plan(as_masks(mask), q_len, kv_len, fwd_params, bwd_params)
+        if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    for entry in mask if isinstance(mask, Sequence) else [mask]:
+        shape = getattr(entry, "shape", None)
+        if shape is not None and tuple(shape[-2:]) != (q_len, kv_len):
+            raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
+    masks = as_masks(mask)
+    for entry in masks:
+        if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
+            raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
+    fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
+    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params)
 
 
 @functools.lru_cache(maxsize=256)
@@ -316,48 +325,8 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int) -> Wish | None:
 
 def _selected(factor: Mask, length: int) -> RowOrder:
     """The order that holds just the positions a factor selects."""
-    if isinstance(factor, Prefix) and not isinstance(factor, Global) and 0 < factor.size < length:
+    if isinstance(factor, Prefix) and 0 < factor.size < length:
         return Gathered(length, length, 0, factor.size)
     if isinstance(factor, Columns) and factor.start < length and factor.end - factor.start < factor.period:
         return Gathered(length, factor.period, factor.start, factor.end)
     return RowOrder(length)
-
-
-# --- what a backend is given -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The static part of one call of the op.
-
-    Attributes:
-      plan: what to compute; None if the mask is a run-time array.
-      block_shape: (bq, bkv) for a run-time mask.
-      scale: factor on q . k.
-      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
-    """
-
-    plan: Any  # a Plan; Any, so that backends need not ask for None again where there is no run-time mask
-    block_shape: tuple[int, int]
-    scale: float
-    soft_cap: float | None
-
-
-class Operands(NamedTuple):
-    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
-
-    Attributes:
-      query: [B, T, N, H].
-      key: [B, S, K, H].
-      value: [B, S, K, Hv].
-      sinks: [N] logits, or None.
-      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
-      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    sinks: jax.Array | None = None
-    segments: tuple[jax.Array, jax.Array] | None = None
-    mask: jax.Array | None = None

@@ -1,13 +1,13 @@
 """The specification: dense attention, a few lines, every score in memory. Slow and obviously right.
 
-Its gradients come from JAX's own differentiation of these lines, not from a formula that a kernel could share.
+Its gradients of query, key and value come from JAX's own differentiation of these lines, not from a kernel's formula.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .plan import Call, Operands
+from .call import Call, Operands, accumulator
 
 MAX_SCORES = 1 << 31  # more score elements than this would fill any machine before an error could say so
 
@@ -23,8 +23,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
-    dtype = jnp.promote_types(operands.query.dtype, jnp.float32)
-    out, lse = _attention(call, operands, *(x.astype(dtype) for x in operands[:3]))
+    wide = [x.astype(accumulator(x.dtype)) for x in operands[:3]]
+    out, lse = _attention(call, operands, *wide)
     return out.astype(operands.query.dtype), lse
 
 
@@ -47,12 +47,13 @@ def _attention(call: Call, operands: Operands, query, key, value):
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)
     allowed = jnp.broadcast_to(jnp.tile(allowed, (1, n // allowed.shape[1], 1, 1)), scores.shape)
-    sink = jnp.full((1, 1, 1, 1), -jnp.inf) if operands.sinks is None else operands.sinks[None, :, None, None]
+    sink = jnp.full(1, -jnp.inf) if operands.sinks is None else operands.sinks
+    sink = sink.astype(scores.dtype)[None, :, None, None]
     # The shift cancels in exact arithmetic; 0 stands in where nothing is allowed, so that no inf - inf arises.
-    shift = jnp.maximum(jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True), sink.astype(scores.dtype))
+    shift = jnp.maximum(jnp.where(allowed, scores, -jnp.inf).max(-1, keepdims=True), sink)
     shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0, shift))
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores, 0) - shift), 0)
-    total = weights.sum(-1, keepdims=True) + jnp.exp(sink.astype(scores.dtype) - shift)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - shift)
     some = total > 0
     safe = jnp.where(some, total, 1)
     out = jnp.einsum("bnts,bsnh->btnh", weights / safe, value, precision="highest")
@@ -63,8 +64,9 @@ def _attention(call: Call, operands: Operands, query, key, value):
 def _allowed(call: Call, operands: Operands) -> jax.Array:
     """[1 or B, heads, T, S] bools; heads are taken in turn."""
     if operands.mask is not None:
-        allowed = operands.mask[None, :, : operands.query.shape[1], : operands.key.shape[1]]
+        allowed = operands.mask[None]
     else:
+        assert call.plan is not None
         allowed = jnp.asarray(np.stack([m.dense(call.plan.q_len, call.plan.kv_len) for m in call.plan.masks])[None])
     if operands.segments is not None:
         q, kv = operands.segments

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .call import Call, Operands, accumulator
 from .layout import RowOrder
-from .mask_info import process_dynamic_mask, process_dynamic_mask_dkv
-from .plan import Call, Operands, Pass
+from .mask_info import process_dynamic_mask
+from .plan import Pass
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -31,9 +32,11 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
     query, value, sinks = operands.query, operands.value, operands.sinks
-    accumulator = jnp.promote_types(query.dtype, jnp.float32)
-    lse = jnp.full(query.shape[:3], -jnp.inf if sinks is None else sinks.astype(accumulator), accumulator)
-    state = jnp.zeros((*query.shape[:3], value.shape[-1]), accumulator), lse
+    wide = accumulator(query.dtype)
+    lse = jnp.full(query.shape[:3], -jnp.inf, wide)
+    if sinks is not None:
+        lse = jnp.broadcast_to(sinks.astype(wide)[None, None], lse.shape)
+    state = jnp.zeros((*query.shape[:3], value.shape[-1]), wide), lse
 
     def run(links, arrays):
         q, k, v, *state = arrays
@@ -61,7 +64,8 @@ def backward(
 
     dq, dk, dv = _by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True)
     dk, dv = (
-        x.reshape(*like.shape[:3], -1, x.shape[-1]).sum(3) for x, like in ((dk, operands.key), (dv, operands.value))
+        x.reshape(*like.shape[:3], x.shape[2] // like.shape[2], x.shape[3]).sum(3)
+        for x, like in ((dk, operands.key), (dv, operands.value))
     )
     return dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype)
 
@@ -82,6 +86,10 @@ class _Link:
     data_next: Any
     mask_next: Any  # None without tiles
 
+    def partial_loop(self, full: Any, total: Any, step: Callable, state: Any) -> Any:
+        """The loop over partial blocks, left out where there can be none: a mask without rule and tiles has none."""
+        return state if self.mask is None and self.tiles is None else lax.fori_loop(full, total, step, state)
+
     @staticmethod
     def of(link: Pass, dkv: bool) -> "_Link":
         info, shape = (link.dkv, link.bwd_shape) if dkv else (link.fwd, link.fwd_shape)
@@ -99,24 +107,25 @@ def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequ
     """
     key, value = operands.key, operands.value
     query, *others = by_query
-    classes = len(call.plan.chains) if operands.mask is None else operands.mask.shape[0]
+    classes = len(call.chains) if operands.mask is None else operands.mask.shape[0]
     if classes > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     arrays = [[x[:, :, c::classes] for c in range(classes)] for x in (query, key, value, *others)]
     if operands.mask is None:
-        links = [[_Link.of(link, dkv) for link in chain] for chain in call.plan.chains]
+        links = [[_Link.of(link, dkv) for link in chain] for chain in call.chains]
         results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
         return [_join(parts) for parts in zip(*results, strict=True)]
 
-    process = process_dynamic_mask_dkv if dkv else process_dynamic_mask
-    info, _ = process(operands.mask, call.block_shape, is_dkv=dkv)
+    shape = call.bwd_shape if dkv else call.fwd_shape
+    ends = [(0, -length % block) for length, block in zip(operands.mask.shape[1:], shape, strict=True)]
+    info, _ = process_dynamic_mask(jnp.pad(operands.mask, [(0, 0), *ends]), shape, is_dkv=dkv)
     tiles = info.partial_mask_blocks.reshape(-1, *info.partial_mask_blocks.shape[-2:])
     tiles = tiles.swapaxes(1, 2) if dkv else tiles
     orders = RowOrder(query.shape[1]), RowOrder(key.shape[1])
 
     def one(slices):
         lists = [x.T if dkv else x for x in slices[0]]
-        return run([_Link(*orders, call.block_shape, None, tiles, *lists)], slices[1])
+        return run([_Link(*orders, shape, None, tiles, *lists)], slices[1])
 
     lists = info.block_mask, info.data_next, info.mask_next
     results = lax.map(one, (lists, tuple(jnp.stack(parts) for parts in arrays)))
@@ -126,7 +135,7 @@ def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequ
 def _join(parts: Sequence[jax.Array]) -> jax.Array:
     """The inverse of x[:, :, c::C] for c in range(C)."""
     joined = jnp.stack(parts, axis=3)
-    return joined.reshape(*joined.shape[:2], -1, *joined.shape[4:])
+    return joined.reshape(*joined.shape[:2], joined.shape[2] * joined.shape[3], *joined.shape[4:])
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -135,11 +144,11 @@ def _join(parts: Sequence[jax.Array]) -> jax.Array:
 def _forward_pass(call: Call, link: _Link, query, key, value, segments):
     """(out, lse) of one pass in token order; rows that the pass does not hold have out 0 and lse -inf."""
     blocks, lists = _prepare(link, query, key, value, segments)
-    accumulator, precision = _arithmetic(query)
+    wide, precision = _arithmetic(query)
 
     def row(_, inputs):
         i, q, index, tile, full, total = inputs
-        q = q.astype(accumulator) * call.scale
+        q = q.astype(wide) * call.scale
 
         def step(partial, slot, state):
             best, total, out = state
@@ -154,13 +163,10 @@ def _forward_pass(call: Call, link: _Link, query, key, value, segments):
             update = jnp.einsum("bkqs,bksd->bkqd", weights, blocks.at(blocks.value, j), precision=precision)
             return raised, total * old + weights.sum(-1), out * old[..., None] + update
 
-        state = (
-            jnp.full(q.shape[:-1], -jnp.inf, accumulator),
-            jnp.zeros(q.shape[:-1], accumulator),
-            jnp.zeros((*q.shape[:-1], value.shape[-1]), accumulator),
-        )
+        none = jnp.zeros_like(q[..., 0])
+        state = none - jnp.inf, none, jnp.broadcast_to(none[..., None], (*none.shape, value.shape[-1]))
         state = lax.fori_loop(0, full, functools.partial(step, False), state)
-        best, total, out = lax.fori_loop(full, total, functools.partial(step, True), state)
+        best, total, out = link.partial_loop(full, total, functools.partial(step, True), state)
         return None, (out / jnp.where(total == 0, 1, total)[..., None], best + jnp.log(total))
 
     _, (out, lse) = lax.scan(row, None, (jnp.arange(len(lists.full)), blocks.query, *lists))
@@ -179,7 +185,7 @@ def _merge(state, update):
 def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, delta, dout):
     """(dq, dk, dv) of one pass in token order, in the accumulator's dtype."""
     blocks, lists = _prepare(link, query, key, value, segments, columns=True)
-    accumulator, precision = _arithmetic(query)
+    wide, precision = _arithmetic(query)
     # A row that attends to nothing has no weights to differentiate: any finite shift gives exp(-inf) = 0.
     by_row = [jnp.where(lse == -jnp.inf, 0, lse), delta, dout]
     lse, delta, dout = (blocks.rows(link.q_order, x) for x in by_row)
@@ -187,7 +193,7 @@ def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, de
 
     def column(dq, inputs):
         j, k, v, index, tile, full, total = inputs
-        k, v = k.astype(accumulator) * call.scale, v.astype(accumulator)
+        k, v = k.astype(wide) * call.scale, v.astype(wide)
 
         def step(partial, slot, state):
             dk, dv, dq = state
@@ -206,12 +212,12 @@ def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, de
             dq_block = lax.dynamic_index_in_dim(dq, i, keepdims=False) + product("bkqs,bksd->bkqd", dscores, k)
             return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, i, 0)
 
-        state = jnp.zeros(k.shape, accumulator), jnp.zeros(v.shape, accumulator), dq
+        state = jnp.zeros_like(k), jnp.zeros_like(v), dq
         state = lax.fori_loop(0, full, functools.partial(step, False), state)
-        dk, dv, dq = lax.fori_loop(full, total, functools.partial(step, True), state)
+        dk, dv, dq = link.partial_loop(full, total, functools.partial(step, True), state)
         return dq, (dk * call.scale, dv)
 
-    dq = jnp.zeros(blocks.query.shape, accumulator)
+    dq = jnp.zeros_like(blocks.query, wide)
     dq, (dk, dv) = lax.scan(column, dq, (jnp.arange(len(lists.full)), blocks.key, blocks.value, *lists))
     dq, dk, dv = _unblocked(dq, blocks.group), _unblocked(dk), _unblocked(dv)
     return link.q_order.scatter(dq), link.kv_order.scatter(dk), link.kv_order.scatter(dv)
@@ -228,7 +234,7 @@ def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]
 def _arithmetic(query: jax.Array):
     """The dtype that sums are kept in, and the precision of products: no TF32 or bf16 passes for float32 inputs."""
     full = query.dtype in (jnp.float32, jnp.float64)
-    return jnp.promote_types(query.dtype, jnp.float32), lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
+    return accumulator(query.dtype), lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -260,7 +266,7 @@ class _Blocks:
 
     def at(self, x: jax.Array, i: jax.Array) -> jax.Array:
         """Block i, in the accumulator's dtype."""
-        return lax.dynamic_index_in_dim(x, i, keepdims=False).astype(jnp.promote_types(x.dtype, jnp.float32))
+        return lax.dynamic_index_in_dim(x, i, keepdims=False).astype(accumulator(x.dtype))
 
     def allowed(self, i: jax.Array, j: jax.Array, tile: jax.Array | None) -> jax.Array | None:
         """Which pairs of blocks (i, j) may attend, [.., G * bq, bkv]; None for all. ``tile`` None: a full block."""
@@ -272,11 +278,11 @@ class _Blocks:
                 allowed = self.link.mask(q, k)
             else:
                 allowed = lax.dynamic_index_in_dim(jnp.asarray(self.link.tiles), tile, keepdims=False)
-            allowed = jnp.tile(allowed, (self.group, 1))
+            allowed = jnp.tile(allowed, (self.group, 1))[None, None]
         if self.segments is not None:
             q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, (i, j), strict=True))
             same = (q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0)
-            same = jnp.tile(same, (1, 1, self.group, 1))
+            same = jnp.tile(same, (1, 1, self.group, 1))  # [B, 1, G * bq, bkv]
             allowed = same if allowed is None else allowed & same
         return allowed
 

@@ -195,7 +195,7 @@ def naive(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks
 
     def attention(query, key, value, sinks):
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-        scores = jnp.einsum("btnh,bsnh->bnts", query, key) * jnp.asarray(scale, dtype)
+        scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * jnp.asarray(scale, dtype)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         sink = jnp.full((1, 1, 1, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[None, :, None, None]
@@ -205,7 +205,7 @@ def naive(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks
         total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
         safe = jnp.where(total > 0, total, 1)
         lse = jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)[..., 0].swapaxes(1, 2)
-        return jnp.einsum("bnts,bsnh->btnh", weights / safe, value), lse
+        return jnp.einsum("bnts,bsnh->btnh", weights / safe, value, precision="highest"), lse
 
     answers, pullback = jax.vjp(attention, query, key, value, sinks)
     return _named((*answers, *pullback((dout, dlse.astype(dtype)))))

@@ -1,0 +1,59 @@
+"""What the op hands to a backend: the static part of a call, and its arrays."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .plan import Pass, Plan
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype that scores, sums and lse are kept in: float32, or float64 for float64 inputs."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of one call of the op.
+
+    Attributes:
+      plan: what to compute; None if the mask is a run-time array.
+      fwd_shape: (bq, bkv), block shape of the forward lists of a run-time mask.
+      bwd_shape: (bq, bkv), that of its backward lists.
+      scale: factor on q . k.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
+    """
+
+    plan: Plan | None
+    fwd_shape: tuple[int, int]
+    bwd_shape: tuple[int, int]
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def chains(self) -> tuple[tuple[Pass, ...], ...]:
+        """The plan's chains; there is a plan wherever there is no run-time mask."""
+        assert self.plan is not None
+        return self.plan.chains
+
+
+class Operands(NamedTuple):
+    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
+
+    Attributes:
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      sinks: [N] logits, or None.
+      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
+      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sinks: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    mask: jax.Array | None = None
