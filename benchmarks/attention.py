@@ -9,10 +9,12 @@ kept block costs what it costs in dense attention.
 """
 
 import argparse
+import functools
 import os
 import platform
 import statistics
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ import numpy as np
 
 import sparse_layers as sl
 
-PATTERNS = {
+PATTERNS: dict[str, Any] = {
     "causal": sl.Causal(),
     "window 1024": sl.preset("sliding_window", window=1024),
     "strided 128": sl.preset("sparse_transformer_strided", stride=128),
@@ -28,6 +30,11 @@ PATTERNS = {
     "longformer 1024+64": sl.preset("longformer", window=1024, global_tokens=64),
     "bigbird": sl.preset("bigbird"),
 }
+
+
+def attend(plan: sl.Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The op under a plan."""
+    return sl.block_sparse_attention(q, k, v, plan)
 
 
 def median_seconds(functions: list, args: tuple, groups: int) -> list[float]:
@@ -68,25 +75,24 @@ def error(mask: sl.Mask, q, k, v, out, rows: np.ndarray) -> float:
 def compare(seq_len: int, heads: int, size: int, groups: int) -> None:
     """Prints the table of times."""
     rng = np.random.default_rng(0)
-    args = tuple(jnp.asarray(rng.standard_normal((1, seq_len, heads, size)), jnp.float32) for _ in range(3))
-    weight = jnp.asarray(rng.standard_normal((1, seq_len, heads, size)), jnp.float32)
+    q, k, v, weight = (jnp.asarray(rng.standard_normal((1, seq_len, heads, size)), jnp.float32) for _ in range(4))
 
     def both(attention):
-        return jax.jit(attention), jax.jit(jax.grad(lambda *x: (attention(*x) * weight).sum(), argnums=(0, 1, 2)))
+        return jax.jit(attention), jax.jit(jax.grad(lambda q, k, v: (attention(q, k, v) * weight).sum(), (0, 1, 2)))
 
-    dense = both(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True, implementation="xla"))
+    dense = both(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"))
     print(f"B=1 T={seq_len} N={heads} H={size} float32; dense is jax.nn.dot_product_attention(implementation='xla')")
     print(f"{'pattern':20}{'kept':>7}  {'forward':>10}{'faster':>8}{'relative':>10}  "
           f"{'fwd + bwd':>10}{'faster':>8}{'relative':>10}  {'error':>8}")  # fmt: skip
     for name, mask in PATTERNS.items():
         plan = sl.make_plan(mask, seq_len)
         kept = sum(p.fwd_blocks * p.fwd_shape[0] * p.fwd_shape[1] for p in plan.chains[0]) / seq_len**2
-        sparse = both(lambda *x, plan=plan: sl.block_sparse_attention(*x, plan))
+        sparse = both(functools.partial(attend, plan))
         line = f"{name:20}{kept:7.1%}"
         for ours, theirs in zip(sparse, dense, strict=True):
-            mine, other = median_seconds([ours, theirs], args, groups)
+            mine, other = median_seconds([ours, theirs], (q, k, v), groups)
             line += f"  {mine * 1e3:7.1f} ms{other / mine:7.1f}x{mine / other / kept:10.2f}"
-        deviation = error(mask, *args, sparse[0](*args), rng.integers(0, seq_len, 8))
+        deviation = error(mask, q, k, v, sparse[0](q, k, v), rng.integers(0, seq_len, 8))
         print(f"{line}  {deviation:8.1e}", flush=True)
 
 
@@ -97,8 +103,8 @@ def memory(seq_len: int, heads: int, size: int) -> None:
     print(f"\nmemory of forward + backward, B=1 T={seq_len} N={heads} H={size} float32, in units of q, k, v and out")
     for name, mask in PATTERNS.items():
         plan = sl.make_plan(mask, seq_len)
-        loss = jax.grad(lambda *x, plan=plan: sl.block_sparse_attention(*x, plan).sum(), argnums=(0, 1, 2))
-        used = jax.jit(loss).lower(array, array, array).compile().memory_analysis()
+        gradient = jax.grad(lambda q, k, v, plan=plan: attend(plan, q, k, v).sum(), argnums=(0, 1, 2))
+        used: Any = jax.jit(gradient).lower(array, array, array).compile().memory_analysis()
         total = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
         print(f"{name:20}{total / unit:6.2f} x {unit / 2**20:.0f} MiB", flush=True)
 

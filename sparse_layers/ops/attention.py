@@ -172,10 +172,10 @@ def _varying_alike(operands: Operands) -> Operands:
 
     Gradients of replicated operands are then summed over that axis by JAX, and the loops of backends keep one type.
     """
-    axes = frozenset().union(*(jax.typeof(x).vma for x in jax.tree.leaves(operands)))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
 
     def vary(x):
-        missing = tuple(axes - jax.typeof(x).vma)
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, operands)

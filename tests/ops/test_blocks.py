@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from sparse_layers import masks
+from sparse_layers.adapters import Array, MaskMod
 from sparse_layers.masks import (
     And,
-    Array,
     BlockDiagonal,
     Blocks,
     Causal,
@@ -14,7 +14,6 @@ from sparse_layers.masks import (
     Global,
     LogSparse,
     Mask,
-    MaskMod,
     Prefix,
     Random,
     Strided,
@@ -69,13 +68,13 @@ def check(mask, grid_shape):
 
 
 @pytest.mark.parametrize("grid_shape", GRIDS, ids=str)
-@pytest.mark.parametrize("mask", CASES, ids=repr)
+@pytest.mark.parametrize("mask", CASES, ids=lambda mask: type(mask).__name__)
 def test_lists_exactly_the_non_empty_blocks(mask, grid_shape):
     check(mask, grid_shape)
 
 
 @pytest.mark.parametrize("grid_shape", [(50, 50, 2, 3), (33, 70, 3, 1), (21, 17, 5, 7)], ids=str)
-@pytest.mark.parametrize("mask", CASES, ids=repr)
+@pytest.mark.parametrize("mask", CASES, ids=lambda mask: type(mask).__name__)
 def test_coarse_cells_parts_and_small_chunks_change_nothing(mask, grid_shape, monkeypatch):
     monkeypatch.setattr(blocks, "_CELLS", 64)
     monkeypatch.setattr(blocks, "_ELEMENTS", 16)

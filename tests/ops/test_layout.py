@@ -200,7 +200,9 @@ def test_grades_are_sure_of_what_an_order_is_made_for(mask, q_order, kv_order):
     [
         (sl.Strided(8), ResidueMajor(61, 8), ResidueMajor(50, 8)),  # T != S: classes differ in length
         (sl.Strided(4), ResidueMajor(64, 8), ResidueMajor(64, 8)),
-        (sl.Columns(8, 5), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(16, 6, 8), RowOrder(64), Gathered(64, 8, 6, 8)),
         (sl.Columns(8, 6), Gathered(64, 8, 6, 8), RowOrder(64)),
         (sl.Columns(8, 6).T, Gathered(64, 8, 6, 8), RowOrder(64)),
     ],
