@@ -33,13 +33,15 @@ def graded(some: Any, every: Any) -> np.ndarray:
     return np.add(some, every, dtype=np.int8)
 
 
-def set_integers(mask: "Mask", least: int | None, *names: str) -> None:
+def set_integers(mask: "Mask", least: int | None, *names: str, optional: bool = False) -> None:
     """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic)."""
     for name in names:
         value = getattr(mask, name)
+        if value is None and optional:
+            continue
         if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
             rule = "an integer" if least is None else f"an integer >= {least}"
-            raise ValueError(f"{type(mask).__name__}: {name} must be {rule}, got {value!r}")
+            raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
         object.__setattr__(mask, name, operator.index(value))
 
 
@@ -344,7 +346,7 @@ class Window(Mask):
     right: int | None = 0
 
     def __post_init__(self):
-        set_integers(self, 0, *(name for name in ("left", "right") if getattr(self, name) is not None))
+        set_integers(self, 0, "left", "right", optional=True)
 
     def __call__(self, q, k):
         after = (q == q) & (k == k) if self.left is None else q - k <= self.left
@@ -604,7 +606,8 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count", *(["size"] if self.size is not None else []))
+        set_integers(self, 1, "count")
+        set_integers(self, 1, "size", optional=True)
         set_integers(self, None, "seed")
         if self.count > 1 << 15:
             raise ValueError(f"Random: count must be at most {1 << 15}, got {self.count}")

@@ -148,7 +148,7 @@ def test_describe_by_head_and_of_nothing():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(seq_len=0), "q_len must be >= 1, got 0"),
+        (dict(seq_len=0), "q_len must be an integer >= 1, got 0"),
         (dict(seq_len=4, block=0), "block must be an integer >= 1, got 0"),
         (dict(seq_len=4, size=0), "size must be an integer >= 1, got 0"),
     ],

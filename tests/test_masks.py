@@ -277,7 +277,7 @@ def test_repr_shows_the_expression():
         (lambda: sl.Prefix(-1), "Prefix: size must be an integer >= 0, got -1"),
         (lambda: sl.Global(1.0), "Global: size must be an integer >= 0, got 1.0"),
         (lambda: sl.Random(0), "count must be an integer >= 1, got 0"),
-        (lambda: sl.Random(1, size=0), "size must be an integer >= 1, got 0"),
+        (lambda: sl.Random(1, size=0), "size must be an integer >= 1 or None, got 0"),
         (lambda: sl.Random(1, seed="a"), "seed must be an integer, got 'a'"),
         (lambda: sl.Array(np.zeros((2, 2))), "2-dimensional bool array, got float64"),
         (lambda: sl.Array(np.zeros(2, bool)), "2-dimensional bool array"),

@@ -156,7 +156,14 @@ def process_mask_dkv(
 ) -> tuple[MaskInfo, Callable[[Any, Any], Any] | None]:
     """`process_mask` for the backward pass of k and v: block lists by key column, tiles [P, bkv, bq].
 
-    Arguments, results and errors are those of `process_mask` with ``is_dkv=True``.
+    Args:
+      mask, block_shape, is_dkv, downcast_smem_data, head_shards, q_seq_shards, shrink_grid: as in `process_mask`.
+
+    Returns:
+      What `process_mask` returns with ``is_dkv=True``.
+
+    Raises:
+      ValueError: as `process_mask`.
 
     Example:
       >>> import sparse_layers as sl
@@ -249,7 +256,14 @@ def process_dynamic_mask_dkv(
 ) -> tuple[MaskInfo, None]:
     """`process_dynamic_mask` for the backward pass of k and v: query blocks by key column, tiles [.., bkv, bq].
 
-    Arguments, results and errors are those of `process_dynamic_mask` with ``is_dkv=True``.
+    Args:
+      mask, block_shape, is_dkv, downcast_smem_data, head_shards, q_seq_shards, shrink_grid: as there.
+
+    Returns:
+      What `process_dynamic_mask` returns with ``is_dkv=True``.
+
+    Raises:
+      ValueError: as `process_dynamic_mask`.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl

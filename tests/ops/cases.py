@@ -339,7 +339,7 @@ def _features():
     yield Case("one-query", sl.Full(), 1, 300)
     yield Case("run-time", jnp.asarray(_random(130, 129)), 130, 129)
     yield Case("run-time-all-heads", jnp.asarray(_random(1, 64, 64)), 64, segments=_documents(2, 64))
-    yield Case("run-time-heads", jnp.asarray(_random(4, 130, 100)), 130, 100, fwd=(16, 32), soft_cap=5.0)
+    yield Case("run-time-heads", jnp.asarray(_random(4, 130, 100)), 130, 100, fwd=(16, 32), bwd=(32, 16), soft_cap=5.0)
     yield Case("run-time-sparse", jnp.asarray(np.kron(_random(9, 9), np.ones((16, 16), bool))), 144, fwd=(16, 16))
     yield Case("array", sl.Array(_random(129, 300)), 129, 300)
     yield Case("array-heads", tuple(sl.Array(x) for x in _random(2, 129, 129)), 129)

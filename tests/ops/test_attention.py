@@ -97,6 +97,22 @@ def test_rows_without_keys(implementation):
     assert not grads[0][:, :30].any() and not grads[1][:, :30].any() and grads[1][:, 30:50].all()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_without_keys_stay_dead_whatever_their_cotangents(implementation):
+    q, k, v = arrays()
+    sees = np.arange(T) >= 30
+    call = functools.partial(
+        sl.block_sparse_attention,
+        plan_or_mask=sl.Causal() & sl.Columns(50, 30),
+        implementation=implementation,
+        return_lse=True,
+    )
+    _, pullback = jax.vjp(call, q, k, v)
+    fine = jnp.ones((2, T, 2, 16)), jnp.ones((2, T, 2))
+    wild = tuple(jnp.where(sees.reshape(T, *[1] * (x.ndim - 2)), x, jnp.nan) for x in fine)
+    close(pullback(wild), pullback(fine))
+
+
 def test_float64_where_enabled():
     with jax.enable_x64(True):
         q, k, v = (x.astype(jnp.float64) for x in arrays())
@@ -203,6 +219,45 @@ def test_checkpoint_and_scan():
     close(jax.value_and_grad(jax.checkpoint(looped))(q), wanted)
 
 
+def test_no_batch_entries():
+    empty = [x[:0] for x in arrays()]
+    out, lse = sl.block_sparse_attention(*empty, CHAIN, return_lse=True)
+    assert out.shape == (0, T, 2, 16) and lse.shape == (0, T, 2)
+    assert [g.shape for g in jax.grad(loss, (0, 1, 2))(*empty)] == [x.shape for x in empty]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(dtype):
+    q, k, v = arrays(dtype=dtype)
+    ids, sinks = jnp.zeros((2, T), jnp.int8), jnp.ones(2)
+    dynamic = jnp.asarray(FIXED.dense(T))
+    with jax.numpy_dtype_promotion("strict"):
+        for plan, implementation in itertools.product((CHAIN, dynamic), IMPLEMENTATIONS):
+            call = functools.partial(
+                sl.block_sparse_attention, plan_or_mask=plan, implementation=implementation, return_lse=True
+            )
+            answers, pullback = jax.vjp(
+                lambda *x: call(*x[:3], segment_ids=ids, logits_soft_cap=4.0, sinks=x[3]),  # noqa: B023
+                *(q, k, v, sinks),
+            )
+            pullback(answers)
+
+
+def test_shard_map_with_replicated_operands():
+    # The batch is spread; the sinks are not, and get the summed gradient.
+    q, k, v = arrays()
+    sinks = jnp.asarray([0.5, -1.0])
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread, same = jax.P("batch"), jax.P()
+
+    def total(q, k, v, sinks):
+        return jax.lax.psum(loss(q, k, v, sinks=sinks), "batch")
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=(spread, spread, spread, same), out_specs=same)
+    gradients = jax.jit(jax.grad(mapped, (0, 1, 2, 3)))(q, k, v, sinks)
+    close(gradients, jax.grad(lambda q, k, v, s: loss(q, k, v, sinks=s), (0, 1, 2, 3))(q, k, v, sinks))
+
+
 def test_equal_masks_share_a_trace(monkeypatch):
     traces = itertools.count()
 
@@ -292,8 +347,8 @@ Q, K, V = (jnp.zeros(shape) for shape in ((2, 12, 4, 8), (2, 16, 2, 8), (2, 16, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"query": Q[0, 0]}, ["query", "(4, 8)", "[B, length, heads, size]"]),
-        ({"key": K[0]}, ["key", "(16, 2, 8)"]),
+        ({"query": Q[0, 0]}, ["query", "(4, 8)", "[B, T, N, H] or [T, N, H]"]),
+        ({"key": K[0]}, ["key", "as many axes as query, 4", "(16, 2, 8)"]),
         ({"value": V[..., None]}, ["value", "(2, 16, 2, 6, 1)"]),
         ({"query": Q.astype(int)}, ["query", "int32", "float32, bfloat16, float16 or float64"]),
         ({"query": Q.astype(jnp.float8_e4m3fn)}, ["query", "float8_e4m3fn"]),
@@ -325,6 +380,9 @@ Q, K, V = (jnp.zeros(shape) for shape in ((2, 12, 4, 8), (2, 16, 2, 8), (2, 16, 
         ({"plan_or_mask": jnp.ones((2, 12, 16), bool)}, ["mask", "[N, T, S]", "(2, 12, 16)"]),
         ({"plan_or_mask": jnp.ones((2, 1, 12, 16), bool)}, ["mask", "(2, 1, 12, 16)"]),
         ({"plan_or_mask": jnp.ones((12, 16), jnp.int8)}, ["mask", "bool", "int8"]),
+        ({"plan_or_mask": [np.ones((12, 15), bool)]}, ["mask", "(12, 16)", "(12, 15)"]),
+        ({"plan_or_mask": sl.Array(np.ones((12, 15), bool))}, ["mask", "(12, 16)", "(12, 15)"]),
+        ({"segment_ids": (np.full((2, 12), 2**31), np.zeros((2, 16), int))}, ["segment_ids of queries", "2147483648"]),
         ({"segment_ids": jnp.zeros((2, 12), int)}, ["segment_ids", "pair", "T = 12, S = 16"]),
         ({"segment_ids": (jnp.zeros((2, 12), int),) * 3}, ["segment_ids", "3 entries"]),
         ({"segment_ids": (jnp.zeros((2, 12), int),) * 2}, ["segment_ids of keys", "(2, 16)", "(2, 12)"]),
