@@ -143,7 +143,7 @@ def test_the_chosen_plan_is_a_candidate_and_exact(name):
         assert [cost for _, cost in weighed] == sorted(cost for _, cost in weighed)
 
 
-@reproducible(40)
+@reproducible(30)
 @hypothesis.given(unions_of(st.sampled_from([1, 4, 7])))
 def test_every_candidate_equals_the_oracle(mask):
     # Few lengths, sizes and block shapes: without jit, an operation is compiled once for all examples.
