@@ -275,7 +275,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match=f"{T + 1} tokens.*seq_len={T}"):
         layer(x)
     x = x[:, :T]
-    with pytest.raises(ValueError, match=r"segment_ids .*\(2, 24\), got \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"segment_ids .*\(2, 24\), got shape \(2, 1\)"):
         layer(x, segment_ids=jnp.zeros((2, 1), jnp.int32))
     with pytest.raises(ValueError, match=r"segment_ids.*integers.*float32"):
         layer(x, segment_ids=jnp.zeros((2, T)))
