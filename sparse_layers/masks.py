@@ -36,8 +36,8 @@ def graded(some: Any, every: Any) -> np.ndarray:
 def set_integers(mask: "Mask", least: int | None, *names: str, optional: bool = False) -> None:
     """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic)."""
     for name in names:
-        value = getattr(mask, name)
-        if value is None and optional:
+        value: Any = getattr(mask, name)
+        if optional and value is None:
             continue
         if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
             rule = "an integer" if least is None else f"an integer >= {least}"

@@ -13,8 +13,6 @@ import sparse_layers as sl
 
 from .config import Config, Refusal
 
-_BLOCK = 128
-
 
 def build(config: Config) -> sl.SparseTransformer:
     """The model of ``config``, freshly initialised from its seed.
@@ -23,7 +21,7 @@ def build(config: Config) -> sl.SparseTransformer:
       Refusal: no such preset, a preset that takes other options, or one that cannot serve the length or the heads.
     """
     try:
-        patterns = tuple(_causal(sl.preset(part), config.seq_len) for part in config.pattern.split("+"))
+        patterns = tuple(_causal(sl.preset(part)) for part in config.pattern.split("+"))
         return sl.SparseTransformer(
             256,
             config.features,
@@ -46,20 +44,9 @@ def build(config: Config) -> sl.SparseTransformer:
         ) from error
 
 
-def _causal(pattern: Any, seq_len: int) -> Any:
-    """The pattern without what lies in the future. One that is causal already is left as it is written."""
-    if isinstance(pattern, tuple):
-        return tuple(_causal(mask, seq_len) for mask in pattern)
-    first = np.arange(0, seq_len, _BLOCK)
-    last = np.minimum(first + _BLOCK, seq_len) - 1
-    future = pattern & ~sl.Causal()
-    unsure = np.argwhere(future.bounds(first[:, None], last[:, None], first, last))
-    within = np.arange(_BLOCK)
-    for q, k in first[unsure]:
-        rows, columns = q + within[:, None], k + within
-        if np.any(future(rows, columns) & (rows < seq_len) & (columns < seq_len)):
-            return pattern & sl.Causal()
-    return pattern
+def _causal(pattern: Any) -> Any:
+    """The pattern without what lies in the future, where a language model must not look."""
+    return tuple(map(_causal, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
 
 
 def mean_loss(model: nnx.Module, windows: jax.Array) -> jax.Array:

@@ -137,9 +137,8 @@ def train(config: Config, resume: bool) -> report.Result:
                 row["heldout_bpb"] = heldout
             rows.append(row)
             metrics.write(json.dumps(row) + "\n")
-            bar.set_postfix_str(
-                f"loss {row['loss']:.3f}, held-out {heldout:.3f} bpb, {number * tokens / seconds:,.0f} tokens/s"
-            )
+            heard = f"held-out {heldout:.3f} bpb" if math.isfinite(heldout) else "held-out not asked yet"
+            bar.set_postfix_str(f"loss {row['loss']:.3f}, {heard}, {number * tokens / seconds:,.0f} tokens/s")
             if number % config.save_every == 0 or number == config.steps or pressed:
                 checkpoint.save(out / CHECKPOINTS, number, state, facts)
             if pressed and number < config.steps:
