@@ -1,5 +1,7 @@
 """Flax layers for sparse attention in JAX: the pattern is a value, the computation skips what it forbids."""
 
+import typing
+
 from .adapters import Array, MaskMod, as_masks, from_mask_mod
 from .describe import describe, draw, picture
 from .masks import (
@@ -21,7 +23,6 @@ from .masks import (
     Transposed,
     Window,
 )
-from .modules import SparseSelfAttention, SparseTransformer, SparseTransformerBlock
 from .ops.attention import block_sparse_attention, implementations
 from .ops.mask_info import (
     MaskInfo,
@@ -34,6 +35,9 @@ from .ops.mask_info import (
 from .ops.params import BwdParams, FwdParams
 from .ops.plan import Plan, make_plan
 from .presets import from_deepspeed, preset, preset_options, presets
+
+if typing.TYPE_CHECKING:
+    from .modules import SparseSelfAttention, SparseTransformer, SparseTransformerBlock
 
 __all__ = [
     "And",
@@ -80,3 +84,16 @@ __all__ = [
     "process_mask",
     "process_mask_dkv",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    # The layers come with flax.nnx, which takes several times as long to import as all the rest: at their first use.
+    if name in ("SparseSelfAttention", "SparseTransformer", "SparseTransformerBlock"):
+        from . import modules
+
+        return getattr(modules, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

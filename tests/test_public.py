@@ -14,7 +14,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCES = sorted(
     path for folder in ("sparse_layers", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
-PUBLIC = {n: x for n, x in vars(sl).items() if not n.startswith("_") and not inspect.ismodule(x)}
+# The layers are no variables of the package before their first use: dir() lists them all the same.
+PUBLIC = {n: getattr(sl, n) for n in dir(sl) if not n.startswith("_") and not inspect.ismodule(getattr(sl, n))}
 # Written with &, |, ~ and .T; and made by functions of the package, whose examples show them.
 OPERATORS, RESULTS = {sl.And, sl.Or, sl.Not, sl.Transposed}, {sl.MaskInfo, sl.Plan}
 
