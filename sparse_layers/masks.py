@@ -639,7 +639,8 @@ class Random(Mask):
         # repeated one (rows with fewer than `count` positions) follows its twin.
         lowest = int(np.min(q0, initial=np.iinfo(np.int64).max))
         q = np.arange(lowest, int(np.max(q1, initial=lowest)) + 1)
-        draws = [np.where(self.draw(q, i) < self._end(q), self.draw(q, i), -1) for i in range(self.count)]
+        drawn, end = [self.draw(q, i) for i in range(self.count)], self._end(q)
+        draws = [np.where(draw < end, draw, -1) for draw in drawn]
         draws = draws[:1] + [np.where(a == b, -1, b) for a, b in itertools.pairwise(draws)]
         count = np.int64(0)
         for row in range(rows):
