@@ -10,14 +10,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import reference, xla
+from . import pallas_tpu, reference, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
 from .plan import BLOCK, Plan, make_plan
 
 # A new backend is one name here and, where it should be tried first, in its platform's list.
-IMPLEMENTATIONS = {"xla": xla, "reference": reference}
-PREFERRED: dict[str, tuple[str, ...]] = {}
+IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "xla": xla, "reference": reference}
+PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",)}
 FALLBACK = ("xla",)
 
 
@@ -109,7 +109,7 @@ def implementations() -> tuple[str, ...]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.implementations()
-      ('xla', 'reference')
+      ('pallas_tpu', 'xla', 'reference')
     """
     return tuple(IMPLEMENTATIONS)
 

@@ -16,7 +16,7 @@ import sparse_layers as sl
 from sparse_layers.ops import plan as plans
 
 # A new backend is one more name here.
-IMPLEMENTATIONS = ["xla", "reference"]
+IMPLEMENTATIONS = ["pallas_tpu", "xla", "reference"]
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 

@@ -1,0 +1,35 @@
+"""Block-sparse flash attention for TPUs in Pallas. On other platforms the same kernels run interpreted, for tests.
+
+Grid steps follow compacted lists of active blocks (`schedule.py`), so the time is that of the blocks kept. The kernels
+are in `forward_kernel.py` and `backward_kernels.py`, what they share in `launch.py`; `chain.py` strings passes together.
+
+This file alone is imported with the package; Pallas is at the first call, for it takes a while.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..call import Call, Operands
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call, or None."""
+    if operands.query.dtype == jnp.float64:
+        return "it computes in float32 at most, and query is float64"
+    return None
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    from . import chain
+
+    return chain.forward(call, operands)
+
+
+def backward(
+    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    from . import chain
+
+    return chain.backward(call, operands, lse, delta, dout)

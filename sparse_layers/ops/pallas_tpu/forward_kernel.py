@@ -1,0 +1,82 @@
+"""The forward kernel: online softmax over the active key blocks of each query block."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .launch import LANES, LOG2E, Arrays, Blocks, Link, by_kind, dot, lanes, launch, masked_scores, scores, spread
+from .schedule import Step, Steps
+
+
+def forward_pass(
+    link: Link, steps: Steps, arrays: Arrays, out_dtype: Any, start: jax.Array | None, start_lse: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """One pass of a chain: out [B, heads, rows, Hv] in out_dtype and lse float32 [B, heads, blocks, 1, bq].
+
+    Args:
+      link: the pass.
+      steps: its active blocks by query block.
+      arrays: its operands.
+      out_dtype: of out.
+      start, start_lse: the same two, both float32, of the softmax over other keys that this pass goes on from, or
+        None; a lse alone is that of keys whose values are 0.
+    """
+    blocks = Blocks(link, flipped=False)
+    batch, heads, rows, _ = arrays.query.shape
+    bq, value_size = link.shape[0], arrays.value.shape[-1]
+    optional = {
+        "start": None if start is None else blocks.by_query(start),
+        "start_lse": None if start_lse is None else blocks.vector(start_lse),
+    }
+    out, lse = launch(
+        functools.partial(_kernel, link),
+        "sparse_fwd",
+        steps,
+        (batch, heads, 1),
+        blocks.operands(arrays) | optional,
+        {
+            "out": blocks.by_query(jax.ShapeDtypeStruct((batch, heads, rows, value_size), out_dtype)),
+            "lse": blocks.vector(jax.ShapeDtypeStruct((batch, heads, rows // bq, 1, bq), jnp.float32)),
+        },
+        {"best": (bq, LANES), "total": (bq, LANES), "sum": (bq, value_size)},
+    )
+    return out, lse
+
+
+def _kernel(link: Link, refs: Any, step: Step, begins: Any, ends: Any) -> None:
+    # Per query: best = the largest logit so far, total = sum of 2^(logit - best), sum = the same of 2^(..) * value.
+    # Logits are in base 2. best and total are kept in every lane of a register, which spares broadcasts.
+    bkv, value_size = link.shape[1], refs.value.shape[-1]
+
+    @pl.when(begins)
+    def _():
+        lse = jnp.full_like(refs.best, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
+        refs.best[...] = lse * LOG2E
+        refs.total[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
+        refs.sum[...] = jnp.zeros_like(refs.sum) if refs.start is None else refs.start[...]
+
+    def compute(masked, segmented):
+        logits, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
+        logits = masked_scores(link, refs, step.major, step.minor, logits, masked, segmented, False)
+        old = refs.best[...]
+        best = jnp.maximum(old, logits.max(1, keepdims=True))
+        # Where nothing was allowed so far, any finite shift gives 2^-inf = 0, and no -inf - -inf.
+        shift = jnp.where(best == -jnp.inf, 0.0, best) if masked or segmented else best
+        weights = jnp.exp2(logits - lanes(shift, bkv))
+        decay = jnp.exp2(old - shift)
+        refs.best[...] = best
+        refs.total[...] = decay * refs.total[...] + weights.sum(1, keepdims=True)
+        update = dot(weights.astype(refs.value.dtype), refs.value[...], (1, 0))
+        refs.sum[...] = lanes(decay, value_size) * refs.sum[...] + update
+
+    by_kind(step, link, compute)
+
+    @pl.when(ends)
+    def _():
+        total = refs.total[...]
+        scale = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        refs.out[...] = (refs.sum[...] * lanes(scale, value_size)).astype(refs.out.dtype)
+        refs.lse[...] = ((refs.best[...] + jnp.log2(total)) * (1 / LOG2E)).T[:1]
