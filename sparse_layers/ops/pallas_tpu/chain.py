@@ -10,7 +10,7 @@ from ..call import Call, Operands
 from ..layout import RowOrder
 from ..mask_info import process_dynamic_mask
 from ..plan import Pass
-from .backward_kernels import dkv_pass, dq_pass
+from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, padded, vector
 from .schedule import Candidates, Steps
@@ -80,7 +80,7 @@ class _Heads:
 
     def forward(self, one: Pass | None, out_dtype, out: jax.Array | None, lse: jax.Array | None):
         """(out, lse) of one pass in token order, going on from the given ones (out None: zeros)."""
-        link, steps, arrays = self._prepare(one, "fwd")
+        link, steps, arrays = self._prepare(one, backward=False)
         q_order, bq = self._orders(one)[0], link.shape[0]
         start = None if out is None else by_rows(q_order, out, bq), None if lse is None else vector(q_order, lse, bq)
         out, lse = forward_pass(link, steps, arrays, out_dtype, *start)
@@ -90,46 +90,48 @@ class _Heads:
     def backward(self, one: Pass | None, lse: jax.Array, delta: jax.Array, dout: jax.Array):
         """(dq, dk, dv) of one pass in token order; dk and dv for all key heads."""
         q_order, kv_order = self._orders(one)
-        operands, results = self.operands, []
-        for kind in ("dq", "dkv"):
-            link, steps, arrays = self._prepare(one, kind)
-            bq = link.shape[0]
-            by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
-            if kind == "dq":
-                results = [by_tokens(q_order, dq_pass(link, steps, arrays, *by_query))]
-                continue
-            # Query heads of one key head are summed inside the kernel if all are here and share their lists.
-            members = link.group // self.stride if link.group % self.stride == 0 and steps.words.shape[1] == 1 else 1
-            for x, like in zip(dkv_pass(link, steps, arrays, *by_query, members), (operands.key, operands.value)):
-                x = by_tokens(kv_order, x)
-                if x.shape != like.shape:
-                    kv_heads = link.kv_head(np.arange(0, link.heads, members))
-                    x = jnp.zeros(like.shape, x.dtype).at[:, :, kv_heads].add(x)
-                results.append(x)
-        return results
+        link, steps, arrays = self._prepare(one, backward=True)
+        bq = link.shape[0]
+        by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
+        # Query heads of one key head are summed inside the kernel if all are here and share their lists.
+        members = link.group // self.stride if link.group % self.stride == 0 and steps.words.shape[1] == 1 else 1
+        dq, dk, dv = backward_pass(link, steps, arrays, *by_query, members)
+        dk, dv = by_tokens(kv_order, dk), by_tokens(kv_order, dv)
+        key, value = self.operands.key, self.operands.value
+        if dk.shape[2] != key.shape[2] or self.stride > 1:
+            kv_heads = link.kv_head(np.arange(0, link.heads, members))
+            dk, dv = (
+                jnp.zeros(like.shape, jnp.float32).at[:, :, kv_heads].add(x) for x, like in ((dk, key), (dv, value))
+            )
+        return by_tokens(q_order, dq) * self.call.scale, dk, dv
 
     def _orders(self, one: Pass | None) -> tuple[RowOrder, RowOrder]:
         if one is None:
             return RowOrder(self.query.shape[1]), RowOrder(self.operands.key.shape[1])
         return one.q_order, one.kv_order
 
-    def _prepare(self, one: Pass | None, kind: str) -> tuple[Link, Steps, Arrays]:
-        """What the kernel of a kind, 'fwd', 'dq' or 'dkv', needs."""
-        (q_order, kv_order), flipped = self._orders(one), kind == "dkv"
+    def _prepare(self, one: Pass | None, *, backward: bool) -> tuple[Link, Steps, Arrays]:
+        """What the kernel of a direction needs."""
+        q_order, kv_order = self._orders(one)
         if one is None:
-            shape, mask = self.call.fwd_shape if kind == "fwd" else self.call.bwd_shape, None
-            candidates, tiles = _run_time_lists(self.operands.mask, shape, flipped)
+            shape, mask = self.call.bwd_shape if backward else self.call.fwd_shape, None
+            candidates, tiles = _run_time_lists(self.operands.mask, shape, backward)
         else:
-            shape, mask = one.fwd_shape if kind == "fwd" else one.bwd_shape, one.mask if one.mask.computable else None
-            candidates, tiles = _static_lists(one, kind)
+            shape, mask = one.bwd_shape if backward else one.fwd_shape, one.mask if one.mask.computable else None
+            info, side = (one.dkv, 1) if backward else (one.fwd, 0)
+            rows = (q_order, kv_order)[side].rows
+            candidates = Candidates.of(info, backward, padded(rows, shape[side]) // shape[side])
+            tiles = info.partial_mask_blocks
         ids = None, None
         blocks = [padded(order.rows, block) // block for order, block in zip((q_order, kv_order), shape, strict=True)]
         if self.operands.segments is not None:
             sides = zip((q_order, kv_order), self.operands.segments, shape, strict=True)
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
             by_block = [x[:, 0, :, 0] for x in ids]
-            candidates = candidates.with_segments(*(by_block[::-1] if flipped else by_block))
-        steps = candidates.steps(blocks[0 if flipped else 1], f"{kind} over {blocks[0]} x {blocks[1]} blocks of {shape}")
+            candidates = candidates.with_segments(*(by_block[::-1] if backward else by_block))
+        steps = candidates.steps(
+            blocks[0 if backward else 1], f"a pass over {blocks[0]} x {blocks[1]} blocks of {shape[0]} x {shape[1]}"
+        )
         arrays = Arrays(
             by_rows(q_order, self.query, shape[0]),
             by_rows(kv_order, self.operands.key, shape[1]),
@@ -151,16 +153,6 @@ def _classes(call: Call, operands: Operands) -> list[_Heads]:
         _Heads(call, operands, first, stride, chain, operands.query[:, :, first::stride])
         for first, chain in enumerate(chains)
     ]
-
-
-def _static_lists(one: Pass, kind: str):
-    """(blocks, tiles) of a planned pass; dq takes those of dk and dv, by the other side."""
-    info = one.fwd if kind == "fwd" else one.dkv
-    shape = one.fwd_shape if kind == "fwd" else one.bwd_shape
-    order, block = (one.kv_order, shape[1]) if kind == "dkv" else (one.q_order, shape[0])
-    candidates = Candidates.of(info, kind != "fwd", padded(order.rows, block) // block, by_minor=kind == "dq")
-    tiles = info.partial_mask_blocks
-    return candidates, tiles if tiles is None or kind != "dq" else tiles.swapaxes(1, 2)
 
 
 def _run_time_lists(mask: jax.Array, shape: tuple[int, int], flipped: bool):

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from .launch import LANES, LOG2E, Arrays, Blocks, Link, by_kind, dot, lanes, launch, masked_scores, scores, spread
-from .schedule import Step, Steps
+from .launch import LANES, LOG2E, Arrays, Blocks, Link, Place, by_kind, dot, lanes, launch, masked_scores, scores, spread
+from .schedule import Steps
 
 
 def forward_pass(
@@ -41,17 +42,21 @@ def forward_pass(
             "out": blocks.by_query(jax.ShapeDtypeStruct((batch, heads, rows, value_size), out_dtype)),
             "lse": blocks.vector(jax.ShapeDtypeStruct((batch, heads, rows // bq, 1, bq), jnp.float32)),
         },
-        {"best": (bq, LANES), "total": (bq, LANES), "sum": (bq, value_size)},
+        {
+            "best": pltpu.VMEM((bq, LANES), jnp.float32),
+            "total": pltpu.VMEM((bq, LANES), jnp.float32),
+            "sum": pltpu.VMEM((bq, value_size), jnp.float32),
+        },
     )
     return out, lse
 
 
-def _kernel(link: Link, refs: Any, step: Step, begins: Any, ends: Any) -> None:
+def _kernel(link: Link, refs: Any, place: Place) -> None:
     # Per query: best = the largest logit so far, total = sum of 2^(logit - best), sum = the same of 2^(..) * value.
     # Logits are in base 2. best and total are kept in every lane of a register, which spares broadcasts.
     bkv, value_size = link.shape[1], refs.value.shape[-1]
 
-    @pl.when(begins)
+    @pl.when(place.begins)
     def _():
         lse = jnp.full_like(refs.best, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
         refs.best[...] = lse * LOG2E
@@ -60,7 +65,7 @@ def _kernel(link: Link, refs: Any, step: Step, begins: Any, ends: Any) -> None:
 
     def compute(masked, segmented):
         logits, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
-        logits = masked_scores(link, refs, step.major, step.minor, logits, masked, segmented, False)
+        logits = masked_scores(link, refs, place.step.major, place.step.minor, logits, masked, segmented, False)
         old = refs.best[...]
         best = jnp.maximum(old, logits.max(1, keepdims=True))
         # Where nothing was allowed so far, any finite shift gives 2^-inf = 0, and no -inf - -inf.
@@ -72,9 +77,9 @@ def _kernel(link: Link, refs: Any, step: Step, begins: Any, ends: Any) -> None:
         update = dot(weights.astype(refs.value.dtype), refs.value[...], (1, 0))
         refs.sum[...] = lanes(decay, value_size) * refs.sum[...] + update
 
-    by_kind(step, link, compute)
+    by_kind(place.step, link, compute)
 
-    @pl.when(ends)
+    @pl.when(place.ends)
     def _():
         total = refs.total[...]
         scale = jnp.where(total == 0.0, 0.0, 1.0 / total)

@@ -58,6 +58,19 @@ class Link:
         return (self.first + self.stride * index) // self.group
 
 
+class Place(NamedTuple):
+    """Where a kernel is in its grid, as scalars."""
+
+    batch: Any  # the batch entry
+    head: Any  # the query head
+    step: Step
+    begins: Any  # whether this is the first visit of the output block
+    ends: Any  # whether it is the last
+    starts: Any  # whether it is the first of this batch entry and group of heads
+    finishes: Any  # whether it is the last of them
+    following: Callable[[], tuple[Any, Step]]  # the head and step that come next, where there is a next one
+
+
 class Arrays(NamedTuple):
     """What the kernels of a pass read, in row order; h counts the heads of the link."""
 
@@ -75,13 +88,13 @@ class Block:
 
     Attributes:
       array: the operand, or for an output its `jax.ShapeDtypeStruct`.
-      block: shape of a block, None for an axis that is indexed away.
+      block: shape of a block, None for an axis that is indexed away; None for all of it, left in HBM.
       index: block indices from (b, h, step, tile): batch entry, query head, `Step`, mask tile.
     """
 
     array: Any
-    block: tuple[int | None, ...]
-    index: Callable[..., tuple[Any, ...]]
+    block: tuple[int | None, ...] | None
+    index: Callable[..., tuple[Any, ...]] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,25 +146,27 @@ class Blocks:
 
 
 def launch(
-    kernel: Callable[[Any, Step, Any, Any], None],
+    kernel: Callable[[Any, Place], None],
     name: str,
     steps: Steps,
     grid: tuple[int, int, int],
     inputs: dict[str, Block | None],
     outputs: dict[str, Block],
-    scratch: dict[str, tuple[int, int]],
+    scratch: dict[str, Any],
+    aliases: dict[str, str] | None = None,
 ) -> list[jax.Array]:
     """Runs a kernel over (batch entries, heads, steps, members of a head group), compiled on TPUs, else interpreted.
 
     Args:
-      kernel: called with a namespace of all references by name (None for optional inputs that are not there), the
-        `Step`, and whether an output block begins and ends with it.
+      kernel: called with a namespace of all references by name (None for optional inputs that are not there) and a
+        `Place`.
       name: of the kernel in profiles.
       steps: the list of steps.
       grid: (batch entries, groups of query heads that share an output block, members of such a group).
       inputs: read by the kernel.
       outputs: written by it.
-      scratch: shapes of float32 buffers that last from step to step.
+      scratch: memory that lasts from step to step.
+      aliases: inputs whose memory becomes an output's.
     """
     inputs = {key: block for key, block in inputs.items() if block is not None}
     names = [*inputs, *outputs, *scratch]
@@ -159,6 +174,9 @@ def launch(
     batches, groups, members = grid
 
     def spec(block: Block) -> pl.BlockSpec:
+        if block.block is None:
+            return pl.BlockSpec(memory_space=pl.ANY)
+
         def index(b, h, s, member, *refs):
             tile = steps.tile(refs, b, h, s) if len(refs) > 1 else None
             return block.index(b, h * members + member, steps.at(refs, b, h, s), tile)
@@ -166,11 +184,26 @@ def launch(
         return pl.BlockSpec(block.block, index)
 
     def body(*refs):
-        place = [pl.program_id(axis) for axis in range(4)]
-        step = steps.at(refs, *place[:3])
-        named = dict(zip(names, refs[len(scalars) :], strict=True))
-        ends = (step.first == 1) & (place[3] == 0), (step.last == 1) & (place[3] == members - 1)
-        kernel(SimpleNamespace(**dict.fromkeys(OPTIONAL) | named), step, *ends)
+        named = dict.fromkeys(OPTIONAL) | dict(zip(names, refs[len(scalars) :], strict=True))
+        batch, group, s, member = (pl.program_id(axis) for axis in range(4))
+        step, final = steps.at(refs, batch, group, s), pl.num_programs(2) - 1
+
+        def following():
+            following_s = jnp.where(member == members - 1, jnp.minimum(s + 1, final), s)
+            following_member = jnp.where(member == members - 1, 0, member + 1)
+            return group * members + following_member, steps.at(refs, batch, group, following_s)
+
+        place = Place(
+            batch,
+            group * members + member,
+            step,
+            begins=(step.first == 1) & (member == 0),
+            ends=(step.last == 1) & (member == members - 1),
+            starts=(s == 0) & (member == 0),
+            finishes=(s == final) & (member == members - 1),
+            following=following,
+        )
+        kernel(SimpleNamespace(**named), place)
 
     varying = jax.typeof(next(iter(inputs.values())).array).manual_axis_type
 
@@ -186,8 +219,11 @@ def launch(
                 grid=(batches, groups, count if isinstance(steps.count, jax.Array) else steps.count, members),
                 in_specs=[spec(x) for x in inputs.values()],
                 out_specs=[spec(x) for x in outputs.values()],
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
+                scratch_shapes=[*scratch.values()],
             ),
+            input_output_aliases={
+                len(scalars) + [*inputs].index(i): [*outputs].index(o) for i, o in (aliases or {}).items()
+            },
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),

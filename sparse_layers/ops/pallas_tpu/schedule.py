@@ -82,21 +82,21 @@ class Candidates(NamedTuple):
     tile: Any  # [.., n], or None
 
     @staticmethod
-    def of(info: MaskInfo, dkv: bool, num_major: int, by_minor: bool = False) -> "Candidates":
-        """The active blocks of a static list; ``by_minor`` exchanges the sides (dq from the lists of dk and dv)."""
+    def of(info: MaskInfo, dkv: bool, num_major: int) -> "Candidates":
+        """The active blocks of a static list."""
         arrays = [x if x is None else np.asarray(x[0]) for x in (info.block_mask, info.data_next, info.mask_next)]
         state, data, tile = (x.T if dkv and x is not None else x for x in arrays)
         major, slot = np.nonzero(state)
-        minor, kind = data[major, slot].astype(np.int32), state[major, slot].astype(np.int32)
-        tile = None if tile is None else tile[major, slot].astype(np.int32)
-        major, minor = (minor, major) if by_minor else (major, minor)
+        minor, kind = data[major, slot], state[major, slot]
+        tile = None if tile is None else tile[major, slot]
         missing = np.setdiff1d(np.arange(num_major), major)
-        major, minor, kind, tile = (
-            x if x is None else np.concatenate([x, fill]).astype(np.int32)
-            for x, fill in ((major, missing), *((x, np.zeros_like(missing)) for x in (minor, kind, tile)))
+        order = np.argsort(np.concatenate([major, missing]), kind="stable")
+        return Candidates(
+            *(
+                x if x is None else np.concatenate([x, fill]).astype(np.int32)[order]
+                for x, fill in ((major, missing), *((x, np.zeros_like(missing)) for x in (minor, kind, tile)))
+            )
         )
-        order = np.lexsort((minor, major))
-        return Candidates(*(x if x is None else x[order] for x in (major, minor, kind, tile)))
 
     @staticmethod
     def every(state: jax.Array, tile: jax.Array, dkv: bool) -> "Candidates":
