@@ -78,7 +78,7 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         dlogits = (dlogits if slope is None else dlogits * slope).astype(query.dtype)
         refs.dv_sum[...] += dot(weights.astype(dout.dtype), dout, (1, 0))
         refs.dk_sum[...] += dot(dlogits, query, (1, 0))
-        dq.add(dot(dlogits, key, (0, 0)))
+        dq.add(dot(key, dlogits, (0, 0)).T)
 
     dq.begin()
     by_kind(step, link, compute)

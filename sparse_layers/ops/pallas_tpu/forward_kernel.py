@@ -8,7 +8,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .launch import LANES, LOG2E, Arrays, Blocks, Link, Place, by_kind, dot, lanes, launch, masked_scores, scores, spread
+from .launch import (
+    LANES,
+    LOG2E,
+    Arrays,
+    Blocks,
+    Link,
+    Place,
+    by_kind,
+    dot,
+    lanes,
+    launch,
+    masked_scores,
+    scores,
+    spread,
+)
 from .schedule import Steps
 
 
@@ -53,14 +67,15 @@ def forward_pass(
 
 def _kernel(link: Link, refs: Any, place: Place) -> None:
     # Per query: best = the largest logit so far, total = sum of 2^(logit - best), sum = the same of 2^(..) * value.
-    # Logits are in base 2. best and total are kept in every lane of a register, which spares broadcasts.
+    # Logits are in base 2. best is kept in every lane of a register, which spares broadcasts; the lanes of total are
+    # added up at the end only.
     bkv, value_size = link.shape[1], refs.value.shape[-1]
 
     @pl.when(place.begins)
     def _():
         lse = jnp.full_like(refs.best, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
         refs.best[...] = lse * LOG2E
-        refs.total[...] = jnp.where(lse == -jnp.inf, 0.0, 1.0)
+        refs.total[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
         refs.sum[...] = jnp.zeros_like(refs.sum) if refs.start is None else refs.start[...]
 
     def compute(masked, segmented):
@@ -73,7 +88,7 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         weights = jnp.exp2(logits - lanes(shift, bkv))
         decay = jnp.exp2(old - shift)
         refs.best[...] = best
-        refs.total[...] = decay * refs.total[...] + weights.sum(1, keepdims=True)
+        refs.total[...] = decay * refs.total[...] + _by_lane(weights)
         update = dot(weights.astype(refs.value.dtype), refs.value[...], (1, 0))
         refs.sum[...] = lanes(decay, value_size) * refs.sum[...] + update
 
@@ -81,7 +96,15 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
 
     @pl.when(place.ends)
     def _():
-        total = refs.total[...]
+        total = refs.total[...].sum(1, keepdims=True)
         scale = jnp.where(total == 0.0, 0.0, 1.0 / total)
-        refs.out[...] = (refs.sum[...] * lanes(scale, value_size)).astype(refs.out.dtype)
+        refs.out[...] = (refs.sum[...] * scale).astype(refs.out.dtype)
         refs.lse[...] = ((refs.best[...] + jnp.log2(total)) * (1 / LOG2E)).T[:1]
+
+
+def _by_lane(weights: jax.Array) -> jax.Array:
+    """[n, LANES] whose lanes add up to the sums of the rows."""
+    width = weights.shape[1]
+    if width % LANES:
+        return jnp.broadcast_to(weights.sum(1, keepdims=True) / LANES, (weights.shape[0], LANES))
+    return functools.reduce(jnp.add, (weights[:, i : i + LANES] for i in range(0, width, LANES)))

@@ -232,9 +232,7 @@ def launch(
         )(*arrays)
 
     arrays = [*scalars, *(x.array for x in inputs.values()), jnp.asarray(steps.count, jnp.int32)]
-    return lax.platform_dependent(
-        *arrays, tpu=functools.partial(run, False), default=functools.partial(run, True)
-    )
+    return lax.platform_dependent(*arrays, tpu=functools.partial(run, False), default=functools.partial(run, True))
 
 
 # --- operands --------------------------------------------------------------------------------------------------------
