@@ -185,7 +185,8 @@ def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
     whole, kind = (Causal(), "causal") if causal else (Full(), "full")
-    dense = make_plan(whole, length, fwd_params=plan.fwd_params, bwd_params=plan.bwd_params).candidates[0][0][1]
+    options = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params, "implementation": plan.implementation}
+    dense = make_plan(whole, length, **options).candidates[0][0][1]
     cost = candidates[0][1]
     saving = f"{dense / cost:.1f} times less work than {kind} attention" if cost else "nothing to compute"
     yield f"expected saving: {saving} (cost {cost:.3g} against {dense:.3g} pairs)"

@@ -45,7 +45,13 @@ class _Attention:
     bwd_params: BwdParams | None
 
     def plan(self, length: int) -> Plan:
-        return make_plan(self.masks, length, length, fwd_params=self.fwd_params, bwd_params=self.bwd_params)
+        return make_plan(
+            self.masks,
+            length,
+            fwd_params=self.fwd_params,
+            bwd_params=self.bwd_params,
+            implementation=self.implementation,
+        )
 
     def __call__(self, query, key, value, *, mask: _Call, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.

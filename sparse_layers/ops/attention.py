@@ -13,12 +13,11 @@ import numpy as np
 from . import pallas_tpu, reference, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
-from .plan import BLOCK, Plan, make_plan
+from .plan import Plan, make_plan
+from .platforms import FALLBACK, PREFERRED, first_choice, tuning
 
-# A new backend is one name here and, where it should be tried first, in its platform's list.
+# A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "xla": xla, "reference": reference}
-PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",)}
-FALLBACK = ("xla",)
 
 
 def block_sparse_attention(
@@ -93,8 +92,11 @@ def block_sparse_attention(
         sinks = jnp.asarray(sinks)
         if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
             raise ValueError(f"sinks must be floats of shape [N] = ({n},), got {sinks.dtype} of shape {sinks.shape}")
-    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params)
-    fwd, bwd = ((p.q_blocksize or BLOCK, p.kv_blocksize or BLOCK) for p in checked_params(fwd_params, bwd_params))
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
+    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
+    block = tuning(implementation or first_choice()).blocks[0]
+    fwd, bwd = ((p.q_blocksize or block, p.kv_blocksize or block) for p in checked_params(fwd_params, bwd_params))
     call = Call(plan, fwd, bwd, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
     out, lse = _jitted_attend(_choose(implementation, call, operands), call, _varying_alike(operands))
@@ -152,8 +154,6 @@ _jitted_attend = jax.jit(_attend, static_argnums=(0, 1))
 
 
 def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     platform = jax.default_backend()
     candidates = (*PREFERRED.get(platform, ()), *FALLBACK) if implementation is None else (implementation,)
     reasons = [] if PREFERRED.get(platform) else [f"no kernels for {platform} yet"]
@@ -212,7 +212,7 @@ def _check_arrays(query, key, value) -> None:
         )
 
 
-def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, jax.Array | None]:
+def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation) -> tuple[Plan | None, jax.Array | None]:
     """The plan, or the run-time mask [heads, T, S]."""
     if isinstance(plan_or_mask, Plan):
         plan = plan_or_mask
@@ -228,7 +228,8 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params) -> tuple[Plan | None, j
                 )
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
-        plan = make_plan(plan_or_mask, t, s, fwd_params=fwd_params, bwd_params=bwd_params)
+        options = {"fwd_params": fwd_params, "bwd_params": bwd_params, "implementation": implementation}
+        plan = make_plan(plan_or_mask, t, s, **options)
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "

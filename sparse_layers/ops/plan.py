@@ -28,9 +28,11 @@ from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
+from .platforms import Tuning, first_choice, tuning
 
 Wish = tuple[RowOrder, RowOrder]
 
+# Block size of pictures.
 BLOCK = 128
 # A mask whose block lists would exceed this many cells gets larger blocks: metadata stays below some tens of MB.
 MAX_CELLS = 1 << 21
@@ -83,6 +85,7 @@ class Plan:
       kv_len: number of keys S.
       fwd_params: as given to `make_plan`.
       bwd_params: as given to `make_plan`.
+      implementation: whose block sizes were chosen where the parameters leave them open.
       chains: for each mask, the passes whose merged result is the attention under that mask.
       candidates: for each mask, what was weighed: (description, estimated cost in pairs), the chosen one first.
     """
@@ -92,6 +95,7 @@ class Plan:
     kv_len: int
     fwd_params: FwdParams
     bwd_params: BwdParams
+    implementation: str
     chains: tuple[tuple[Pass, ...], ...] = dataclasses.field(compare=False, repr=False)
     candidates: tuple[tuple[tuple[str, int], ...], ...] = dataclasses.field(compare=False, repr=False)
 
@@ -103,6 +107,7 @@ def make_plan(
     *,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
+    implementation: str | None = None,
 ) -> Plan:
     """Plans attention under a mask: which passes, in which row orders, over which blocks. Cached by content.
 
@@ -112,6 +117,8 @@ def make_plan(
       kv_len: number of keys S; defaults to q_len.
       fwd_params: block sizes of the forward pass; None leaves the choice to the library.
       bwd_params: block sizes of the backward pass; None means those of the forward pass.
+      implementation: one of `implementations()`, for which to choose block sizes that are left open; None means the
+        first choice of this platform. Every implementation computes every plan.
 
     Returns:
       The `Plan`; pass it to `block_sparse_attention` in place of the mask.
@@ -142,21 +149,23 @@ def make_plan(
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
     with jax.ensure_compile_time_eval():
-        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params)
+        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
 
 
 @functools.lru_cache(maxsize=256)
-def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params) -> Plan:
-    chains, candidates = zip(*(_make_chain(m, q_len, kv_len, fwd_params, bwd_params) for m in masks), strict=True)
-    return Plan(masks, q_len, kv_len, fwd_params, bwd_params, chains, candidates)
+def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
+    # By tuning, not by name: implementations that are tuned alike share their chains.
+    options = fwd_params, bwd_params, tuning(implementation)
+    chains, candidates = zip(*(_make_chain(mask, q_len, kv_len, *options) for mask in masks), strict=True)
+    return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
 
 
 @functools.lru_cache(maxsize=256)
-def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params):
+def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
     """The cheapest chain for one mask, and what was weighed."""
     weighed = []
     for number, (name, groups) in enumerate(_candidates(mask, q_len, kv_len)):
-        passes = [_Draft(Reordered(part, *wish), fwd_params) for wish, part in groups]
+        passes = [_Draft(Reordered(part, *wish), fwd_params, tuned) for wish, part in groups]
         passes = [draft for draft in passes if draft.blocks]
         weighed.append((sum(draft.cost for draft in passes), number, name, passes))
     weighed.sort(key=lambda entry: entry[:2])
@@ -167,18 +176,18 @@ def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params):
 class _Draft:
     """A pass of a candidate: its blocks counted, its lists not yet made."""
 
-    def __init__(self, mask: Reordered, params: FwdParams):
-        self.mask = mask
-        self.shape = _block_shape(mask, params)
+    def __init__(self, mask: Reordered, params: FwdParams, tuned: Tuning):
+        self.mask, self.tuned = mask, tuned
         if params.q_blocksize is None and params.kv_blocksize is None:
-            self.shape = _affordable(mask, self.shape)
-        self.blocks, cells = _count(mask, self.shape)
-        rows = mask.q_order.rows + mask.kv_order.rows
-        self.cost = self.blocks * self.shape[0] * self.shape[1] + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
+            self.shape = _cheapest(mask, tuned)
+        else:
+            self.shape = _block_shape(mask, params, tuned.blocks[0])
+        self.blocks = _count(mask, self.shape)[0]
+        self.cost = _cost(mask, self.shape, tuned)
 
     def finish(self, params: BwdParams) -> Pass:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
-        bwd_shape = _block_shape(self.mask, params) if explicit else self.shape
+        bwd_shape = _block_shape(self.mask, params, self.tuned.blocks[0]) if explicit else self.shape
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         infos = []
         for process, shape in ((process_mask, self.shape), (process_mask_dkv, bwd_shape)):
@@ -189,16 +198,35 @@ class _Draft:
         return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, fwd, dkv, self.blocks, bwd_blocks)
 
 
-def _block_shape(mask: Reordered, params: FwdParams | BwdParams) -> tuple[int, int]:
+def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: int) -> tuple[int, int]:
     """Explicit block sizes, else the default, no larger than the rows at hand need."""
     explicit = (params.q_blocksize, params.kv_blocksize)
     rows = (mask.q_order.rows, mask.kv_order.rows)
-    sizes = [e or min(BLOCK, max(16, 1 << (r - 1).bit_length())) for e, r in zip(explicit, rows, strict=True)]
+    sizes = [e or min(default, max(16, 1 << (r - 1).bit_length())) for e, r in zip(explicit, rows, strict=True)]
     return sizes[0], sizes[1]
 
 
-def _affordable(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
-    """``shape``, doubled until the block lists have at most MAX_CELLS cells.
+def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
+    blocks, cells = _count(mask, shape)
+    rows = mask.q_order.rows + mask.kv_order.rows
+    return blocks * (shape[0] * shape[1] + tuned.pairs_per_step) + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
+
+
+def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:
+    """The block shape of least cost. Finer ones are tried as long as they gain, so a dense mask never lists them."""
+    *finer, largest = (_block_shape(mask, FwdParams(), size) for size in tuned.blocks)
+    best = _affordable(mask, largest, tuned)
+    for shape in reversed(finer):
+        if shape == best:
+            continue
+        if best != largest or not _fits(mask, shape, tuned) or _cost(mask, shape, tuned) >= _cost(mask, best, tuned):
+            break
+        best = largest = shape
+    return best
+
+
+def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
+    """``shape``, doubled until its block lists fit.
 
     Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
     """
@@ -208,12 +236,19 @@ def _affordable(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
     while coarse != shape:
         at_most = len(_grid(mask, coarse).rows) * (coarse[0] // shape[0]) ** 2
         finer = coarse[0] // 2, coarse[1] // 2
-        if at_most <= 4 * MAX_CELLS and _count(mask, shape)[1] <= MAX_CELLS:
+        if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
             return shape
-        if _count(mask, finer)[1] > MAX_CELLS:
-            return coarse
+        if not _fits(mask, finer, tuned):
+            break
         coarse = finer
-    return shape
+    while not _fits(mask, coarse, tuned):
+        coarse = 2 * coarse[0], 2 * coarse[1]
+    return coarse
+
+
+def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
+    blocks, cells = _count(mask, shape)
+    return cells <= MAX_CELLS and (tuned.max_steps is None or blocks + max(_grid_shape(mask, shape)) <= tuned.max_steps)
 
 
 def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 import sparse_layers as sl
 from sparse_layers.ops import plan as plans
+from sparse_layers.ops.platforms import tuning
 
 # A new backend is one more name here.
 IMPLEMENTATIONS = ["pallas_tpu", "xla", "reference"]
@@ -120,7 +121,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     for one in sl.as_masks(mask):
         chains = []
         for _, groups in plans._candidates(one, q_len, kv_len):
-            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd) for wish, part in groups]
+            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, tuning("xla")) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)
     found = []
@@ -129,7 +130,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
         # Plans compare by what they are made from, chains follow from that. A setting that only GPUs read tells these
         # plans apart, or a compiled function would take one for the other.
         params = dataclasses.replace(fwd, num_key_splits=2 + i)
-        found.append(sl.Plan(sl.as_masks(mask), q_len, kv_len, params, bwd, chains, ((),) * len(chains)))
+        found.append(sl.Plan(sl.as_masks(mask), q_len, kv_len, params, bwd, "xla", chains, ((),) * len(chains)))
     return found
 
 

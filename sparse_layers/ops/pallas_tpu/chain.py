@@ -114,6 +114,7 @@ class _Heads:
         """What the kernel of a direction needs."""
         q_order, kv_order = self._orders(one)
         if one is None:
+            assert self.operands.mask is not None
             shape, mask = self.call.bwd_shape if backward else self.call.fwd_shape, None
             candidates, tiles = _run_time_lists(self.operands.mask, shape, backward)
         else:

@@ -168,18 +168,19 @@ def launch(
       scratch: memory that lasts from step to step.
       aliases: inputs whose memory becomes an output's.
     """
-    inputs = {key: block for key, block in inputs.items() if block is not None}
-    names = [*inputs, *outputs, *scratch]
+    given = {key: block for key, block in inputs.items() if block is not None}
+    names = [*given, *outputs, *scratch]
     scalars = steps.scalars
     batches, groups, members = grid
 
     def spec(block: Block) -> pl.BlockSpec:
-        if block.block is None:
+        choose = block.index
+        if choose is None:
             return pl.BlockSpec(memory_space=pl.ANY)
 
         def index(b, h, s, member, *refs):
             tile = steps.tile(refs, b, h, s) if len(refs) > 1 else None
-            return block.index(b, h * members + member, steps.at(refs, b, h, s), tile)
+            return choose(b, h * members + member, steps.at(refs, b, h, s), tile)
 
         return pl.BlockSpec(block.block, index)
 
@@ -205,7 +206,7 @@ def launch(
         )
         kernel(SimpleNamespace(**named), place)
 
-    varying = jax.typeof(next(iter(inputs.values())).array).manual_axis_type
+    varying = jax.typeof(next(iter(given.values())).array).manual_axis_type
 
     def run(interpret, *arrays):
         *arrays, count = arrays
@@ -217,12 +218,12 @@ def launch(
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(batches, groups, count if isinstance(steps.count, jax.Array) else steps.count, members),
-                in_specs=[spec(x) for x in inputs.values()],
+                in_specs=[spec(x) for x in given.values()],
                 out_specs=[spec(x) for x in outputs.values()],
                 scratch_shapes=[*scratch.values()],
             ),
             input_output_aliases={
-                len(scalars) + [*inputs].index(i): [*outputs].index(o) for i, o in (aliases or {}).items()
+                len(scalars) + [*given].index(i): [*outputs].index(o) for i, o in (aliases or {}).items()
             },
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -231,7 +232,7 @@ def launch(
             name=name,
         )(*arrays)
 
-    arrays = [*scalars, *(x.array for x in inputs.values()), jnp.asarray(steps.count, jnp.int32)]
+    arrays = [*scalars, *(x.array for x in given.values()), jnp.asarray(steps.count, jnp.int32)]
     return lax.platform_dependent(*arrays, tpu=functools.partial(run, False), default=functools.partial(run, True))
 
 

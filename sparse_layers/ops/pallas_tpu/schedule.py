@@ -84,19 +84,18 @@ class Candidates(NamedTuple):
     @staticmethod
     def of(info: MaskInfo, dkv: bool, num_major: int) -> "Candidates":
         """The active blocks of a static list."""
-        arrays = [x if x is None else np.asarray(x[0]) for x in (info.block_mask, info.data_next, info.mask_next)]
-        state, data, tile = (x.T if dkv and x is not None else x for x in arrays)
+        state = info.block_mask[0].T if dkv else info.block_mask[0]
         major, slot = np.nonzero(state)
-        minor, kind = data[major, slot], state[major, slot]
-        tile = None if tile is None else tile[major, slot]
         missing = np.setdiff1d(np.arange(num_major), major)
         order = np.argsort(np.concatenate([major, missing]), kind="stable")
-        return Candidates(
-            *(
-                x if x is None else np.concatenate([x, fill]).astype(np.int32)[order]
-                for x, fill in ((major, missing), *((x, np.zeros_like(missing)) for x in (minor, kind, tile)))
-            )
-        )
+
+        def listed(array):
+            found = (array[0].T if dkv else array[0])[major, slot]
+            return np.concatenate([found, np.zeros_like(missing)]).astype(np.int32)[order]
+
+        tile = None if info.mask_next is None else listed(info.mask_next)
+        rows = np.concatenate([major, missing]).astype(np.int32)[order]
+        return Candidates(rows, listed(info.data_next), listed(info.block_mask), tile)
 
     @staticmethod
     def every(state: jax.Array, tile: jax.Array, dkv: bool) -> "Candidates":
