@@ -15,6 +15,7 @@ import numpy as np
 from ..masks import EMPTY, FULL, PARTIAL, UNSURE, Mask
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
+_SAMPLES = 16  # queries and keys of a cell that are evaluated first
 _ELEMENTS = 1 << 20  # mask elements evaluated at a time; a larger chunk leaves the cache and is slower
 _PART = 16  # side of the rectangles, in elements, that are graded within a cell before its elements are evaluated
 
@@ -64,13 +65,17 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
     for first, states in _stripes(mask, num_rows, num_columns, block_q, block_kv):
         rows, columns = _nonzero(states == UNSURE)
         states[rows, columns] = _graded_by_parts(mask, rows + first, columns, block_q, block_kv)
-        rows, columns = _nonzero(states == UNSURE)
-        start = 0
-        for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv):
-            tiles = tiles.reshape(len(tiles), -1)
-            here = slice(start, start + len(tiles))
-            states[rows[here], columns[here]] = np.add(tiles.any(axis=1), tiles.all(axis=1), dtype=np.int8)
-            start += len(tiles)
+        # A few elements of a mixed block show that it is mixed; the rest is looked at in full.
+        for samples in (_SAMPLES, None):
+            rows, columns = _nonzero(states == UNSURE)
+            start = 0
+            for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv, samples):
+                some, every = tiles.any(axis=(1, 2)), tiles.all(axis=(1, 2))
+                here = slice(start, start + len(tiles))
+                open_still = (some == every) & (samples is not None)
+                grades = np.where(open_still, np.int8(UNSURE), np.add(some, every, dtype=np.int8))
+                states[rows[here], columns[here]] = grades
+                start += len(tiles)
         rows, columns = _nonzero(states)
         parts.append(((rows + first).astype(np.int32), columns.astype(np.int32), states[rows, columns]))
     rows, columns, states = (np.concatenate(x) for x in zip(*parts, strict=True))
@@ -86,7 +91,7 @@ def _nonzero(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def masked_tiles(
-    mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int
+    mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int, samples: int | None = None
 ) -> Iterator[np.ndarray]:
     """Evaluates blocks element by element, a bounded number at a time.
 
@@ -95,16 +100,21 @@ def masked_tiles(
       rows, columns: integer arrays [n], the blocks' indices along queries and keys.
       block_q: queries in a block.
       block_kv: keys in a block.
+      samples: evaluate so many queries and keys of a block only, first and last among them.
 
     Yields:
-      The n tiles in their order, in chunks: bool [<= n, block_q, block_kv].
+      The n tiles in their order, in chunks: bool [<= n, block_q, block_kv], or [<= n, samples, samples].
     """
-    step = max(1, _ELEMENTS // (block_q * block_kv))
+    q, k = (
+        np.arange(n) if samples is None else np.linspace(0, n - 1, samples).astype(np.int64)
+        for n in (block_q, block_kv)
+    )
+    step = max(1, _ELEMENTS // (q.size * k.size))
     for start in range(0, len(rows), step):
         q0 = rows[start : start + step, None, None].astype(np.int64) * block_q
         k0 = columns[start : start + step, None, None].astype(np.int64) * block_kv
-        tiles = np.asarray(mask(q0 + np.arange(block_q)[:, None], k0 + np.arange(block_kv)), bool)
-        yield np.broadcast_to(tiles, (len(q0), block_q, block_kv))
+        tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
+        yield np.broadcast_to(tiles, (len(q0), q.size, k.size))
 
 
 def _stripes(

@@ -11,6 +11,7 @@ import sparse_layers as sl
 from sparse_layers.deepspeed import Shifted
 from sparse_layers.ops import plan as plans
 from sparse_layers.ops.layout import Gathered, ResidueMajor, RowOrder
+from sparse_layers.ops.platforms import tuning
 from tests.ops.cases import SMALL, candidates, oracle
 
 table = sl.Array(np.random.default_rng(0).random((150, 150)) < 0.4)
@@ -224,14 +225,45 @@ def test_explicit_block_sizes_win():
     assert link.fwd_shape == (8, 128)
 
 
+def draft(mask, length, name="xla", **sizes):
+    mask = plans.Reordered(mask, RowOrder(length), RowOrder(length))
+    return plans._Draft(mask, sl.FwdParams(**sizes), tuning(name))
+
+
 def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):
     monkeypatch.setattr(plans, "MAX_CELLS", 1000)
-    draft = plans._Draft(plans.Reordered(sl.Full(), RowOrder(128 * 64), RowOrder(128 * 64)), sl.FwdParams())
-    assert draft.shape == (512, 512) and draft.blocks == 256  # 2 lists of 16 x 16 cells; of 32 x 32 there were 2048
-    window = plans._Draft(plans.Reordered(sl.Window(100), RowOrder(128 * 64), RowOrder(128 * 64)), sl.FwdParams())
-    assert window.shape == (128, 128)
-    fixed = sl.FwdParams(q_blocksize=128)
-    assert plans._Draft(plans.Reordered(sl.Full(), RowOrder(8192), RowOrder(8192)), fixed).shape == (128, 128)
+    dense = draft(sl.Full(), 128 * 64)
+    assert dense.shape == (512, 512) and dense.blocks == 256  # 2 lists of 16 x 16 cells; of 32 x 32 there were 2048
+    assert draft(sl.Window(100), 128 * 64).shape == (128, 128)
+    assert draft(sl.Full(), 8192, q_blocksize=128).shape == (128, 128)
+
+
+def test_blocks_for_tpus_follow_the_density():
+    size = {width: draft(sl.Causal() & sl.Window(width), 8192, "pallas_tpu").shape[0] for width in (1, 500, 4000)}
+    assert size[1] < size[4000] == draft(sl.Causal(), 8192, "pallas_tpu").shape[0] == 1024
+    costs = {
+        edge: plans._cost(draft(sl.Window(1), 8192).mask, (edge, edge), tuning("pallas_tpu")) for edge in (256, 512)
+    }
+    assert size[1] == min(costs, key=costs.__getitem__)
+    assert draft(sl.Causal(), 100, "pallas_tpu").shape == (128, 128)
+
+
+def test_lists_for_tpus_fit_scalar_memory():
+    limit = tuning("pallas_tpu").max_steps
+    for length in (131_072, 1_048_576):
+        dense = draft(sl.Causal(), length, "pallas_tpu")
+        assert dense.blocks + length // dense.shape[0] <= limit
+    assert dense.shape == (2048, 2048) and (length // 1024) ** 2 // 2 > limit
+
+
+def test_plans_know_for_whom_they_were_made():
+    xla, tpu = (sl.make_plan(sl.Causal(), 8192, implementation=name) for name in ("xla", "pallas_tpu"))
+    assert (xla.chains[0][0].fwd_shape, tpu.chains[0][0].fwd_shape) == ((128, 128), (1024, 1024))
+    assert xla != tpu and hash(xla) != hash(tpu)
+    explicit = sl.FwdParams(q_blocksize=64, kv_blocksize=32)
+    for name in sl.implementations():
+        (link,) = sl.make_plan(sl.Causal(), 300, fwd_params=explicit, implementation=name).chains[0]
+        assert link.fwd_shape == link.bwd_shape == (64, 32)
 
 
 # --- what is weighed -------------------------------------------------------------------------------------------------
