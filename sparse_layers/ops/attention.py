@@ -14,7 +14,7 @@ from . import pallas_tpu, reference, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
-from .platforms import FALLBACK, PREFERRED, first_choice, tuning
+from .platforms import FALLBACK, PREFERRED, TUNING, first_choice
 
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "xla": xla, "reference": reference}
@@ -95,7 +95,7 @@ def block_sparse_attention(
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
-    block = tuning(implementation or first_choice()).blocks[0]
+    block = TUNING[implementation or first_choice()].blocks[0]
     fwd, bwd = ((p.q_blocksize or block, p.kv_blocksize or block) for p in checked_params(fwd_params, bwd_params))
     call = Call(plan, fwd, bwd, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)

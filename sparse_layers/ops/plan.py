@@ -28,7 +28,7 @@ from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
-from .platforms import Tuning, first_choice, tuning
+from .platforms import TUNING, Tuning, first_choice
 
 Wish = tuple[RowOrder, RowOrder]
 
@@ -124,7 +124,7 @@ def make_plan(
       The `Plan`; pass it to `block_sparse_attention` in place of the mask.
 
     Raises:
-      ValueError: a length is less than 1, or an array's shape differs from the lengths.
+      ValueError: a length is less than 1, an array's shape differs from the lengths, or implementation is unknown.
       TypeError: mask is none of the above.
 
     Example:
@@ -147,6 +147,8 @@ def make_plan(
         if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
             raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
+    if implementation is not None and implementation not in TUNING:
+        raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
     # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
     with jax.ensure_compile_time_eval():
         return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
@@ -155,7 +157,7 @@ def make_plan(
 @functools.lru_cache(maxsize=256)
 def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
     # By tuning, not by name: implementations that are tuned alike share their chains.
-    options = fwd_params, bwd_params, tuning(implementation)
+    options = fwd_params, bwd_params, TUNING[implementation]
     chains, candidates = zip(*(_make_chain(mask, q_len, kv_len, *options) for mask in masks), strict=True)
     return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
 

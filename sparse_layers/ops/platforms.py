@@ -26,18 +26,15 @@ class Tuning:
     max_steps: int | None = None
 
 
+_UNTUNED = Tuning(blocks=(128,))
 TUNING = {
-    "xla": Tuning(blocks=(128,)),
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
-    # 600 cycles and a pair 1 / 300; larger head sizes shift both alike. Every step takes 4 of the 2**20 bytes of scalar
+    # 600 cycles and 300 pairs one cycle; larger heads shift both alike. A step takes 4 of the 2**20 bytes of scalar
     # memory.
     "pallas_tpu": Tuning(blocks=(256, 512, 1024), pairs_per_step=160_000, max_steps=240_000),
+    "xla": _UNTUNED,
+    "reference": _UNTUNED,
 }
-
-
-def tuning(implementation: str) -> Tuning:
-    """The tuning of an implementation, by default that of the fallback."""
-    return TUNING.get(implementation, TUNING[FALLBACK[0]])
 
 
 def first_choice() -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 import sparse_layers as sl
 from sparse_layers.ops import plan as plans
-from sparse_layers.ops.platforms import tuning
+from sparse_layers.ops.platforms import TUNING
 
 # A new backend is one more name here.
 IMPLEMENTATIONS = ["pallas_tpu", "xla", "reference"]
@@ -121,7 +121,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     for one in sl.as_masks(mask):
         chains = []
         for _, groups in plans._candidates(one, q_len, kv_len):
-            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, tuning("xla")) for wish, part in groups]
+            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)
     found = []

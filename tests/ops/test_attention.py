@@ -24,7 +24,7 @@ def test_values_and_gradients(implementation, case):
 
 def test_every_preset_and_backend_is_in_the_table():
     assert SMALL.keys() == sl.presets().keys()
-    assert set(IMPLEMENTATIONS) == set(sl.implementations())
+    assert set(IMPLEMENTATIONS) == set(sl.implementations()) == attention.TUNING.keys()
     assert len({case.name for case in CASES}) == len(CASES)
 
 
@@ -270,6 +270,7 @@ def test_equal_masks_share_a_trace(monkeypatch):
             return attention.xla.forward(call, operands)
 
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "counting", Counting)
+    monkeypatch.setitem(attention.TUNING, "counting", attention.TUNING["xla"])
     q, k, v = arrays()
 
     def new_mask():

@@ -11,7 +11,7 @@ import sparse_layers as sl
 from sparse_layers.deepspeed import Shifted
 from sparse_layers.ops import plan as plans
 from sparse_layers.ops.layout import Gathered, ResidueMajor, RowOrder
-from sparse_layers.ops.platforms import tuning
+from sparse_layers.ops.platforms import TUNING
 from tests.ops.cases import SMALL, candidates, oracle
 
 table = sl.Array(np.random.default_rng(0).random((150, 150)) < 0.4)
@@ -227,7 +227,7 @@ def test_explicit_block_sizes_win():
 
 def draft(mask, length, name="xla", **sizes):
     mask = plans.Reordered(mask, RowOrder(length), RowOrder(length))
-    return plans._Draft(mask, sl.FwdParams(**sizes), tuning(name))
+    return plans._Draft(mask, sl.FwdParams(**sizes), TUNING[name])
 
 
 def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):
@@ -242,14 +242,14 @@ def test_blocks_for_tpus_follow_the_density():
     size = {width: draft(sl.Causal() & sl.Window(width), 8192, "pallas_tpu").shape[0] for width in (1, 500, 4000)}
     assert size[1] < size[4000] == draft(sl.Causal(), 8192, "pallas_tpu").shape[0] == 1024
     costs = {
-        edge: plans._cost(draft(sl.Window(1), 8192).mask, (edge, edge), tuning("pallas_tpu")) for edge in (256, 512)
+        edge: plans._cost(draft(sl.Window(1), 8192).mask, (edge, edge), TUNING["pallas_tpu"]) for edge in (256, 512)
     }
     assert size[1] == min(costs, key=costs.__getitem__)
     assert draft(sl.Causal(), 100, "pallas_tpu").shape == (128, 128)
 
 
 def test_lists_for_tpus_fit_scalar_memory():
-    limit = tuning("pallas_tpu").max_steps
+    limit = TUNING["pallas_tpu"].max_steps
     for length in (131_072, 1_048_576):
         dense = draft(sl.Causal(), length, "pallas_tpu")
         assert dense.blocks + length // dense.shape[0] <= limit
