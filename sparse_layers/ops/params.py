@@ -8,8 +8,8 @@ import hashlib
 class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
-    The implementations `xla` and `reference` read ``q_blocksize`` and ``kv_blocksize`` only; the other fields are those
-    of GPU kernels.
+    The implementations `pallas_tpu`, `xla` and `reference` read ``q_blocksize`` and ``kv_blocksize`` only; the other
+    fields are those of GPU kernels.
 
     Attributes:
       q_blocksize: rows of q in one block of the plan (a multiple of 8).

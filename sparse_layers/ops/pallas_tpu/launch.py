@@ -127,15 +127,11 @@ class Blocks:
             "query": self.by_query(arrays.query),
             "key": self.by_key(arrays.key),
             "value": self.by_key(arrays.value),
-            "tile": arrays.tiles
-            if arrays.tiles is None
-            else Block(arrays.tiles, (None, *tile), lambda b, h, step, tile: (tile, 0, 0)),
-            "q_ids": arrays.q_ids
-            if arrays.q_ids is None
-            else Block(arrays.q_ids, (None, None, None, 1, bq), lambda b, h, step, _: (b, 0, self._q(step), 0, 0)),
-            "kv_ids": arrays.kv_ids
-            if arrays.kv_ids is None
-            else Block(arrays.kv_ids, (None, None, None, 1, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)),
+            "tile": _optional(arrays.tiles, tile, lambda b, h, step, tile: (tile, 0, 0)),
+            "q_ids": _optional(arrays.q_ids, (None, None, 1, bq), lambda b, h, step, _: (b, 0, self._q(step), 0, 0)),
+            "kv_ids": _optional(
+                arrays.kv_ids, (None, None, 1, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)
+            ),
         }
 
     def _q(self, step: Step) -> Any:
@@ -143,6 +139,10 @@ class Blocks:
 
     def _kv(self, step: Step) -> Any:
         return step.major if self.flipped else step.minor
+
+
+def _optional(array: Any, block: tuple[int | None, ...], index: Callable[..., tuple[Any, ...]]) -> Block | None:
+    return None if array is None else Block(array, (None, *block), index)
 
 
 def launch(
@@ -186,25 +186,7 @@ def launch(
 
     def body(*refs):
         named = dict.fromkeys(OPTIONAL) | dict(zip(names, refs[len(scalars) :], strict=True))
-        batch, group, s, member = (pl.program_id(axis) for axis in range(4))
-        step, final = steps.at(refs, batch, group, s), pl.num_programs(2) - 1
-
-        def following():
-            following_s = jnp.where(member == members - 1, jnp.minimum(s + 1, final), s)
-            following_member = jnp.where(member == members - 1, 0, member + 1)
-            return group * members + following_member, steps.at(refs, batch, group, following_s)
-
-        place = Place(
-            batch,
-            group * members + member,
-            step,
-            begins=(step.first == 1) & (member == 0),
-            ends=(step.last == 1) & (member == members - 1),
-            starts=(s == 0) & (member == 0),
-            finishes=(s == final) & (member == members - 1),
-            following=following,
-        )
-        kernel(SimpleNamespace(**named), place)
+        kernel(SimpleNamespace(**named), _place(steps, refs, members))
 
     varying = jax.typeof(next(iter(given.values())).array).manual_axis_type
 
@@ -234,6 +216,29 @@ def launch(
 
     arrays = [*scalars, *(x.array for x in given.values()), jnp.asarray(steps.count, jnp.int32)]
     return lax.platform_dependent(*arrays, tpu=functools.partial(run, False), default=functools.partial(run, True))
+
+
+def _place(steps: Steps, scalars: Any, members: int) -> Place:
+    batch, group, s, member = (pl.program_id(axis) for axis in range(4))
+    step, final, last_member = steps.at(scalars, batch, group, s), pl.num_programs(2) - 1, member == members - 1
+
+    def following():
+        next_s, next_member = (
+            jnp.where(last_member, jnp.minimum(s + 1, final), s),
+            jnp.where(last_member, 0, member + 1),
+        )
+        return group * members + next_member, steps.at(scalars, batch, group, next_s)
+
+    return Place(
+        batch,
+        group * members + member,
+        step,
+        begins=(step.first == 1) & (member == 0),
+        ends=(step.last == 1) & last_member,
+        starts=(s == 0) & (member == 0),
+        finishes=(s == final) & last_member,
+        following=following,
+    )
 
 
 # --- operands --------------------------------------------------------------------------------------------------------
