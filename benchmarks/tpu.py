@@ -1,0 +1,398 @@
+"""TPU kernels without a TPU: what they ask for, and their cycles as the compiler sees them, beside splash.
+
+    python benchmarks/tpu.py --patterns causal "strided 128" --lengths 8192 131072 --chips v6e
+
+Needs jax[tpu], not a TPU: libtpu compiles ahead of time, and estimates the cycles of every kernel. That estimate is a
+static model, not calibrated against hardware; compare its numbers with each other only. It runs a kernel's scalar code
+but reads all scalar memory as 0, so both sides get their lists of blocks as arithmetic, with the same numbers of rows,
+steps and masked steps, evenly spread. Each kernel is estimated alone, without the copies around it, and only some steps
+of it: further ones are taken to cost what the second half of these cost.
+
+Splash attention has no chains: it gets the blocks of the whole pattern in natural order, counted, each masked by its
+function for the causal mask or the window, which is cheaper than the true ones. It runs forward, dq and dkv.
+
+Columns. block: rows of q and k in a block, for splash the better of --splash-blocks, fwd + bwd. compile: seconds of
+lowering and compiling forward + backward at full length. SMEM: the largest lists of one kernel, VMEM: the most that one
+asks for, pipelined blocks twice, and scratch, without padding. fwd, bwd: thousands of cycles by kernel and in sum.
+per block: cycles for each 512 x 512 pairs of active blocks. Where splash does not compile, its cycles are those that it
+would take if it did.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+import sparse_layers as sl
+from sparse_layers.ops.blocks import active_blocks
+from sparse_layers.ops.pallas_tpu import backward_kernel, forward_kernel
+from sparse_layers.ops.pallas_tpu.launch import launch
+from sparse_layers.ops.pallas_tpu.schedule import FREE, MASKED, Step, Steps
+
+CHIPS = {  # topology to compile for, and the name that JAX knows the device by
+    "v5e": ("v5e:2x2", "TPU v5 lite"),
+    "v5p": ("v5p:2x2x1", "TPU v5p"),
+    "v6e": ("v6e:2x2", "TPU v6 lite"),
+    "tpu7x": ("tpu7x:2x2x1", "TPU7x"),
+}
+PATTERNS: dict[str, Any] = {
+    "causal": sl.Causal(),
+    "window 1024": sl.preset("sliding_window", window=1024),
+    "strided 128": sl.preset("sparse_transformer_strided", stride=128),
+    "fixed 128/8": sl.preset("sparse_transformer_fixed", stride=128, summary=8),
+    "bigbird": sl.preset("bigbird"),
+}
+SPLASH = "fwd", "dkv", "dq"
+HEADS, SIZE, AREA = 2, 128, 512 * 512
+# libtpu neither looks for a device nor locks one.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
+ENVIRONMENT |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+# --- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def compile_for(chip: str, function: Callable, shapes: list) -> tuple[Any, float]:
+    """The jaxpr of a function of such arrays, and the seconds of lowering and compiling it for a chip."""
+    topology, kind = CHIPS[chip]
+    sharding = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0])
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
+        traced = jax.jit(function).trace(*arguments)
+        start = time.perf_counter()
+        traced.lower(lowering_platforms=("tpu",)).compile()
+    return traced.jaxpr.jaxpr, time.perf_counter() - start
+
+
+def cycles_of(chip: str, function: Callable, shapes: list, name: str) -> int:
+    """Estimated cycles of the kernels whose names contain ``name``, in a function of such arrays."""
+    folder = pathlib.Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
+
+    def from_hbm(*arrays):  # the arrays of a real call are too large for VMEM
+        return function(*(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays))
+
+    compile_for(chip, from_hbm, shapes)
+    total = 0
+    for file in folder.iterdir():
+        for kernel, cycles in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', file.read_text()):
+            total += int(cycles) * (name in kernel)
+        file.unlink()
+    if not total:
+        raise ValueError(f"no estimate for {name}")
+    return total
+
+
+def extrapolated(cycles: Callable[[int], int], few: int, total: int) -> int:
+    """cycles(total), from those of a few and of half as many if these are fewer."""
+    if few >= total:
+        return cycles(total)
+    half, most = cycles(few // 2), cycles(few)
+    return round(most + (total - few) * (most - half) / (few - few // 2))
+
+
+def kernels(jaxpr: Any) -> Iterator[Any]:
+    """The pallas_call equations of a jaxpr that are not interpreted."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            if not equation.params["interpret"]:
+                yield equation
+            continue
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from kernels(inner)
+
+
+def memory(jaxpr: Any) -> dict[str, int]:
+    """The most bytes of SMEM lists and of VMEM that one kernel asks for."""
+
+    def size(arrays):
+        return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
+
+    smem, vmem = [0], [0]
+    for kernel in kernels(jaxpr):
+        grid = kernel.params["grid_mapping"]
+        smem.append(size(x.aval for x in kernel.invars[: grid.num_index_operands]))
+        blocks = [x.block_aval for x in grid.block_mappings if "any" not in str(x.block_aval.memory_space)]
+        vmem.append(2 * size(blocks) + size(x for x in grid.scratch_avals if str(x.memory_space) == "vmem"))
+    return {"smem": max(smem), "vmem": max(vmem)}
+
+
+# --- ours ------------------------------------------------------------------------------------------------------------
+
+
+class Arithmetic:
+    """A list of steps in place of `Steps` that is computed, not read, by shifts alone: the estimator cannot divide."""
+
+    def __init__(self, steps: Steps, count: int):
+        words, self.tiles, self.scalars = np.asarray(steps.words), steps.tiles, []
+        minors = int(((words >> 4) & ((1 << steps.minor_bits) - 1)).max()) + 1
+        tiles = 1 if steps.tiles is None else int(np.max(steps.tiles)) + 1
+        self.minor_mask, self.tile_mask = ((1 << (x.bit_length() - 1)) - 1 for x in (minors, tiles))
+        self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == MASKED))
+        self.count = count
+
+    def at(self, scalars, batch, head, step):
+        step = jnp.int32(step)
+        row = (step * self.rows) >> 12
+        kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, MASKED, FREE)
+        first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
+        return Step(row, step & self.minor_mask, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+
+    def tile(self, scalars, batch, head, step):
+        return ((step * self.masked) >> 12) & self.tile_mask
+
+
+def record(plan: sl.Plan, operands: list) -> list[dict]:
+    """The arguments of every launch in the forward and the backward pass of the op."""
+    launches = []
+
+    def recorder(*args, **kwargs):
+        launches.append(inspect.signature(launch).bind(*args, **kwargs).arguments)
+        return [jnp.zeros(x.array.shape, x.array.dtype) for x in launches[-1]["outputs"].values()]
+
+    for module in (forward_kernel, backward_kernel):
+        module.launch = recorder  # pyright: ignore
+    jax.eval_shape(gradients(plan), *operands)
+    for module in (forward_kernel, backward_kernel):
+        module.launch = launch
+    # The op is traced forward twice, once for its value alone.
+    passes = len(plan.chains[0])
+    return launches[:passes] + launches[-passes:]
+
+
+def gradients(plan: sl.Plan) -> Callable:
+    """Out and the gradients, from q, k, v and the gradient of out."""
+
+    def function(q, k, v, dout):
+        op = functools.partial(sl.block_sparse_attention, implementation="pallas_tpu")
+        out, pullback = jax.vjp(lambda q, k, v: op(q, k, v, plan), q, k, v)
+        return out, pullback(dout)
+
+    return function
+
+
+def ours(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -> dict:
+    """Cycles by kernel if there is a ``limit`` of grid steps, else what compiling all of it takes."""
+    params = sl.FwdParams(q_blocksize=block, kv_blocksize=block) if block else None
+    plan = sl.make_plan(PATTERNS[pattern], seq_len, fwd_params=params)
+    operands = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), jnp.bfloat16)] * 4
+    if limit is None:
+        jaxpr, seconds = compile_for(chip, gradients(plan), operands)
+        return {"compile": seconds, **memory(jaxpr)}
+    # This state is kept in scalar memory, too. In the midst of a list, the next block is always read ahead.
+    begun = lambda: (pl.program_id(2) > 0).astype(jnp.int32)  # noqa: E731
+    backward_kernel._Accumulator._state = lambda self: [pl.program_id(2) & 1, begun(), begun()]
+    result: dict[str, Any] = {"fwd": [], "bwd": []}
+    for one, link in zip(record(plan, operands), plan.chains[0] * 2, strict=True):
+        inputs = {name: x for name, x in one.pop("inputs").items() if x is not None}
+        side = one["name"][-3:]
+        few = limit * AREA // math.prod(getattr(link, side + "_shape"))
+        few = max(2, few // 4 if side == "bwd" else few)  # its estimate is slow
+
+        def cycles(count, one=one, inputs=inputs):
+            def alone(*arrays):
+                blocks = {n: dataclasses.replace(x, array=a) for (n, x), a in zip(inputs.items(), arrays, strict=True)}
+                return launch(**one | {"steps": Arithmetic(one["steps"], count), "grid": (1, 1, 1)}, inputs=blocks)
+
+            return cycles_of(chip, alone, [x.array for x in inputs.values()], one["name"])
+
+        result[side].append(HEADS * extrapolated(cycles, few, one["steps"].words.shape[-1]))
+    for side in ("fwd", "bwd"):
+        shapes = [(getattr(x, side + "_blocks"), *getattr(x, side + "_shape")) for x in plan.chains[0]]
+        result[side + "_area"] = HEADS * sum(map(math.prod, shapes))
+        result[side + "_block"] = "+".join(dict.fromkeys(f"{q}" if q == k else f"{q}x{k}" for _, q, k in shapes))
+    return result
+
+
+# --- splash attention ------------------------------------------------------------------------------------------------
+
+
+def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -> dict:
+    """The same for splash attention."""
+    mask, rows = PATTERNS[pattern], seq_len // block
+    grid = active_blocks(mask, rows, rows, block, block)
+    function = mask if pattern.startswith("window") else sl.Causal()
+    widths = {name: int(np.bincount(grid.columns if name == "dkv" else grid.rows).max()) for name in SPLASH}
+    if limit is None:
+
+        def everything(*arrays):
+            outs = []
+            for name, width in widths.items():  # what the lists hold does not matter to the compiler
+                shape = (1, width, rows) if name == "dkv" else (1, rows, width)
+                lists = np.zeros(shape, np.int8 if rows <= 128 else np.int16), None, np.zeros(shape, np.int8)
+                info = MaskInfo(*(x if x is None else jnp.asarray(x) for x in lists), None, np.arange(seq_len))
+                outs.append(splash_kernel(name, block, function, info)(*arrays))
+            return outs
+
+        jaxpr, seconds = compile_for(chip, everything, splash_operands(HEADS, seq_len, seq_len))
+        return {"compile": seconds, **memory(jaxpr)}
+    result: dict[str, Any] = {side + "_area": HEADS * len(grid.rows) * block**2 for side in ("fwd", "bwd")}
+    for name, width in widths.items():
+        # Without lists the grid has all blocks of the lengths given, so these are cut to the grid's size.
+        slots = min(width, 32 * 512 // block)
+
+        def cycles(kept, name=name, width=width, slots=slots):
+            splash._next_nonzero = arithmetic_blocks(len(grid.rows), rows, rows / kept, width / slots)
+            lengths = [n * block for n in ((slots, kept) if name == "dkv" else (kept, slots))]
+            info = MaskInfo(None, None, None, None, np.arange(lengths[0]))
+            return cycles_of(chip, splash_kernel(name, block, function, info), splash_operands(1, *lengths), name)
+
+        estimate = HEADS * extrapolated(cycles, max(2, limit * AREA // (slots * block**2)), rows) * width / slots
+        result.setdefault("fwd" if name == "fwd" else "bwd", []).append(round(estimate))
+    return result
+
+
+def splash_operands(heads: int, q_len: int, kv_len: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of q, k, v, the gradient of out, lse and the sum of out times its gradient."""
+    q, k = (jax.ShapeDtypeStruct((heads, n, SIZE), jnp.bfloat16) for n in (q_len, kv_len))
+    return [q, k, k, q] + [jax.ShapeDtypeStruct((heads, q_len), jnp.float32)] * 2
+
+
+def splash_kernel(name: str, block: int, mask: Any, info: MaskInfo) -> Callable:
+    """One of the kernels, as a function of all operands."""
+    options: dict[str, Any] = {"mask_value": splash.DEFAULT_MASK_VALUE, "mask_function": mask, "is_mqa": False}
+    options |= {"attn_logits_soft_cap": None, "interpret": False}
+
+    def function(q, k, v, dout, lse, di):
+        if name == "fwd":
+            sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
+            more = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": True}
+            return splash._splash_attention_forward(info, q, k, v, None, None, **more, **options)[0]
+        layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
+        more = {"bq": block, "bkv": block, "mask_info": info} | layouts | options
+        if name == "dq":
+            return splash._splash_attention_bwd_dq(q, k, v, None, None, lse, dout, di, **more)
+        more |= {"bkv_compute": block, "use_fused_bwd_kernel": False}
+        return splash._splash_attention_bwd_dkv(q, k, v, None, None, lse, dout, di, **more)
+
+    return function
+
+
+def arithmetic_blocks(active: int, rows: int, row_step: float, slot_step: float) -> Callable:
+    """What replaces the look-up of a block in the lists."""
+    # Row i has min(i + 1, most) active blocks; only every so-manieth row and slot is in the grid.
+    low, high = 0.0, float(rows)
+    for _ in range(50):
+        middle = (low + high) / 2
+        few = np.minimum(np.arange(rows) + 1, middle).sum() < active
+        low, high = (middle, high) if few else (low, middle)
+    most, row_step, slot_step = (round(x * 256) for x in (high, row_step, slot_step))
+
+    def next_nonzero(h, i, j, data_next, block_mask, mask_next, next_i=False):
+        row, slot = (j, i) if next_i else (i, j)
+        row_of_all, slot_of_all = ((2 * row + 1) * row_step) >> 9, ((2 * slot + 1) * slot_step) >> 9
+        run = slot_of_all < jnp.minimum(row_of_all + 1, (((row + 1) * most) >> 8) - ((row * most) >> 8))
+        return jnp.where(run, slot, 0), None, run, True
+
+    return next_nonzero
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def spawn(timeout: int, **job: Any) -> dict:
+    """Measures in a process of its own, for the compiler may crash: what it found, or the reason why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if job["limit"] else {}
+        command = [sys.executable, __file__, "--one", json.dumps(job)]
+        try:
+            done = subprocess.run(
+                command, env=os.environ | ENVIRONMENT | flags, capture_output=True, text=True, timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"more than {timeout} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    for memory_space in ("smem", "vmem"):
+        if re.search(f"(exhausted|ran out|exceed).*{memory_space}", done.stderr, re.IGNORECASE | re.DOTALL):
+            return {"failed": f"does not fit {memory_space.upper()}"}
+    reasons = re.findall(r"Check failed.*|Unsupported.*|\w*Error: .*", done.stderr)
+    return {"failed": reasons[-1][:90] if reasons else f"exit status {done.returncode}"}
+
+
+def cell(pattern: str, seq_len: int, chip: str, options: argparse.Namespace) -> str:
+    """The lines of one pattern, length and chip."""
+    job = {"pattern": pattern, "seq_len": seq_len, "chip": chip, "timeout": options.timeout}
+    lines, found = [], []
+    block = options.block if options.block is not None else 1024 if pattern in ("causal", "window 1024") else 512
+    for side, blocks in (("ours", [block]), ("splash", options.splash_blocks)):
+        tried = [(b, spawn(side=side, block=b, limit=options.steps, **job)) for b in blocks]
+        works = [(b, x) for b, x in tried if "failed" not in x]
+        block, estimate = min(works or tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])))
+        needs = spawn(side=side, block=block, limit=None, **job)
+        name = f"{pattern:12}{seq_len:8}  {chip:6}" if side == "ours" else " " * 28
+        line = f"{name}{side:8}{estimate.get('fwd_block', block)!s:>10}"
+        if "failed" in needs:
+            line += f"{needs['failed']:>33}"
+        else:
+            line += f"{needs['compile']:9.1f} s{needs['smem'] / 1024:8.1f} KiB{needs['vmem'] / 2**20:6.1f} MiB"
+        if "failed" in estimate:
+            line += f"  no estimate: {estimate['failed']}"
+        else:
+            found.append([sum(estimate[x]) for x in ("fwd", "bwd")])
+            for direction in ("fwd", "bwd"):
+                parts, total = estimate[direction], sum(estimate[direction])
+                text = " + ".join(f"{x / 1e3:.0f}" for x in parts) + (f" = {total / 1e3:.0f}" if len(parts) > 1 else "")
+                line += f"{text:>30}{total / estimate[direction + '_area'] * AREA:7.0f}"
+        lines.append(line)
+    if len(found) == 2:
+        ratios = [mine / other for mine, other in zip(*found, strict=True)]
+        lines.append(f"{'ours / splash':>77}{ratios[0]:36.2f}{ratios[1]:37.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], choices=PATTERNS, metavar="PATTERN")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 131072, 1048576])
+    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=CHIPS)
+    parser.add_argument("--block", type=int, help="rows of our blocks; 0: the library's choice")
+    parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024])
+    parser.add_argument("--steps", type=int, default=64, help="grid steps that are estimated, of 512 x 512")
+    parser.add_argument("--timeout", type=int, default=100, help="seconds for one measurement")
+    parser.add_argument("--jobs", type=int, default=1, help="measurements at a time; disturbs the compile times")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        job = json.loads(options.one)
+        measure = {"ours": ours, "splash": theirs}[job.pop("side")]
+        print(json.dumps(measure(**job)))
+        return
+    print(__doc__[__doc__.index("Needs") :])
+    print(f"{HEADS} heads of {SIZE}, bfloat16, jax {jax.__version__}, {options.steps} steps of 512 x 512 estimated\n")
+    print(f"{'pattern':12}{'T':>8}  {'chip':6}{'side':8}{'block':>10}{'compile':>11}{'SMEM':>12}{'VMEM':>10}"
+          f"{'fwd kcycles':>30}{'/block':>7}{'bwd kcycles':>30}{'/block':>7}")  # fmt: skip
+    cells = [(p, n, c) for p in options.patterns for n in options.lengths for c in options.chips]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for text in pool.map(lambda x: cell(*x, options), cells):
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
