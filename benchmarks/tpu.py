@@ -196,10 +196,10 @@ def gradients(plan: sl.Plan) -> Callable:
     return function
 
 
-def ours(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -> dict:
+def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | None) -> dict:
     """Cycles by kernel if there is a ``limit`` of grid steps, else what compiling all of it takes."""
     params = sl.FwdParams(q_blocksize=block, kv_blocksize=block) if block else None
-    plan = sl.make_plan(PATTERNS[pattern], seq_len, fwd_params=params)
+    plan = sl.make_plan(PATTERNS[pattern], seq_len, fwd_params=params, implementation="pallas_tpu")
     operands = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), jnp.bfloat16)] * 4
     if limit is None:
         jaxpr, seconds = compile_for(chip, gradients(plan), operands)
@@ -225,7 +225,7 @@ def ours(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -
     for side in ("fwd", "bwd"):
         shapes = [(getattr(x, side + "_blocks"), *getattr(x, side + "_shape")) for x in plan.chains[0]]
         result[side + "_area"] = HEADS * sum(map(math.prod, shapes))
-        result[side + "_block"] = "+".join(dict.fromkeys(f"{q}" if q == k else f"{q}x{k}" for _, q, k in shapes))
+        result[side + "_block"] = "+".join(f"{q}" if q == k else f"{q}x{k}" for _, q, k in shapes)
     return result
 
 
@@ -339,8 +339,7 @@ def cell(pattern: str, seq_len: int, chip: str, options: argparse.Namespace) -> 
     """The lines of one pattern, length and chip."""
     job = {"pattern": pattern, "seq_len": seq_len, "chip": chip, "timeout": options.timeout}
     lines, found = [], []
-    block = options.block if options.block is not None else 1024 if pattern in ("causal", "window 1024") else 512
-    for side, blocks in (("ours", [block]), ("splash", options.splash_blocks)):
+    for side, blocks in (("ours", [options.block]), ("splash", options.splash_blocks)):
         tried = [(b, spawn(side=side, block=b, limit=options.steps, **job)) for b in blocks]
         works = [(b, x) for b, x in tried if "failed" not in x]
         block, estimate = min(works or tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])))
@@ -372,7 +371,7 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], choices=PATTERNS, metavar="PATTERN")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 131072, 1048576])
     parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=CHIPS)
-    parser.add_argument("--block", type=int, help="rows of our blocks; 0: the library's choice")
+    parser.add_argument("--block", type=int, help="rows of our blocks; otherwise the library chooses")
     parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024])
     parser.add_argument("--steps", type=int, default=64, help="grid steps that are estimated, of 512 x 512")
     parser.add_argument("--timeout", type=int, default=100, help="seconds for one measurement")
