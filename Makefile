@@ -6,6 +6,11 @@ VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
 
+# libtpu, which the tests compile with, complains at every start on a machine without a TPU unless JAX leaves it alone.
+ifeq ($(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia* /dev/kfd),)
+export JAX_PLATFORMS ?= cpu
+endif
+
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 

@@ -1,0 +1,153 @@
+"""The kernels, compiled by the TPUs' own compiler for every generation. No TPU is needed, for nothing runs.
+
+This catches what interpreted kernels cannot show: operations and block shapes that a generation does not have, and
+programs that exceed its vector or scalar memory.
+"""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import sparse_layers as sl
+from tests.ops.cases import candidates
+
+pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+
+def kernels(
+    generation,
+    mask,
+    t=512,
+    *,
+    heads=(2, 2),
+    sizes=(128, 128),
+    dtype="bfloat16",
+    segments=False,
+    sinks=None,
+    backward=True,
+    **options,
+):
+    """How many kernels of each name the program of out, lse and their gradients holds, compiled.
+
+    A `jax.ShapeDtypeStruct` as mask is one known at run time.
+    """
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
+    dynamic = isinstance(mask, jax.ShapeDtypeStruct)
+
+    def program(arrays, mask_array, ids, sink_logits, dout, dlse):
+        def call(arrays):
+            return sl.block_sparse_attention(
+                *arrays,
+                mask_array if dynamic else mask,
+                segment_ids=ids,
+                sinks=sink_logits,
+                implementation="pallas_tpu",
+                return_lse=True,
+                **options,
+            )
+
+        if not backward:
+            return call(arrays)
+        answers, pullback = jax.vjp(call, arrays)
+        return answers, pullback((dout, dlse))
+
+    (n, k), (h, hv) = heads, sizes
+    operands = (
+        [jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, t, n, h), (1, t, k, h), (1, t, k, hv))],
+        mask if dynamic else None,
+        jax.ShapeDtypeStruct((1, t), jnp.int32) if segments else None,
+        sinks,
+        jax.ShapeDtypeStruct((1, t, n, hv), dtype),
+        jax.ShapeDtypeStruct((1, t, n), jnp.float32),
+    )
+    placed = jax.sharding.SingleDeviceSharding(device)
+    # Lowering asks for the kind of the device at hand, which is the CPU's but for this.
+    kind = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(program, in_shardings=placed).trace(*operands)
+        compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    return collections.Counter(
+        re.findall(r"%(\w+?)(?:\.\d+)? = [^\n]* custom_call_target=\"tpu_custom_call\"", compiled.as_text())
+    )
+
+
+def both(passes):
+    return {"sparse_fwd": passes, "sparse_bwd": passes}
+
+
+# --- all generations -------------------------------------------------------------------------------------------------
+
+PATTERNS = {
+    "causal": (sl.Causal(), 1, {}),
+    "window": (sl.preset("sliding_window", window=256), 1, {"dtype": "float32"}),
+    "strided": (sl.preset("sparse_transformer_strided"), 2, {}),
+    "fixed": (sl.preset("sparse_transformer_fixed"), 2, {}),
+    "bigbird": (sl.preset("bigbird"), 1, {}),
+    "segments": (sl.Causal(), 1, {"segments": True}),
+    "GQA": (sl.Causal(), 1, {"heads": (4, 2)}),
+}
+# Larger blocks take the compiler longer.
+BLOCKS = {64: (128, 256), 128: (256, 128), 256: (128, 128)}
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("size", BLOCKS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_compiles(generation, size, name):
+    mask, passes, options = PATTERNS[name]
+    params = sl.FwdParams(q_blocksize=BLOCKS[size][0], kv_blocksize=BLOCKS[size][1])
+    plan = candidates(mask, 512, fwd_params=params)[passes - 1]
+    assert len(plan.chains[0]) == passes
+    assert kernels(generation, plan, sizes=(size, size), **options) == both(passes)
+
+
+# --- one generation each ---------------------------------------------------------------------------------------------
+
+SMALL = sl.FwdParams(q_blocksize=128, kv_blocksize=128)
+TABLE = np.random.default_rng(0).random((512, 512)) < 0.3
+TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
+
+
+@pytest.mark.parametrize(
+    ("generation", "mask", "passes", "options"),
+    [
+        pytest.param("v5e", sl.Causal(), 1, {"sizes": (80, 80)}, id="size 80"),
+        pytest.param("v5p", sl.Causal(), 1, {"sizes": (96, 96)}, id="size 96"),
+        pytest.param("v6e", sl.Causal(), 1, {"sizes": (192, 192)}, id="size 192"),
+        pytest.param("tpu7x", sl.Causal(), 1, {"sizes": (192, 128)}, id="smaller values"),
+        pytest.param("v5e", sl.Causal(), 1, {"sizes": (64, 256)}, id="larger values"),
+        pytest.param("v5p", sl.Causal(), 1, {"sizes": (80, 80), "dtype": "float32"}, id="size 80, float32"),
+        pytest.param("v6e", sl.Causal(), 1, {"dtype": "float16"}, id="float16"),
+        pytest.param("tpu7x", sl.Causal(), 1, {"logits_soft_cap": 30.0}, id="soft cap"),
+        pytest.param("v5e", sl.Causal(), 1, {"sinks": jax.ShapeDtypeStruct((2,), jnp.float32)}, id="sinks"),
+        pytest.param("v5p", TWO_KINDS, 2, {"heads": (4, 2)}, id="heads differ"),
+        pytest.param("v6e", sl.Array(TABLE), 1, {}, id="tiles"),
+        pytest.param("tpu7x", jax.ShapeDtypeStruct((512, 512), bool), 1, {}, id="run-time mask"),
+        pytest.param("v5e", jax.ShapeDtypeStruct((2, 512, 512), bool), 1, {"segments": True}, id="run-time heads"),
+        pytest.param("v5p", sl.Causal(), 1, {"heads": (4, 1), "segments": True}, id="MQA, segments"),
+    ],
+)
+def test_compiles_also(generation, mask, passes, options):
+    assert kernels(generation, mask, fwd_params=SMALL, **options) == both(passes)
+
+
+def test_default_blocks_at_a_ragged_length():
+    assert kernels("v6e", sl.Causal(), 1000) == both(1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "block", "passes"),
+    [("sliding_window", 512, 1), ("strided", 512, 1), ("sparse_transformer_fixed", 1024, 2)],
+)
+def test_a_million_tokens(preset, block, passes):
+    params = sl.FwdParams(q_blocksize=block, kv_blocksize=block)
+    found = kernels("v5e", sl.preset(preset), 1 << 20, heads=(1, 1), backward=False, fwd_params=params)
+    assert found == {"sparse_fwd": passes}
