@@ -32,7 +32,7 @@ def backward_pass(
     blocks = Blocks(link, flipped=True)
     batch, heads = arrays.query.shape[:2]
     bq, bkv = link.shape
-    dq = jnp.zeros(arrays.query.shape, jnp.float32)
+    dq = jnp.zeros_like(arrays.query, jnp.float32)
     outputs = {"dq": Block(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
     for name, like in (("dk", arrays.key), ("dv", arrays.value)):
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)

@@ -32,9 +32,11 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
                 own = heads.forward(one, jnp.float32, None, None)
                 out, lse = own if lse is None else _merge(out, lse, *own)
-        shape = (*heads.query.shape[:3], operands.value.shape[-1])
-        outs.append(jnp.zeros(shape, dtype) if out is None else out.astype(dtype))
-        lses.append(jnp.full(shape[:3], -jnp.inf, jnp.float32) if lse is None else lse)
+        nothing = jnp.zeros_like(heads.query[..., 0], jnp.float32)
+        if out is None:
+            out = jnp.broadcast_to(nothing[..., None], (*nothing.shape, operands.value.shape[-1]))
+        outs.append(out.astype(dtype))
+        lses.append(nothing - jnp.inf if lse is None else lse)
     return _joined(outs), _joined(lses)
 
 
@@ -45,9 +47,9 @@ def backward(
     dtype, operands = operands.query.dtype, _no_float16(operands)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: a row without keys gives nothing
     by_query = lse, delta, dout.astype(operands.query.dtype)
-    dqs, dk, dv = [], jnp.zeros(operands.key.shape, jnp.float32), jnp.zeros(operands.value.shape, jnp.float32)
+    dqs, dk, dv = [], *(jnp.zeros_like(x, jnp.float32) for x in (operands.key, operands.value))
     for heads in _classes(call, operands):
-        dq = jnp.zeros(heads.query.shape, jnp.float32)
+        dq = jnp.zeros_like(heads.query, jnp.float32)
         for one in heads.passes:
             more_q, more_k, more_v = heads.backward(one, *(heads.of(x, 2) for x in by_query))
             dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
@@ -63,7 +65,7 @@ class _Heads:
       call: the call of the op.
       operands: its arrays.
       first, stride: which heads.
-      passes: the chain; [None] for a run-time mask, whose heads need not share a mask.
+      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask.
       query: [B, T, heads, H].
     """
 
@@ -71,7 +73,7 @@ class _Heads:
     operands: Operands
     first: int
     stride: int
-    passes: tuple[Pass, ...] | tuple[None]
+    passes: tuple[Pass | None, ...]
     query: jax.Array
 
     def of(self, x: jax.Array, axis: int) -> jax.Array:
@@ -101,7 +103,7 @@ class _Heads:
         if dk.shape[2] != key.shape[2] or self.stride > 1:
             kv_heads = link.kv_head(np.arange(0, link.heads, members))
             dk, dv = (
-                jnp.zeros(like.shape, jnp.float32).at[:, :, kv_heads].add(x) for x, like in ((dk, key), (dv, value))
+                jnp.zeros_like(like, jnp.float32).at[:, :, kv_heads].add(x) for x, like in ((dk, key), (dv, value))
             )
         return by_tokens(q_order, dq) * self.call.scale, dk, dv
 
@@ -149,6 +151,8 @@ class _Heads:
 def _classes(call: Call, operands: Operands) -> list[_Heads]:
     """The heads by chain: heads h, h + C, h + 2C, ... share chain h of C."""
     chains = ((None,),) if operands.mask is not None else call.chains
+    if not operands.query.size:
+        chains = ((),)  # no batch entries: nothing to compute
     stride = len(chains)
     return [
         _Heads(call, operands, first, stride, chain, operands.query[:, :, first::stride])
