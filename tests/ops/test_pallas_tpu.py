@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,30 @@ def test_checkpoint_and_scan():
     close(
         *(jax.jit(jax.grad(functools.partial(total, name), (0, 1, 2)))(q, k, v) for name in ("pallas_tpu", "reference"))
     )
+
+
+def test_shard_map_with_replicated_keys():
+    q, k, v = arrays(2)
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread, same = jax.P("batch"), jax.P()
+
+    def total(implementation, q, k, v):
+        k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
+        out, lse = sl.block_sparse_attention(q, k, v, CHAIN, implementation=implementation, return_lse=True)
+        return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    def summed(*operands):
+        return jax.lax.psum(total("pallas_tpu", *operands), "batch")
+
+    mapped = jax.shard_map(summed, mesh=mesh, in_specs=(spread, same, same), out_specs=same)
+    found, wanted = (
+        jax.jit(jax.grad(f, (0, 1, 2)))(q, k[:1], v[:1]) for f in (mapped, functools.partial(total, "reference"))
+    )
+    close(found, wanted)
+
+
+def test_no_batch_entries():
+    empty = arrays(0)
+    for mask, ids in itertools.product((CHAIN, jnp.ones((T, T), bool)), (None, jnp.zeros((0, T), int))):
+        found = gradients("pallas_tpu", *empty, mask, ids)
+        assert [x.shape for x in jax.tree.leaves(found)] == [*(x.shape for x in empty), empty[0].shape, (0, T, 2)]
