@@ -404,7 +404,7 @@ Q, K, V = (jnp.zeros(shape) for shape in ((2, 12, 4, 8), (2, 16, 2, 8), (2, 16, 
             {"plan_or_mask": sl.make_plan(sl.Causal(), 12, 16), "fwd_params": sl.FwdParams()},
             ["fwd_params and bwd_params belong to make_plan"],
         ),
-        ({"implementation": "flash"}, ["implementation", "'flash'", "('xla', 'reference')"]),
+        ({"implementation": "flash"}, ["implementation", "'flash'", "('pallas_tpu', 'xla', 'reference')"]),
         ({"implementation": "XLA"}, ["implementation", "'XLA'"]),
     ],
 )
