@@ -11,18 +11,17 @@ of it: further ones are taken to cost what the second half of these cost.
 Splash attention has no chains: it gets the blocks of the whole pattern in natural order, counted, each masked by its
 function for the causal mask or the window, which is cheaper than the true ones. It runs forward, dq and dkv.
 
-Columns. block: rows of q and k in a block, for splash the better of --splash-blocks, fwd + bwd. compile: seconds of
-lowering and compiling forward + backward at full length. SMEM: the largest lists of one kernel, VMEM: the most that one
-asks for, pipelined blocks twice, and scratch, without padding. fwd, bwd: thousands of cycles by kernel and in sum.
-per block: cycles for each 512 x 512 pairs of active blocks. Where splash does not compile, its cycles are those that it
-would take if it did.
+Columns. block: rows of q and k in a block, for splash the better of --splash-blocks. compile: seconds for forward and
+backward at full length. SMEM: the largest lists of a kernel. VMEM: the most that one asks for, pipelined blocks twice,
+and scratch. fwd, bwd: thousands of cycles by kernel and in sum, and cycles for each 512 x 512 of active blocks. Where
+splash does not fit SMEM, they are what it would take if it did.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -34,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ import sparse_layers as sl
 from sparse_layers.ops.blocks import active_blocks
 from sparse_layers.ops.pallas_tpu import backward_kernel, forward_kernel
 from sparse_layers.ops.pallas_tpu.launch import launch
-from sparse_layers.ops.pallas_tpu.schedule import FREE, MASKED, Step, Steps
+from sparse_layers.ops.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
 
 CHIPS = {  # topology to compile for, and the name that JAX knows the device by
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -64,14 +64,10 @@ PATTERNS: dict[str, Any] = {
     "fixed 128/8": sl.preset("sparse_transformer_fixed", stride=128, summary=8),
     "bigbird": sl.preset("bigbird"),
 }
-SPLASH = "fwd", "dkv", "dq"
 HEADS, SIZE, AREA = 2, 128, 512 * 512
 # libtpu neither looks for a device nor locks one.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
 ENVIRONMENT |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
-
-
-# --- the compiler ----------------------------------------------------------------------------------------------------
 
 
 def compile_for(chip: str, function: Callable, shapes: list) -> tuple[Any, float]:
@@ -89,21 +85,16 @@ def compile_for(chip: str, function: Callable, shapes: list) -> tuple[Any, float
 
 
 def cycles_of(chip: str, function: Callable, shapes: list, name: str) -> int:
-    """Estimated cycles of the kernels whose names contain ``name``, in a function of such arrays."""
+    """Estimated cycles of the kernel with ``name`` in its name, in a function of such arrays."""
     folder = pathlib.Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
 
     def from_hbm(*arrays):  # the arrays of a real call are too large for VMEM
         return function(*(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays))
 
     compile_for(chip, from_hbm, shapes)
-    total = 0
-    for file in folder.iterdir():
-        for kernel, cycles in re.findall(r'hlo_op_name: "([^"]+)"\s+estimated_cycles: (\d+)', file.read_text()):
-            total += int(cycles) * (name in kernel)
-        file.unlink()
-    if not total:
-        raise ValueError(f"no estimate for {name}")
-    return total
+    profiles = "".join(file.read_text() for file in folder.iterdir())
+    (cycles,) = re.findall(f'hlo_op_name: "[^"]*{name}[^"]*"\\s+estimated_cycles: (\\d+)', profiles)
+    return int(cycles)
 
 
 def extrapolated(cycles: Callable[[int], int], few: int, total: int) -> int:
@@ -117,44 +108,38 @@ def extrapolated(cycles: Callable[[int], int], few: int, total: int) -> int:
 def kernels(jaxpr: Any) -> Iterator[Any]:
     """The pallas_call equations of a jaxpr that are not interpreted."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            if not equation.params["interpret"]:
-                yield equation
-            continue
+        if equation.primitive.name == "pallas_call" and not equation.params["interpret"]:
+            yield equation
         for inner in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from kernels(inner)
 
 
-def memory(jaxpr: Any) -> dict[str, int]:
-    """The most bytes of SMEM lists and of VMEM that one kernel asks for."""
+def needs(chip: str, function: Callable, shapes: list) -> dict[str, float]:
+    """Seconds to compile, and the most KiB of SMEM lists and MiB of VMEM that one kernel asks for."""
 
     def size(arrays):
         return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays)
 
-    smem, vmem = [0], [0]
+    jaxpr, seconds = compile_for(chip, function, shapes)
+    smem, vmem = [], []
     for kernel in kernels(jaxpr):
         grid = kernel.params["grid_mapping"]
         smem.append(size(x.aval for x in kernel.invars[: grid.num_index_operands]))
         blocks = [x.block_aval for x in grid.block_mappings if "any" not in str(x.block_aval.memory_space)]
         vmem.append(2 * size(blocks) + size(x for x in grid.scratch_avals if str(x.memory_space) == "vmem"))
-    return {"smem": max(smem), "vmem": max(vmem)}
-
-
-# --- ours ------------------------------------------------------------------------------------------------------------
+    return {"compile": seconds, "smem": max(smem) / 2**10, "vmem": max(vmem) / 2**20}
 
 
 class Arithmetic:
-    """A list of steps in place of `Steps` that is computed, not read, by shifts alone: the estimator cannot divide."""
+    """A list of steps in place of `Steps` that is computed, by shifts alone: the estimator cannot divide. No tiles."""
 
     def __init__(self, steps: Steps, count: int):
-        words, self.tiles, self.scalars = np.asarray(steps.words), steps.tiles, []
-        minors = int(((words >> 4) & ((1 << steps.minor_bits) - 1)).max()) + 1
-        tiles = 1 if steps.tiles is None else int(np.max(steps.tiles)) + 1
-        self.minor_mask, self.tile_mask = ((1 << (x.bit_length() - 1)) - 1 for x in (minors, tiles))
+        words, self.scalars, self.count = np.asarray(steps.words), [], count
+        minors = int(((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1)).max()) + 1
+        self.minor_mask = (1 << (minors.bit_length() - 1)) - 1
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == MASKED))
-        self.count = count
 
     def at(self, scalars, batch, head, step):
         step = jnp.int32(step)
@@ -163,11 +148,8 @@ class Arithmetic:
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
         return Step(row, step & self.minor_mask, kind, first.astype(jnp.int32), last.astype(jnp.int32))
 
-    def tile(self, scalars, batch, head, step):
-        return ((step * self.masked) >> 12) & self.tile_mask
 
-
-def record(plan: sl.Plan, operands: list) -> list[dict]:
+def record(function: Callable, operands: list, passes: int) -> list[dict]:
     """The arguments of every launch in the forward and the backward pass of the op."""
     launches = []
 
@@ -175,25 +157,9 @@ def record(plan: sl.Plan, operands: list) -> list[dict]:
         launches.append(inspect.signature(launch).bind(*args, **kwargs).arguments)
         return [jnp.zeros(x.array.shape, x.array.dtype) for x in launches[-1]["outputs"].values()]
 
-    for module in (forward_kernel, backward_kernel):
-        module.launch = recorder  # pyright: ignore
-    jax.eval_shape(gradients(plan), *operands)
-    for module in (forward_kernel, backward_kernel):
-        module.launch = launch
-    # The op is traced forward twice, once for its value alone.
-    passes = len(plan.chains[0])
-    return launches[:passes] + launches[-passes:]
-
-
-def gradients(plan: sl.Plan) -> Callable:
-    """Out and the gradients, from q, k, v and the gradient of out."""
-
-    def function(q, k, v, dout):
-        op = functools.partial(sl.block_sparse_attention, implementation="pallas_tpu")
-        out, pullback = jax.vjp(lambda q, k, v: op(q, k, v, plan), q, k, v)
-        return out, pullback(dout)
-
-    return function
+    with mock.patch.object(forward_kernel, "launch", recorder), mock.patch.object(backward_kernel, "launch", recorder):
+        jax.eval_shape(function, *operands)
+    return launches[:passes] + launches[-passes:]  # forward is traced twice, once for its value alone
 
 
 def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | None) -> dict:
@@ -201,18 +167,25 @@ def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | 
     params = sl.FwdParams(q_blocksize=block, kv_blocksize=block) if block else None
     plan = sl.make_plan(PATTERNS[pattern], seq_len, fwd_params=params, implementation="pallas_tpu")
     operands = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), jnp.bfloat16)] * 4
+
+    def gradients(q, k, v, dout):
+        op = functools.partial(sl.block_sparse_attention, plan_or_mask=plan, implementation="pallas_tpu")
+        out, pullback = jax.vjp(op, q, k, v)
+        return out, pullback(dout)
+
     if limit is None:
-        jaxpr, seconds = compile_for(chip, gradients(plan), operands)
-        return {"compile": seconds, **memory(jaxpr)}
+        return needs(chip, gradients, operands)
     # This state is kept in scalar memory, too. In the midst of a list, the next block is always read ahead.
     begun = lambda: (pl.program_id(2) > 0).astype(jnp.int32)  # noqa: E731
     backward_kernel._Accumulator._state = lambda self: [pl.program_id(2) & 1, begun(), begun()]
-    result: dict[str, Any] = {"fwd": [], "bwd": []}
-    for one, link in zip(record(plan, operands), plan.chains[0] * 2, strict=True):
+    links = plan.chains[0]
+    blocks = "+".join("x".join(map(str, dict.fromkeys(x.fwd_shape))) for x in links)
+    result: dict[str, Any] = {"fwd": [], "bwd": [], "fwd_area": 0, "bwd_area": 0, "blocks": blocks}
+    for one, link in zip(record(gradients, operands, len(links)), links * 2, strict=True):
         inputs = {name: x for name, x in one.pop("inputs").items() if x is not None}
         side = one["name"][-3:]
-        few = limit * AREA // math.prod(getattr(link, side + "_shape"))
-        few = max(2, few // 4 if side == "bwd" else few)  # its estimate is slow
+        area = math.prod(getattr(link, side + "_shape"))
+        few = max(3, limit * AREA // area // (4 if side == "bwd" else 1))  # the backward kernel's estimate is slow
 
         def cycles(count, one=one, inputs=inputs):
             def alone(*arrays):
@@ -222,14 +195,8 @@ def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | 
             return cycles_of(chip, alone, [x.array for x in inputs.values()], one["name"])
 
         result[side].append(HEADS * extrapolated(cycles, few, one["steps"].words.shape[-1]))
-    for side in ("fwd", "bwd"):
-        shapes = [(getattr(x, side + "_blocks"), *getattr(x, side + "_shape")) for x in plan.chains[0]]
-        result[side + "_area"] = HEADS * sum(map(math.prod, shapes))
-        result[side + "_block"] = "+".join(f"{q}" if q == k else f"{q}x{k}" for _, q, k in shapes)
+        result[side + "_area"] += HEADS * getattr(link, side + "_blocks") * area
     return result
-
-
-# --- splash attention ------------------------------------------------------------------------------------------------
 
 
 def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -> dict:
@@ -237,21 +204,23 @@ def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None)
     mask, rows = PATTERNS[pattern], seq_len // block
     grid = active_blocks(mask, rows, rows, block, block)
     function = mask if pattern.startswith("window") else sl.Causal()
-    widths = {name: int(np.bincount(grid.columns if name == "dkv" else grid.rows).max()) for name in SPLASH}
+    widths = {
+        name: int(np.bincount(grid.columns if name == "dkv" else grid.rows).max()) for name in ("fwd", "dkv", "dq")
+    }
     if limit is None:
 
         def everything(*arrays):
             outs = []
             for name, width in widths.items():  # what the lists hold does not matter to the compiler
                 shape = (1, width, rows) if name == "dkv" else (1, rows, width)
-                lists = np.zeros(shape, np.int8 if rows <= 128 else np.int16), None, np.zeros(shape, np.int8)
-                info = MaskInfo(*(x if x is None else jnp.asarray(x) for x in lists), None, np.arange(seq_len))
+                indices, kinds = jnp.zeros(shape, jnp.int8 if rows <= 128 else jnp.int16), jnp.zeros(shape, jnp.int8)
+                info = MaskInfo(indices, None, kinds, None, np.arange(seq_len))
                 outs.append(splash_kernel(name, block, function, info)(*arrays))
             return outs
 
-        jaxpr, seconds = compile_for(chip, everything, splash_operands(HEADS, seq_len, seq_len))
-        return {"compile": seconds, **memory(jaxpr)}
-    result: dict[str, Any] = {side + "_area": HEADS * len(grid.rows) * block**2 for side in ("fwd", "bwd")}
+        return needs(chip, everything, splash_operands(HEADS, seq_len, seq_len))
+    area = HEADS * len(grid.rows) * block**2
+    result: dict[str, Any] = {"fwd": [], "bwd": [], "fwd_area": area, "bwd_area": area}
     for name, width in widths.items():
         # Without lists the grid has all blocks of the lengths given, so these are cut to the grid's size.
         slots = min(width, 32 * 512 // block)
@@ -262,8 +231,8 @@ def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None)
             info = MaskInfo(None, None, None, None, np.arange(lengths[0]))
             return cycles_of(chip, splash_kernel(name, block, function, info), splash_operands(1, *lengths), name)
 
-        estimate = HEADS * extrapolated(cycles, max(2, limit * AREA // (slots * block**2)), rows) * width / slots
-        result.setdefault("fwd" if name == "fwd" else "bwd", []).append(round(estimate))
+        estimate = HEADS * extrapolated(cycles, max(2, 8 * limit * AREA // (slots * block**2)), rows) * width / slots
+        result["fwd" if name == "fwd" else "bwd"].append(round(estimate))
     return result
 
 
@@ -275,19 +244,19 @@ def splash_operands(heads: int, q_len: int, kv_len: int) -> list[jax.ShapeDtypeS
 
 def splash_kernel(name: str, block: int, mask: Any, info: MaskInfo) -> Callable:
     """One of the kernels, as a function of all operands."""
-    options: dict[str, Any] = {"mask_value": splash.DEFAULT_MASK_VALUE, "mask_function": mask, "is_mqa": False}
-    options |= {"attn_logits_soft_cap": None, "interpret": False}
+    common: dict[str, Any] = {"mask_value": splash.DEFAULT_MASK_VALUE, "mask_function": mask, "is_mqa": False}
+    common |= {"attn_logits_soft_cap": None, "interpret": False}
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
+    backward: dict[str, Any] = {"bq": block, "bkv": block, "mask_info": info} | layouts | common
+    sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
+    forward: dict[str, Any] = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": True} | common
 
     def function(q, k, v, dout, lse, di):
         if name == "fwd":
-            sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
-            more = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": True}
-            return splash._splash_attention_forward(info, q, k, v, None, None, **more, **options)[0]
-        layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
-        more = {"bq": block, "bkv": block, "mask_info": info} | layouts | options
+            return splash._splash_attention_forward(info, q, k, v, None, None, **forward)[0]
         if name == "dq":
-            return splash._splash_attention_bwd_dq(q, k, v, None, None, lse, dout, di, **more)
-        more |= {"bkv_compute": block, "use_fused_bwd_kernel": False}
+            return splash._splash_attention_bwd_dq(q, k, v, None, None, lse, dout, di, **backward)
+        more: dict[str, Any] = {"bkv_compute": block, "use_fused_bwd_kernel": False} | backward
         return splash._splash_attention_bwd_dkv(q, k, v, None, None, lse, dout, di, **more)
 
     return function
@@ -296,12 +265,8 @@ def splash_kernel(name: str, block: int, mask: Any, info: MaskInfo) -> Callable:
 def arithmetic_blocks(active: int, rows: int, row_step: float, slot_step: float) -> Callable:
     """What replaces the look-up of a block in the lists."""
     # Row i has min(i + 1, most) active blocks; only every so-manieth row and slot is in the grid.
-    low, high = 0.0, float(rows)
-    for _ in range(50):
-        middle = (low + high) / 2
-        few = np.minimum(np.arange(rows) + 1, middle).sum() < active
-        low, high = (middle, high) if few else (low, middle)
-    most, row_step, slot_step = (round(x * 256) for x in (high, row_step, slot_step))
+    most = (2 * rows + 1 - math.sqrt(max(1, (2 * rows + 1) ** 2 - 8 * active))) / 2
+    most, row_step, slot_step = (round(x * 256) for x in (most, row_step, slot_step))
 
     def next_nonzero(h, i, j, data_next, block_mask, mask_next, next_i=False):
         row, slot = (j, i) if next_i else (i, j)
@@ -312,25 +277,20 @@ def arithmetic_blocks(active: int, rows: int, row_step: float, slot_step: float)
     return next_nonzero
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
-
-
 def spawn(timeout: int, **job: Any) -> dict:
     """Measures in a process of its own, for the compiler may crash: what it found, or the reason why not."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if job["limit"] else {}
         command = [sys.executable, __file__, "--one", json.dumps(job)]
+        environment = os.environ | ENVIRONMENT | flags
         try:
-            done = subprocess.run(
-                command, env=os.environ | ENVIRONMENT | flags, capture_output=True, text=True, timeout=timeout
-            )
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return {"failed": f"more than {timeout} s"}
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    for memory_space in ("smem", "vmem"):
-        if re.search(f"(exhausted|ran out|exceed).*{memory_space}", done.stderr, re.IGNORECASE | re.DOTALL):
-            return {"failed": f"does not fit {memory_space.upper()}"}
+    if full := re.search("(?:exhausted|ran out|exceed).*?(smem|vmem)", done.stderr, re.IGNORECASE | re.DOTALL):
+        return {"failed": f"does not fit {full[1].upper()}"}
     reasons = re.findall(r"Check failed.*|Unsupported.*|\w*Error: .*", done.stderr)
     return {"failed": reasons[-1][:90] if reasons else f"exit status {done.returncode}"}
 
@@ -339,29 +299,25 @@ def cell(pattern: str, seq_len: int, chip: str, options: argparse.Namespace) -> 
     """The lines of one pattern, length and chip."""
     job = {"pattern": pattern, "seq_len": seq_len, "chip": chip, "timeout": options.timeout}
     lines, found = [], []
-    for side, blocks in (("ours", [options.block]), ("splash", options.splash_blocks)):
+    for side in options.sides:
+        blocks = [options.block] if side == "ours" else options.splash_blocks
         tried = [(b, spawn(side=side, block=b, limit=options.steps, **job)) for b in blocks]
-        works = [(b, x) for b, x in tried if "failed" not in x]
-        block, estimate = min(works or tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])))
-        needs = spawn(side=side, block=block, limit=None, **job)
-        name = f"{pattern:12}{seq_len:8}  {chip:6}" if side == "ours" else " " * 28
-        line = f"{name}{side:8}{estimate.get('fwd_block', block)!s:>10}"
-        if "failed" in needs:
-            line += f"{needs['failed']:>33}"
-        else:
-            line += f"{needs['compile']:9.1f} s{needs['smem'] / 1024:8.1f} KiB{needs['vmem'] / 2**20:6.1f} MiB"
+        block, estimate = min(tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])) or math.inf)
+        asked = spawn(side=side, block=block, limit=None, **job)
+        line = f"{pattern:12}{seq_len:8}  {chip:6}{side:8}{estimate.get('blocks', block)!s:>14}"
+        line += "{failed:>33}" if "failed" in asked else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
+        line = line.format(**asked)
         if "failed" in estimate:
             line += f"  no estimate: {estimate['failed']}"
         else:
             found.append([sum(estimate[x]) for x in ("fwd", "bwd")])
-            for direction in ("fwd", "bwd"):
-                parts, total = estimate[direction], sum(estimate[direction])
-                text = " + ".join(f"{x / 1e3:.0f}" for x in parts) + (f" = {total / 1e3:.0f}" if len(parts) > 1 else "")
-                line += f"{text:>30}{total / estimate[direction + '_area'] * AREA:7.0f}"
+            for direction, total in zip(("fwd", "bwd"), found[-1], strict=True):
+                text = " + ".join(f"{x / 1e3:.0f}" for x in estimate[direction]) + f" = {total / 1e3:.0f}"
+                line += f"{text:>32}{total / estimate[direction + '_area'] * AREA:7.0f}"
         lines.append(line)
     if len(found) == 2:
         ratios = [mine / other for mine, other in zip(*found, strict=True)]
-        lines.append(f"{'ours / splash':>77}{ratios[0]:36.2f}{ratios[1]:37.2f}")
+        lines.append(f"{'ours / splash':>{len(lines[0]) - 46}}{ratios[0]:7.2f}{ratios[1]:39.2f}\n")
     return "\n".join(lines)
 
 
@@ -373,24 +329,20 @@ def main() -> None:
     parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=CHIPS)
     parser.add_argument("--block", type=int, help="rows of our blocks; otherwise the library chooses")
     parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024])
-    parser.add_argument("--steps", type=int, default=64, help="grid steps that are estimated, of 512 x 512")
-    parser.add_argument("--timeout", type=int, default=100, help="seconds for one measurement")
-    parser.add_argument("--jobs", type=int, default=1, help="measurements at a time; disturbs the compile times")
+    parser.add_argument("--steps", type=int, default=32, help="grid steps that are estimated, of 512 x 512")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one measurement")
+    parser.add_argument("--sides", nargs="+", default=["ours", "splash"], choices=["ours", "splash"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         job = json.loads(options.one)
-        measure = {"ours": ours, "splash": theirs}[job.pop("side")]
-        print(json.dumps(measure(**job)))
-        return
-    print(__doc__[__doc__.index("Needs") :])
+        return print(json.dumps({"ours": ours, "splash": theirs}[job.pop("side")](**job)))
+    print(str(__doc__).partition("\n\n")[2])
     print(f"{HEADS} heads of {SIZE}, bfloat16, jax {jax.__version__}, {options.steps} steps of 512 x 512 estimated\n")
-    print(f"{'pattern':12}{'T':>8}  {'chip':6}{'side':8}{'block':>10}{'compile':>11}{'SMEM':>12}{'VMEM':>10}"
-          f"{'fwd kcycles':>30}{'/block':>7}{'bwd kcycles':>30}{'/block':>7}")  # fmt: skip
-    cells = [(p, n, c) for p in options.patterns for n in options.lengths for c in options.chips]
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for text in pool.map(lambda x: cell(*x, options), cells):
-            print(text, flush=True)
+    print(f"{'pattern':12}{'T':>8}  {'chip':6}{'side':8}{'block':>14}{'compile':>11}{'SMEM':>12}{'VMEM':>10}"
+          f"{'fwd kcycles':>32}{'/block':>7}{'bwd kcycles':>32}{'/block':>7}")  # fmt: skip
+    for pattern, seq_len, chip in itertools.product(options.patterns, options.lengths, options.chips):
+        print(cell(pattern, seq_len, chip, options), flush=True)
 
 
 if __name__ == "__main__":
