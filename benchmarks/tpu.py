@@ -5,11 +5,12 @@
 Needs jax[tpu], not a TPU: libtpu compiles ahead of time, and estimates the cycles of every kernel. That estimate is a
 static model, not calibrated against hardware; compare its numbers with each other only. It runs a kernel's scalar code
 but reads all scalar memory as 0, so both sides get their lists of blocks as arithmetic, with the same numbers of rows,
-steps and masked steps, evenly spread. Each kernel is estimated alone, without the copies around it, and only some steps
-of it: further ones are taken to cost what the second half of these cost.
+steps and masked steps, evenly spread. Each kernel is estimated alone, on arrays in HBM, and only some steps of it:
+further ones are taken to cost what the second half of these cost.
 
 Splash attention has no chains: it gets the blocks of the whole pattern in natural order, counted, each masked by its
-function for the causal mask or the window, which is cheaper than the true ones. It runs forward, dq and dkv.
+function for the causal mask or the window, which is cheaper than the true ones. It runs forward, without the lse that
+backward needs, dkv and dq.
 
 Columns. block: rows of q and k in a block, for splash the better of --splash-blocks. compile: seconds for forward and
 backward at full length. SMEM: the largest lists of a kernel. VMEM: the most that one asks for, pipelined blocks twice,
@@ -72,13 +73,12 @@ ENVIRONMENT |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "
 
 def compile_for(chip: str, function: Callable, shapes: list) -> tuple[Any, float]:
     """The jaxpr of a function of such arrays, and the seconds of lowering and compiling it for a chip."""
-    topology, kind = CHIPS[chip]
-    sharding = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0])
-    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip][0])
+    sharding = SingleDeviceSharding(topology.devices[0])
+    device = AbstractDevice(device_kind=CHIPS[chip][1], num_cores=1, platform="tpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        arguments = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes]
-        traced = jax.jit(function).trace(*arguments)
+        traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in shapes))
         start = time.perf_counter()
         traced.lower(lowering_platforms=("tpu",)).compile()
     return traced.jaxpr.jaxpr, time.perf_counter() - start
@@ -97,10 +97,10 @@ def cycles_of(chip: str, function: Callable, shapes: list, name: str) -> int:
     return int(cycles)
 
 
-def extrapolated(cycles: Callable[[int], int], few: int, total: int) -> int:
+def extrapolated(cycles: Callable[[int], float], few: int, total: int) -> int:
     """cycles(total), from those of a few and of half as many if these are fewer."""
     if few >= total:
-        return cycles(total)
+        return round(cycles(total))
     half, most = cycles(few // 2), cycles(few)
     return round(most + (total - few) * (most - half) / (few - few // 2))
 
@@ -164,7 +164,7 @@ def record(function: Callable, operands: list, passes: int) -> list[dict]:
 
 def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | None) -> dict:
     """Cycles by kernel if there is a ``limit`` of grid steps, else what compiling all of it takes."""
-    params = sl.FwdParams(q_blocksize=block, kv_blocksize=block) if block else None
+    params = sl.FwdParams(q_blocksize=block, kv_blocksize=block)
     plan = sl.make_plan(PATTERNS[pattern], seq_len, fwd_params=params, implementation="pallas_tpu")
     operands = [jax.ShapeDtypeStruct((1, seq_len, HEADS, SIZE), jnp.bfloat16)] * 4
 
@@ -176,8 +176,7 @@ def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | 
     if limit is None:
         return needs(chip, gradients, operands)
     # This state is kept in scalar memory, too. In the midst of a list, the next block is always read ahead.
-    begun = lambda: (pl.program_id(2) > 0).astype(jnp.int32)  # noqa: E731
-    backward_kernel._Accumulator._state = lambda self: [pl.program_id(2) & 1, begun(), begun()]
+    backward_kernel._Accumulator._state = lambda self: [pl.program_id(2) & 1, *[jnp.minimum(pl.program_id(2), 1)] * 2]
     links = plan.chains[0]
     blocks = "+".join("x".join(map(str, dict.fromkeys(x.fwd_shape))) for x in links)
     result: dict[str, Any] = {"fwd": [], "bwd": [], "fwd_area": 0, "bwd_area": 0, "blocks": blocks}
@@ -203,35 +202,38 @@ def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None)
     """The same for splash attention."""
     mask, rows = PATTERNS[pattern], seq_len // block
     grid = active_blocks(mask, rows, rows, block, block)
-    function = mask if pattern.startswith("window") else sl.Causal()
+    area, function = HEADS * len(grid.rows) * block**2, mask if pattern.startswith("window") else sl.Causal()
     widths = {
         name: int(np.bincount(grid.columns if name == "dkv" else grid.rows).max()) for name in ("fwd", "dkv", "dq")
     }
     if limit is None:
 
+        def info(*shape):  # what the lists hold does not matter to the compiler
+            indices, kinds = jnp.zeros(shape, jnp.int8 if rows <= 128 else jnp.int16), jnp.zeros(shape, jnp.int8)
+            return MaskInfo(indices, None, kinds, None, np.arange(seq_len))
+
         def everything(*arrays):
-            outs = []
-            for name, width in widths.items():  # what the lists hold does not matter to the compiler
-                shape = (1, width, rows) if name == "dkv" else (1, rows, width)
-                indices, kinds = jnp.zeros(shape, jnp.int8 if rows <= 128 else jnp.int16), jnp.zeros(shape, jnp.int8)
-                info = MaskInfo(indices, None, kinds, None, np.arange(seq_len))
-                outs.append(splash_kernel(name, block, function, info)(*arrays))
-            return outs
+            infos = {n: info(1, w, rows) if n == "dkv" else info(1, rows, w) for n, w in widths.items()}
+            return [splash_kernel(name, block, function, x)(*arrays) for name, x in infos.items()]
 
         return needs(chip, everything, splash_operands(HEADS, seq_len, seq_len))
-    area = HEADS * len(grid.rows) * block**2
     result: dict[str, Any] = {"fwd": [], "bwd": [], "fwd_area": area, "bwd_area": area}
     for name, width in widths.items():
-        # Without lists the grid has all blocks of the lengths given, so these are cut to the grid's size.
-        slots = min(width, 32 * 512 // block)
+        # Without lists the grid has all blocks of the lengths given, so these are cut to some rows and slots of it.
+        few = min(width, limit * AREA // block**2)
+        kept = min(rows, max(2, 2 * limit * AREA // (few * block**2)))
 
-        def cycles(kept, name=name, width=width, slots=slots):
-            splash._next_nonzero = arithmetic_blocks(len(grid.rows), rows, rows / kept, width / slots)
+        def cycles(slots, name=name, width=width, kept=kept):
+            look_up = arithmetic_blocks(len(grid.rows), rows, rows / kept, width / slots)
+            run = look_up(0, np.arange(kept)[:, None], np.arange(slots), None, None, None)[2]
+            weight = len(grid.rows) / (rows * width * float(run.mean()))
+            splash._next_nonzero = look_up
             lengths = [n * block for n in ((slots, kept) if name == "dkv" else (kept, slots))]
             info = MaskInfo(None, None, None, None, np.arange(lengths[0]))
-            return cycles_of(chip, splash_kernel(name, block, function, info), splash_operands(1, *lengths), name)
+            kernel = splash_kernel(name, block, function, info), splash_operands(1, *lengths)
+            return weight * cycles_of(chip, *kernel, name)
 
-        estimate = HEADS * extrapolated(cycles, max(2, 8 * limit * AREA // (slots * block**2)), rows) * width / slots
+        estimate = HEADS * extrapolated(cycles, few, width) * rows / kept
         result["fwd" if name == "fwd" else "bwd"].append(round(estimate))
     return result
 
@@ -249,11 +251,11 @@ def splash_kernel(name: str, block: int, mask: Any, info: MaskInfo) -> Callable:
     layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
     backward: dict[str, Any] = {"bq": block, "bkv": block, "mask_info": info} | layouts | common
     sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
-    forward: dict[str, Any] = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": True} | common
+    forward: dict[str, Any] = {"block_sizes": sizes, "residual_checkpoint_name": None, "save_residuals": False} | common
 
     def function(q, k, v, dout, lse, di):
         if name == "fwd":
-            return splash._splash_attention_forward(info, q, k, v, None, None, **forward)[0]
+            return splash._splash_attention_forward(info, q, k, v, None, None, **forward)
         if name == "dq":
             return splash._splash_attention_bwd_dq(q, k, v, None, None, lse, dout, di, **backward)
         more: dict[str, Any] = {"bkv_compute": block, "use_fused_bwd_kernel": False} | backward
@@ -281,14 +283,13 @@ def spawn(timeout: int, **job: Any) -> dict:
     """Measures in a process of its own, for the compiler may crash: what it found, or the reason why not."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if job["limit"] else {}
-        command = [sys.executable, __file__, "--one", json.dumps(job)]
-        environment = os.environ | ENVIRONMENT | flags
+        command, environment = [sys.executable, __file__, "--one", json.dumps(job)], os.environ | ENVIRONMENT | flags
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return {"failed": f"more than {timeout} s"}
     if done.returncode == 0:
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout)
     if full := re.search("(?:exhausted|ran out|exceed).*?(smem|vmem)", done.stderr, re.IGNORECASE | re.DOTALL):
         return {"failed": f"does not fit {full[1].upper()}"}
     reasons = re.findall(r"Check failed.*|Unsupported.*|\w*Error: .*", done.stderr)
@@ -299,14 +300,14 @@ def cell(pattern: str, seq_len: int, chip: str, options: argparse.Namespace) -> 
     """The lines of one pattern, length and chip."""
     job = {"pattern": pattern, "seq_len": seq_len, "chip": chip, "timeout": options.timeout}
     lines, found = [], []
-    for side in options.sides:
+    for side in ("ours", "splash"):
         blocks = [options.block] if side == "ours" else options.splash_blocks
         tried = [(b, spawn(side=side, block=b, limit=options.steps, **job)) for b in blocks]
         block, estimate = min(tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])) or math.inf)
         asked = spawn(side=side, block=block, limit=None, **job)
         line = f"{pattern:12}{seq_len:8}  {chip:6}{side:8}{estimate.get('blocks', block)!s:>14}"
-        line += "{failed:>33}" if "failed" in asked else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
-        line = line.format(**asked)
+        needed = "{failed:>33}" if "failed" in asked else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
+        line += needed.format(**asked)
         if "failed" in estimate:
             line += f"  no estimate: {estimate['failed']}"
         else:
@@ -331,7 +332,6 @@ def main() -> None:
     parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024])
     parser.add_argument("--steps", type=int, default=32, help="grid steps that are estimated, of 512 x 512")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one measurement")
-    parser.add_argument("--sides", nargs="+", default=["ours", "splash"], choices=["ours", "splash"])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
