@@ -62,7 +62,8 @@ def block_sparse_attention(
       [B, T, N] in float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule.
+      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule; on
+        TPUs, block lists that exceed scalar memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask.
       NotImplementedError: the named implementation cannot serve the call; says why.
 

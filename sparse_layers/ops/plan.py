@@ -77,7 +77,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A mask bound to lengths and block sizes. Equal masks, lengths and parameters make equal, equally hashed plans.
+    """A mask bound to lengths and block sizes. Equal arguments of `make_plan` make equal, equally hashed plans.
 
     Attributes:
       masks: the masks that the heads take in turn.
@@ -243,14 +243,15 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
         if not _fits(mask, finer, tuned):
             break
         coarse = finer
-    while not _fits(mask, coarse, tuned):
+    while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
         coarse = 2 * coarse[0], 2 * coarse[1]
     return coarse
 
 
 def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
     blocks, cells = _count(mask, shape)
-    return cells <= MAX_CELLS and (tuned.max_steps is None or blocks + max(_grid_shape(mask, shape)) <= tuned.max_steps)
+    size = (4 if mask.computable else 8) * (blocks + max(_grid_shape(mask, shape)))
+    return cells <= MAX_CELLS and (tuned.list_bytes is None or size <= tuned.list_bytes)
 
 
 def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:

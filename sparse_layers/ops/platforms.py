@@ -18,20 +18,23 @@ class Tuning:
     Attributes:
       blocks: block sizes to choose from, ascending.
       pairs_per_step: cost of one block whatever its size.
-      max_steps: number of blocks that a pass may have; None for no limit. Where it is passed, blocks are doubled.
+      list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
+        no limit. Where it is passed, blocks are doubled, ...
+      largest: ... but not beyond this size.
     """
 
     blocks: tuple[int, ...]
     pairs_per_step: int = 0
-    max_steps: int | None = None
+    list_bytes: int | None = None
+    largest: int | None = None
 
 
 _UNTUNED = Tuning(blocks=(128,))
 TUNING = {
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
-    # 600 cycles and 300 pairs one cycle; larger heads shift both alike. A step takes 4 of the 2**20 bytes of scalar
-    # memory.
-    "pallas_tpu": Tuning(blocks=(256, 512, 1024), pairs_per_step=160_000, max_steps=240_000),
+    # 600 cycles and 300 pairs one cycle; larger heads shift both alike. Lists are kept in
+    # scalar memory, of which there are 2**20 bytes; larger blocks than 2048 do not fit vector memory.
+    "pallas_tpu": Tuning(blocks=(256, 512, 1024), pairs_per_step=160_000, list_bytes=960_000, largest=2048),
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

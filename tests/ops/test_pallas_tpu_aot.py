@@ -139,6 +139,11 @@ def test_compiles_also(generation, mask, passes, options):
     assert kernels(generation, mask, fwd_params=SMALL, **options) == both(passes)
 
 
+def test_64_bits_enabled():
+    with jax.enable_x64(True):
+        assert kernels("v5e", sl.Causal(), fwd_params=SMALL, segments=True) == both(1)
+
+
 def test_default_blocks_at_a_ragged_length():
     assert kernels("v6e", sl.Causal(), 1000) == both(1)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import hypothesis
@@ -249,11 +250,18 @@ def test_blocks_for_tpus_follow_the_density():
 
 
 def test_lists_for_tpus_fit_scalar_memory():
-    limit = TUNING["pallas_tpu"].max_steps
+    tuned = TUNING["pallas_tpu"]
     for length in (131_072, 1_048_576):
         dense = draft(sl.Causal(), length, "pallas_tpu")
-        assert dense.blocks + length // dense.shape[0] <= limit
-    assert dense.shape == (2048, 2048) and (length // 1024) ** 2 // 2 > limit
+        assert 4 * (dense.blocks + length // dense.shape[0]) <= tuned.list_bytes
+    assert dense.shape == (2048, 2048) and 4 * (length // 1024) ** 2 // 2 > tuned.list_bytes
+    tiled = draft(sl.from_mask_mod(lambda b, h, q, k: q >= k), 1 << 13, "pallas_tpu")
+    assert tiled.shape == (1024, 1024)
+    with_half = dataclasses.replace(tuned, list_bytes=4 * (36 + 8))  # just enough at 4 bytes a step
+    assert plans._cheapest(draft(sl.Causal(), 1 << 13).mask, with_half) == (1024, 1024)
+    assert plans._cheapest(tiled.mask, with_half) == (2048, 2048)
+    nowhere = dataclasses.replace(tuned, list_bytes=1)
+    assert plans._cheapest(tiled.mask, nowhere) == (tuned.largest,) * 2
 
 
 def test_plans_know_for_whom_they_were_made():

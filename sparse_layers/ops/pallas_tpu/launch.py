@@ -192,7 +192,7 @@ def launch(
 
     def run(interpret, *arrays):
         *arrays, count = arrays
-        return pl.pallas_call(
+        call = pl.pallas_call(
             body,
             out_shape=[
                 jax.ShapeDtypeStruct(x.array.shape, x.array.dtype, manual_axis_type=varying) for x in outputs.values()
@@ -212,7 +212,10 @@ def launch(
             ),
             interpret=interpret,
             name=name,
-        )(*arrays)
+        )
+        # TPUs have no 64-bit registers, which Python's numbers in kernels and index maps would ask for under x64.
+        with jax.enable_x64(False):
+            return call(*arrays)
 
     arrays = [*scalars, *(x.array for x in given.values()), jnp.asarray(steps.count, jnp.int32)]
     return lax.platform_dependent(*arrays, tpu=functools.partial(run, False), default=functools.partial(run, True))

@@ -161,8 +161,8 @@ class Candidates(NamedTuple):
         size = 4 * sum(math.prod(x.shape) for x in (words, tiles) if x is not None)
         if size > SMEM_BYTES:
             raise ValueError(
-                f"pallas_tpu: {what} has {math.prod(words.shape)} steps, which take {size} bytes of scalar memory, and "
-                f"{SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
+                f"pallas_tpu: {what} has {math.prod(words.shape[:2])} lists of {words.shape[2]} steps, which take "
+                f"{size} bytes of scalar memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
             )
         return steps
 
