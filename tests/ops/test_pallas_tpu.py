@@ -80,7 +80,9 @@ def test_a_word_holds_the_largest_blocks_that_its_bits_allow():
 def test_lists_that_exceed_scalar_memory_are_refused():
     q = jax.ShapeDtypeStruct((1, 131072, 1, 128), jnp.bfloat16)
     call = functools.partial(sl.block_sparse_attention, plan_or_mask=sl.Causal(), implementation="pallas_tpu")
-    with pytest.raises(ValueError, match=r"1024 x 1024 blocks of 128 x 128 has 524800 steps, which take 2099200 bytes"):
+    with pytest.raises(
+        ValueError, match=r"1024 x 1024 blocks of 128 x 128 has 1 lists of 524800 steps, which take 2099200 bytes"
+    ):
         jax.eval_shape(functools.partial(call, fwd_params=sl.FwdParams(q_blocksize=128, kv_blocksize=128)), q, q, q)
     jax.eval_shape(functools.partial(call, fwd_params=sl.FwdParams(q_blocksize=256, kv_blocksize=256)), q, q, q)
 
