@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ..adapters import Array, as_masks
-from ..masks import And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
+from ..masks import PARTIAL, And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
 from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
@@ -210,8 +210,10 @@ def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: int) -
 
 def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
     blocks, cells = _count(mask, shape)
+    partial = int(np.count_nonzero(_grid(mask, shape).states == PARTIAL))
+    pairs = shape[0] * shape[1] * (blocks + (tuned.partial - 1) * partial)
     rows = mask.q_order.rows + mask.kv_order.rows
-    return blocks * (shape[0] * shape[1] + tuned.pairs_per_step) + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
+    return round(pairs) + blocks * tuned.pairs_per_step + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
 
 
 def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:

@@ -18,6 +18,7 @@ class Tuning:
     Attributes:
       blocks: block sizes to choose from, ascending.
       pairs_per_step: cost of one block whatever its size.
+      partial: cost of a pair in a block that needs a mask.
       list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
         no limit. Where it is passed, blocks are doubled, ...
       largest: ... but not beyond this size.
@@ -25,6 +26,7 @@ class Tuning:
 
     blocks: tuple[int, ...]
     pairs_per_step: int = 0
+    partial: float = 1.0
     list_bytes: int | None = None
     largest: int | None = None
 
@@ -32,9 +34,11 @@ class Tuning:
 _UNTUNED = Tuning(blocks=(128,))
 TUNING = {
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
-    # 600 cycles and 300 pairs one cycle; larger heads shift both alike. Lists are kept in
+    # 600 cycles, 300 pairs one cycle, masked 210; larger heads shift both alike. Lists are kept in
     # scalar memory, of which there are 2**20 bytes; larger blocks than 2048 do not fit vector memory.
-    "pallas_tpu": Tuning(blocks=(256, 512, 1024), pairs_per_step=160_000, list_bytes=960_000, largest=2048),
+    "pallas_tpu": Tuning(
+        blocks=(256, 512, 1024), pairs_per_step=160_000, partial=1.4, list_bytes=960_000, largest=2048
+    ),
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import sparse_layers as sl
 from sparse_layers.ops.mask_info import bind, process_mask, process_mask_dkv
+from sparse_layers.ops.pallas_tpu import sides
 from sparse_layers.ops.pallas_tpu.schedule import DEAD, FREE, MASKED, SEGMENTED, Candidates
 from tests.ops.cases import SMALL, Case, candidates, check
 
@@ -318,3 +319,19 @@ def test_no_batch_entries():
     for mask, ids in itertools.product((CHAIN, jnp.ones((T, T), bool)), (None, jnp.zeros((0, T), int))):
         found = gradients("pallas_tpu", *empty, mask, ids)
         assert [x.shape for x in jax.tree.leaves(found)] == [*(x.shape for x in empty), empty[0].shape, (0, T, 2)]
+
+
+# --- masks inside kernels --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_masks_are_the_same_along_lanes(name, flipped, monkeypatch):
+    (starts, shape), mask = ((32, 24), (40, 16)), sl.preset(name, **SMALL[name])
+    for one in sl.as_masks(mask):
+        (link,) = candidates(one, 100)[0].chains[0]
+        wanted = link.mask.dense(100, 100)[32:72, 24:40]
+        for least in (0, 10**6):
+            monkeypatch.setattr(sides, "WORTH_LYING", least)
+            found = sides.allowed_pairs(link.mask, starts, shape, flipped)
+            np.testing.assert_array_equal(found.T if flipped else found, wanted)

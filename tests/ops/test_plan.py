@@ -247,6 +247,10 @@ def test_blocks_for_tpus_follow_the_density():
     }
     assert size[1] == min(costs, key=costs.__getitem__)
     assert draft(sl.Causal(), 100, "pallas_tpu").shape == (128, 128)
+    # Of a window of 1024, blocks of 1024 are all partial, blocks of 512 are not: masks cost, too.
+    tuned, window = TUNING["pallas_tpu"], draft(sl.preset("sliding_window"), 8192).mask
+    unmasked = dataclasses.replace(tuned, partial=1.0)
+    assert plans._cheapest(window, tuned) == (512, 512) and plans._cheapest(window, unmasked) == (1024, 1024)
 
 
 def test_lists_for_tpus_fit_scalar_memory():

@@ -8,22 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .launch import (
-    LANES,
-    LOG2E,
-    Arrays,
-    Blocks,
-    Link,
-    Place,
-    by_kind,
-    dot,
-    lanes,
-    launch,
-    masked_scores,
-    scores,
-    spread,
-)
+from .launch import LOG2E, Arrays, Blocks, Link, Place, by_kind, dot, lanes, launch, masked_scores, scores
 from .schedule import Steps
+from .sides import LANES, spread
 
 
 def forward_pass(

@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..call import Call
 from ..layout import RowOrder
 from .schedule import FREE, MASKED, SEGMENTED, Step, Steps
+from .sides import LANES, allowed_pairs, column
 
-LANES = 128  # of a vector register
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
 LOG2E = math.log2(math.e)
 # Above the compiler's own limit (16 MiB on v5e), below the smallest memory of a generation (64 MiB on v5p and TPU7x).
@@ -294,9 +294,8 @@ def masked_scores(
     """Scores [bq, bkv] (``flipped``: [bkv, bq]) with -inf where a pair may not attend."""
     allowed = []
     if masked and link.mask is not None:
-        q = q_block * link.shape[0] + _iota(link.shape[0], flipped)
-        k = kv_block * link.shape[1] + _iota(link.shape[1], not flipped)
-        allowed.append(link.mask(q, k))
+        starts = q_block * link.shape[0], kv_block * link.shape[1]
+        allowed.append(allowed_pairs(link.mask, starts, link.shape, flipped))
     elif masked and refs.tile is not None:
         allowed.append(refs.tile[...].astype(jnp.int32) != 0)
     if segmented:
@@ -313,23 +312,8 @@ def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def column(row: jax.Array) -> jax.Array:
-    """[1, n] -> [n, 1]."""
-    return spread(row)[:, :1]
-
-
-def spread(row: jax.Array) -> jax.Array:
-    """[1, n] -> [n, LANES], the same in every lane."""
-    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
 def lanes(x: jax.Array, width: int) -> jax.Array:
     """[n, LANES], the same in every lane -> something that broadcasts against [n, width]."""
     if width % LANES:
         return x[:, :1]
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)
-
-
-def _iota(n: int, along_lanes: bool) -> jax.Array:
-    shape = (1, n) if along_lanes else (n, 1)
-    return lax.broadcasted_iota(jnp.int32, shape, int(along_lanes))
