@@ -349,8 +349,9 @@ class Window(Mask):
         set_integers(self, 0, "left", "right", optional=True)
 
     def __call__(self, q, k):
-        after = (q == q) & (k == k) if self.left is None else q - k <= self.left
-        return after if self.right is None else after & (k - q <= self.right)
+        # One difference a position and one comparison a pair; positions are not negative, so nothing wraps around.
+        after = (q == q) & (k == k) if self.left is None else q - self.left <= k
+        return after if self.right is None else after & (k - self.right <= q)
 
     def grade(self, q0, q1, k0, k1):
         lowest, highest = q0 - k1, q1 - k0  # q - k takes every value in between
