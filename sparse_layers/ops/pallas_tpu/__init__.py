@@ -1,7 +1,8 @@
 """Block-sparse flash attention for TPUs in Pallas. On other platforms the same kernels run interpreted, for tests.
 
 Grid steps follow compacted lists of active blocks (`schedule.py`), so the time is that of the blocks kept. The kernels
-are in `forward_kernel.py` and `backward_kernel.py`, what they share in `launch.py`; `chain.py` strings passes together.
+are in `forward_kernel.py` and `backward_kernel.py`, what they share in `launch.py` and, for masks, in `sides.py`;
+`chain.py` strings passes together.
 
 This file alone is imported with the package; Pallas is at the first call, for it takes a while.
 """
