@@ -437,6 +437,7 @@ def test_the_first_implementation_that_can_is_taken(monkeypatch):
             return "it never does"
 
     monkeypatch.setitem(attention.IMPLEMENTATIONS, "never", Never)
+    monkeypatch.setitem(attention.TUNING, "never", attention.TUNING["xla"])
     monkeypatch.setitem(attention.PREFERRED, jax.default_backend(), ("never",))
     assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
     monkeypatch.setattr(attention, "FALLBACK", ("never",))
