@@ -1,6 +1,7 @@
-"""What the op hands to a backend: the static part of a call, and its arrays."""
+"""What the op hands to a backend: the static part of a call, and its arrays; and what backends do alike with them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,3 +58,17 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     mask: jax.Array | None = None
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """The inverse of x[:, :, c::C] for c in range(C)."""
+    together = jnp.stack(parts, axis=3)
+    return together.reshape(*together.shape[:2], together.shape[2] * together.shape[3], *together.shape[4:])
+
+
+def merged(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the softmax over two disjoint key sets from those over each."""
+    (out, lse), (more, more_lse) = state, update
+    both = jnp.logaddexp(lse, more_lse)
+    base = jnp.where(both == -jnp.inf, 0, both)
+    return out * jnp.exp(lse - base)[..., None] + more * jnp.exp(more_lse - base)[..., None], both

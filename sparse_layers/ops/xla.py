@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .call import Call, Operands, accumulator
+from .call import Call, Operands, accumulator, joined, merged
 from .layout import RowOrder
 from .mask_info import process_dynamic_mask
 from .plan import Pass
@@ -41,7 +41,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def run(links, arrays):
         q, k, v, *state = arrays
         for link in links:
-            state = _merge(state, _forward_pass(call, link, q, k, v, operands.segments))
+            state = merged(state, _forward_pass(call, link, q, k, v, operands.segments))
         return tuple(state)
 
     out, lse = _by_head_class(call, operands, run, (query, *state), dkv=False)
@@ -114,7 +114,7 @@ def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequ
     if operands.mask is None:
         links = [[_Link.of(link, dkv) for link in chain] for chain in call.chains]
         results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
-        return [_join(parts) for parts in zip(*results, strict=True)]
+        return [joined(parts) for parts in zip(*results, strict=True)]
 
     shape = call.bwd_shape if dkv else call.fwd_shape
     ends = [(0, -length % block) for length, block in zip(operands.mask.shape[1:], shape, strict=True)]
@@ -129,13 +129,7 @@ def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequ
 
     lists = info.block_mask, info.data_next, info.mask_next
     results = lax.map(one, (lists, tuple(jnp.stack(parts) for parts in arrays)))
-    return [_join(list(parts)) for parts in results]
-
-
-def _join(parts: Sequence[jax.Array]) -> jax.Array:
-    """The inverse of x[:, :, c::C] for c in range(C)."""
-    joined = jnp.stack(parts, axis=3)
-    return joined.reshape(*joined.shape[:2], joined.shape[2] * joined.shape[3], *joined.shape[4:])
+    return [joined(list(parts)) for parts in results]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -172,14 +166,6 @@ def _forward_pass(call: Call, link: _Link, query, key, value, segments):
     _, (out, lse) = lax.scan(row, None, (jnp.arange(len(lists.full)), blocks.query, *lists))
     out, lse = _unblocked(out, blocks.group), _unblocked(lse, blocks.group)
     return link.q_order.scatter(out), link.q_order.scatter(lse, -jnp.inf)
-
-
-def _merge(state, update):
-    """Softmax over two disjoint key sets from the softmax over each."""
-    (out, lse), (more, more_lse) = state, update
-    merged = jnp.logaddexp(lse, more_lse)
-    base = jnp.where(merged == -jnp.inf, 0, merged)
-    return out * jnp.exp(lse - base)[..., None] + more * jnp.exp(more_lse - base)[..., None], merged
 
 
 def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, delta, dout):

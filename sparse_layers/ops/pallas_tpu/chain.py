@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call import Call, Operands
+from ..call import Call, Operands, joined, merged
 from ..layout import RowOrder
 from ..mask_info import process_dynamic_mask
 from ..plan import Pass
@@ -31,13 +31,15 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
             else:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
                 own = heads.forward(one, jnp.float32, None, None)
-                out, lse = own if lse is None else _merge(out, lse, *own)
+                if lse is not None:
+                    own = merged((jnp.zeros_like(own[0]) if out is None else out, lse), own)
+                out, lse = own
         nothing = jnp.zeros_like(heads.query[..., 0], jnp.float32)
         if out is None:
             out = jnp.broadcast_to(nothing[..., None], (*nothing.shape, operands.value.shape[-1]))
         outs.append(out.astype(dtype))
         lses.append(nothing - jnp.inf if lse is None else lse)
-    return _joined(outs), _joined(lses)
+    return joined(outs), joined(lses)
 
 
 def backward(
@@ -54,7 +56,7 @@ def backward(
             more_q, more_k, more_v = heads.backward(one, *(heads.of(x, 2) for x in by_query))
             dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
         dqs.append(dq)
-    return _joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype)
+    return joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,20 +168,6 @@ def _run_time_lists(mask: jax.Array, shape: tuple[int, int], flipped: bool):
     info, _ = process_dynamic_mask(jnp.pad(mask, [(0, 0), *ends]), shape, downcast_smem_data=False)
     tiles = info.partial_mask_blocks.reshape(-1, *shape)
     return Candidates.every(info.block_mask, info.mask_next, flipped), tiles.swapaxes(1, 2) if flipped else tiles
-
-
-def _merge(out: jax.Array | None, lse: jax.Array, more: jax.Array, more_lse: jax.Array):
-    """Softmax over two disjoint key sets from the softmax over each; out None is zeros."""
-    merged = jnp.logaddexp(lse, more_lse)
-    base = jnp.where(merged == -jnp.inf, 0, merged)
-    out = more * jnp.exp(more_lse - base)[..., None] + (0 if out is None else out * jnp.exp(lse - base)[..., None])
-    return out, merged
-
-
-def _joined(parts: list[jax.Array]) -> jax.Array:
-    """The inverse of x[:, :, c::C] for c in range(C)."""
-    joined = jnp.stack(parts, axis=3)
-    return joined.reshape(*joined.shape[:2], joined.shape[2] * joined.shape[3], *joined.shape[4:])
 
 
 def _no_float16(operands: Operands) -> Operands:
