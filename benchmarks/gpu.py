@@ -1,0 +1,638 @@
+"""GPU kernels beside cuDNN and FlexAttention: speed by pattern and by length, memory, break-even density.
+
+    python benchmarks/gpu.py speed --head-size 128 --patterns causal strided --out results
+
+Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``density`` at which block-random masks
+cost as much as dense causal attention; ``lengths``, time against T. Needs jax[cuda13]; FlexAttention is left out where
+there is no torch. Nothing is written without --out.
+
+Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
+formulas of its own and from a rule of its own for each pattern. In every 128 rows an error may be as large as twice
+(the error of dense attention in bfloat16 + eps x the largest value there); "0.40 of budget" is the worst of them. What
+fails gets no time. Beyond 16384 tokens only the last 512 queries and keys are checked (later queries alone see these).
+Times are medians of 5 groups of 10 calls (fewer beyond 50 ms) after two warm-up calls and the check; forward + backward
+returns out, dq, dk and dv for a random gradient of out. TFLOP/s count allowed (query, key) pairs only: 4 x head size a
+pair forward, 3.5 times that for both.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_layers as sl
+from sparse_layers.ops.platforms import FALLBACK, PREFERRED
+
+BLOCK, CHUNK, WHOLE = 128, 512, 16384  # rows judged together; rows of the reference at a time; longest checked in full
+DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations
+SPEED = ["causal", "window", "random", "strided", "fixed", "document", "longformer"]
+LONG = (1, 8, 64)  # batch, heads and head size of the sections lengths and memory
+FLEX_LENGTHS = (4096, 16384, 65536)  # compiling it takes longer than running it
+PACKAGES = ["jax", "jaxlib", "jax-triton", "triton", "torch", "nvidia-cudnn-cu13"]
+
+
+# --- patterns --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pattern:
+    """A pattern twice: as our mask, and as a rule on positions and a table, for the reference and FlexAttention."""
+
+    mask: sl.Mask
+    rule: Callable[[Any, Any, Any], Any]
+    table: np.ndarray | None = None
+    causal: bool = True
+    cudnn: dict[str, Any] | None = None  # what jax.nn.dot_product_attention takes for it
+
+
+def block_random(seq_len: int, a_row: int | None = None, density: float = 1.0) -> np.ndarray:
+    """Map of 128-blocks: the diagonal and ``a_row`` others in each row; or that share of all causal blocks."""
+    rng, rows = np.random.default_rng(0), -(-seq_len // BLOCK)
+    blocks = np.eye(rows, dtype=bool)
+    if a_row is None:
+        below = np.argwhere(np.tri(rows, k=-1, dtype=bool))
+        count = max(0, round(density * (rows * (rows + 1) // 2)) - rows)
+        blocks[tuple(rng.permutation(below)[:count].T)] = True
+        return blocks
+    for row in range(rows):
+        others = np.delete(np.arange(rows), row)
+        blocks[row, rng.permutation(others)[:a_row]] = True
+    return blocks
+
+
+def patterns(seq_len: int) -> dict[str, Pattern]:
+    """All patterns by name."""
+    everywhere, documents = block_random(seq_len, a_row=12), np.arange(seq_len, dtype=np.int32) // 2048
+    strided: Any = sl.preset("sparse_transformer_strided", stride=128)
+    fixed: Any = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
+    longformer: Any = sl.preset("longformer", window=1024, global_tokens=64)
+    bigbird: Any = sl.preset("bigbird")
+    dense, local = {"is_causal": True}, {"is_causal": True, "local_window_size": (1023, 0)}
+    by_block, by_id = sl.Blocks(sl.Array(everywhere), BLOCK), sl.Causal() & sl.BlockDiagonal(2048)
+    return {
+        "causal": Pattern(sl.Causal(), lambda q, k, _: k <= q, cudnn=dense),
+        "window": Pattern(sl.Causal() & sl.Window(1023), lambda q, k, _: (k <= q) & (q - k < 1024), cudnn=local),
+        "random": Pattern(
+            by_block, lambda q, k, blocks: blocks[q // 128, k // 128] == 1, everywhere.astype(np.int32), causal=False
+        ),
+        "strided": Pattern(strided, lambda q, k, _: (k <= q) & ((q - k < 128) | ((q - k) % 128 == 0))),
+        "fixed": Pattern(fixed, lambda q, k, _: (k <= q) & ((q // 128 == k // 128) | (k % 128 >= 120))),
+        "document": Pattern(by_id, lambda q, k, ids: (k <= q) & (ids[q] == ids[k]), documents),
+        "longformer": Pattern(longformer, lambda q, k, _: (k <= q) & ((q - k < 1024) | (k < 64))),
+        "bigbird": Pattern(bigbird, lambda q, k, _: bigbird(q, k)),  # the rule is not torch's
+    }
+
+
+def block_pattern(seq_len: int, density: float) -> Pattern:
+    """Causal attention within a random share of the causal blocks."""
+    blocks = block_random(seq_len, density=density)
+    return Pattern(
+        sl.Causal() & sl.Blocks(sl.Array(blocks), BLOCK),
+        lambda q, k, table: (k <= q) & (table[q // 128, k // 128] == 1),
+        blocks.astype(np.int32),
+    )
+
+
+def inputs(seq_len: int, batch: int, heads: int, head_size: int) -> list[jax.Array]:
+    """Random q, k, v and gradient of out."""
+    keys = jax.random.split(jax.random.key(seq_len + head_size), 4)
+    return [jax.random.normal(key, (batch, seq_len, heads, head_size), jnp.bfloat16) for key in keys]
+
+
+# --- what is right ---------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def attention_of_rows(q, k, v, dout, allowed, dtype) -> tuple[jax.Array, ...]:
+    """Dense attention of some queries in one dtype throughout: out, dq, and what these queries add to dk and dv."""
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    scale, total = q.shape[-1] ** -0.5, jnp.promote_types(dtype, jnp.float32)
+    scores = jnp.einsum("tnh,snh->nts", q, k) * scale
+    p = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf))
+    out = jnp.einsum("nts,snh->tnh", p, v)
+    dscores = p * (jnp.einsum("tnh,snh->nts", dout, v) - (out * dout).sum(-1).T[..., None])
+    dq = jnp.einsum("nts,snh->tnh", dscores, k) * scale
+    dk = jnp.einsum("nts,tnh->snh", dscores, q, preferred_element_type=total) * scale
+    return out, dq, dk, jnp.einsum("nts,tnh->snh", p, dout, preferred_element_type=total)
+
+
+class Exact:
+    """Attention and gradients in float64 for the first and last head of the last batch entry, and the budgets."""
+
+    def __init__(self, pattern: Pattern, arrays: list[jax.Array]):
+        seq_len = arrays[0].shape[1]
+        # The last keys of a causal pattern are seen by the last queries alone: their gradients need no others.
+        self.first = 0 if seq_len <= WHOLE or not pattern.causal else seq_len - CHUNK
+        rule = jax.jit(lambda q, k, table: pattern.rule(q[:, None], k[None, :], table))
+        table = None if pattern.table is None else jnp.asarray(pattern.table)
+        positions, chunk = jnp.arange(seq_len, dtype=jnp.int32), math.gcd(seq_len, CHUNK)
+        sample = [x[-1][:, np.array([0, -1])] for x in arrays]
+        results: dict[Any, list[np.ndarray]] = {}
+        for dtype in ("float64", "bfloat16"):
+            parts = []
+            with jax.enable_x64(True):
+                dk = dv = jnp.zeros((), dtype if dtype == "float64" else "float32")
+                for start in range(self.first, seq_len, chunk):
+                    rows = slice(start, start + chunk)
+                    q, dout = sample[0][rows], sample[3][rows]
+                    allowed = rule(positions[rows], positions, table)
+                    *part, one_dk, one_dv = attention_of_rows(q, *sample[1:3], dout, allowed, dtype)
+                    parts.append(part)
+                    dk, dv = dk + one_dk, dv + one_dv
+                out, dq = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+                answers = [out, dq, *(x.astype(dtype)[self.first :] for x in (dk, dv))]
+                results[dtype] = [np.asarray(x).astype(np.float64) for x in answers]
+        self.right, rough = results["float64"], results["bfloat16"]
+        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        self.budgets = [2 * (_largest(a - b) + eps * _largest(b)) for a, b in zip(rough, self.right, strict=True)]
+
+    def check(self, answers: Iterable[np.ndarray]) -> str:
+        """How right out, or out, dq, dk and dv [T, 2, H] are; ArithmeticError if they are not."""
+        text, fine = [], True
+        for name, answer, right, budget in zip(("out", "dq", "dk", "dv"), answers, self.right, self.budgets):  # noqa: B905
+            errors = _largest(answer[self.first :] - right)
+            worst = int(np.argmax(errors / budget))  # a NaN counts as the largest
+            share = errors[worst] / budget[worst]
+            fine = fine and bool(share <= 1)
+            text.append(f"{name} {errors[worst]:.1e} is {share:.2f} of budget")
+        if not fine:
+            raise ArithmeticError(f"wrong result: {', '.join(text)}")
+        return ", ".join(text)
+
+
+def _largest(x: np.ndarray) -> np.ndarray:
+    """The largest absolute value in every BLOCK rows."""
+    return np.maximum.reduceat(np.abs(x).max((1, 2)), np.arange(0, len(x), BLOCK))
+
+
+def pairs_of(pattern: Pattern, seq_len: int) -> int:
+    """Number of allowed (query, key) pairs."""
+    positions = jnp.arange(seq_len, dtype=jnp.int32)
+    table = None if pattern.table is None else jnp.asarray(pattern.table)
+    count = jax.jit(lambda q: pattern.rule(q[:, None], positions[None, :], table).sum(dtype=jnp.int32))
+    chunk = math.gcd(seq_len, 4 * CHUNK)
+    return sum(int(count(positions[start : start + chunk])) for start in range(0, seq_len, chunk))
+
+
+# --- who computes it -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An implementation with its inputs: calls by direction, how to wait for a result, how to get at its sample."""
+
+    calls: dict[str, Callable[[], Any]]
+    wait: Callable[[Any], Any]
+    fetch: Callable[[Any], np.ndarray]
+
+
+def _in_jax(attention: Callable, arrays: list[jax.Array], *more: jax.Array) -> Contender:
+    q, k, v, dout = arrays
+    forward, both = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
+    return Contender(
+        {"fwd": lambda: forward(q, k, v, *more), "fwd+bwd": lambda: both(q, k, v, dout, *more)},
+        jax.block_until_ready,
+        lambda x: np.asarray(x[-1][:, np.array([0, -1])]).astype(np.float64),
+    )
+
+
+def gradients(attention: Callable, q, k, v, dout, *more) -> tuple[jax.Array, ...]:
+    """out, dq, dk and dv."""
+    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, *more), q, k, v)
+    return out, *pullback(dout)
+
+
+def op(mask: Any, seq_len: int, implementation: str | None) -> Callable:
+    """Our op under a plan, as a function of q, k, v and perhaps segment ids."""
+    plan = sl.make_plan(mask, seq_len, implementation=implementation)
+
+    def attend(q, k, v, ids=None):
+        return sl.block_sparse_attention(q, k, v, plan, segment_ids=ids, implementation=implementation)
+
+    return attend
+
+
+def ours(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, segments: bool = False) -> Contender:
+    """Our op; with ``segments``, the pattern's table is given as segment ids, and the mask is causal."""
+    batch, seq_len = arrays[0].shape[:2]
+    if not segments:
+        return _in_jax(op(pattern.mask, seq_len, implementation), arrays)
+    ids = jnp.asarray(np.tile(np.asarray(pattern.table), (batch, 1)))
+    return _in_jax(op(sl.Causal(), seq_len, implementation), arrays, ids)
+
+
+def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
+    """The implementation that ``implementation=None`` runs: the first that does not refuse."""
+    for name in (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK):
+        try:
+            jax.eval_shape(op(pattern.mask, arrays[0].shape[1], name), *arrays[:3])
+            return name
+        except NotImplementedError:
+            continue
+    return "none"
+
+
+def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
+    """CuDNN's attention through jax.nn."""
+    options: Any = {"implementation": "cudnn"} | (pattern.cudnn or {})
+    return _in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
+
+
+def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
+    """FlexAttention, compiled for this pattern alone."""
+    torch: Any = importlib.import_module("torch")
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
+    on_gpu, seq_len, rule = torch.cuda.is_available(), arrays[0].shape[1], pattern.rule
+    device = "cuda" if on_gpu else "cpu"
+    host = (torch.from_numpy(np.asarray(x).astype(np.float32)) for x in arrays)
+    q, k, v, dout = (x.to(device, torch.bfloat16).transpose(1, 2).contiguous() for x in host)
+    table = None if pattern.table is None else torch.from_numpy(pattern.table).to(device)
+
+    def mask_mod(batch, head, q_index, k_index):
+        return rule(q_index, k_index, table)
+
+    make_mask = torch.compile(module.create_block_mask, dynamic=False)
+    block_mask = make_mask(mask_mod, None, None, seq_len, seq_len, device=device)
+    attention = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward():
+        with torch.no_grad():
+            return attention(q, k, v, block_mask=block_mask)
+
+    def both():
+        out = attention(q, k, v, block_mask=block_mask)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    return Contender(
+        {"fwd": forward, "fwd+bwd": both},
+        lambda _: torch.cuda.synchronize() if on_gpu else None,
+        lambda x: x.detach()[-1, [0, -1]].transpose(0, 1).double().cpu().numpy(),
+    )
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """What was found so far: printed as it comes, and written to a folder if there is one."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.failures, self.section = options, 0, ""
+        self.records: list[dict[str, Any]] = []
+        self.start = self.section_start = time.monotonic()
+        found = {name: [x.version for x in importlib.metadata.distributions(name=name)] for name in PACKAGES}
+        self.environment = f"{jax.devices()[0].device_kind}, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        self.environment += ", ".join(f"{name} {versions[0] if versions else '-'}" for name, versions in found.items())
+        self.text = [self.environment]
+        self.say(self.environment)
+
+    def begin(self, section: str) -> None:
+        """A new section, with a time limit of its own."""
+        self.section, self.section_start = section, time.monotonic()
+
+    def say(self, line: str) -> None:
+        """Prints a line with the time."""
+        print(f"[{time.monotonic() - self.start:6.1f} s] {line}", flush=True)
+
+    def failed(self, what: str, error: Exception | str) -> None:
+        """Prints why something is missing, in one line."""
+        self.failures += 1
+        kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
+        self.say(f"{what}: FAILED: {kind}{' '.join(str(error).split())[:300]}")
+
+    def attempt(self, what: str, function: Callable, *args: Any) -> Any:
+        """What a function returns, or None and a line about why it failed."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self.failed(what, error)
+            return None
+
+    def over(self, what: str) -> bool:
+        """Whether the section has used up its time; says so."""
+        if time.monotonic() - self.section_start < self.options.seconds:
+            return False
+        self.say(f"{what}: skipped, {self.section} has used its {self.options.seconds} s")
+        return True
+
+    def add(self, **record: Any) -> None:
+        """Keeps a record, and writes all of them."""
+        self.records.append({"section": self.section} | record)
+        self.save()
+
+    def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
+        """Prints a markdown table, and writes all of them."""
+        lines = [f"\n{title}\n"]
+        lines += [f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *rows)]
+        print("\n".join([*lines, "", self.environment]), end="\n\n", flush=True)
+        self.text += lines
+        self.save()
+
+    def save(self) -> None:
+        """Writes results.json and results.md."""
+        if self.options.out:
+            self.options.out.mkdir(parents=True, exist_ok=True)
+            found = {"environment": self.environment, "command": sys.argv[1:], "records": self.records}
+            (self.options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+            (self.options.out / "results.md").write_text("\n".join(self.text) + "\n")
+
+    def plot(self, name: str, label: str, panels: dict[str, dict[str, dict]], **scales: Any) -> None:
+        """Draws curves, a panel for each direction, to a file."""
+        if not self.options.out:
+            return
+        matplotlib: Any = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot: Any = importlib.import_module("matplotlib.pyplot")
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
+        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
+            colours: dict[str, Any] = {}
+            for curve, points in curves.items():
+                who, _, pattern = curve.partition(" ")
+                style = {"ours": "o-", "Flex": "s--"}.get(who, "k^:")
+                (line,) = axis.plot(
+                    [*points], [*points.values()], style, color=colours.get(pattern), label=curve, markersize=4
+                )
+                colours[pattern] = line.get_color()
+            axis.set(title=title, xlabel=label, ylabel="ms", **scales)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8)
+        figure.suptitle(self.environment, fontsize=6)
+        figure.tight_layout()
+        figure.savefig(self.options.out / f"{name}.png", dpi=150)
+        pyplot.close(figure)
+
+
+def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any], options: argparse.Namespace) -> float:
+    """Milliseconds of a call: median over groups of calls that are queued together."""
+
+    def group(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        wait(result)
+        return (time.perf_counter() - start) / calls
+
+    group(1)
+    calls = min(options.calls, max(1, int(0.5 / group(1))))
+    return statistics.median(group(calls) for _ in range(options.groups)) * 1e3
+
+
+def measure(
+    report: Report,
+    pattern: Pattern,
+    arrays: list[jax.Array],
+    labels: dict[str, Any],
+    who: str,
+    build: Callable[..., Contender],
+    *more: Any,
+    exact: Exact | None,
+    wanted: Iterable[str] = DIRECTIONS,
+) -> dict[str, float]:
+    """Checks a contender, then times it: milliseconds by direction, of those that are right."""
+    labels = labels | {"who": who}
+    what = ", ".join(str(x) if isinstance(x, str) else f"{name}={x}" for name, x in labels.items())
+    found: dict[str, float] = {}
+    if exact is None or report.over(what):
+        return found
+    contender = report.attempt(what, build, pattern, arrays, *more)
+    for direction in wanted if contender else ():
+        record = report.attempt(f"{what}, {direction}", checked_time, contender, direction, exact, report.options)
+        if record:
+            found[direction] = record["ms"]
+            report.add(**labels, direction=direction, **record)
+            report.say(f"{what}, {direction}: {record['ms']:.3f} ms (first call {record['first_call_s']:.1f} s; "
+                       f"{record['errors']})")  # fmt: skip
+    return found
+
+
+def checked_time(contender: Contender, direction: str, exact: Exact, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a call whose result is right; of a wrong one, an error."""
+    start, call = time.monotonic(), contender.calls[direction]
+    result = call()
+    contender.wait(result)
+    first = time.monotonic() - start
+    errors = exact.check(map(contender.fetch, result if direction == "fwd+bwd" else (result,)))
+    del result
+    return {"ms": median_ms(call, contender.wait, options), "first_call_s": first, "errors": errors}
+
+
+def digits(x: float | None, suffix: str = "") -> str:
+    """Three significant digits, or a dash."""
+    return "-" if not x else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}{suffix}"
+
+
+def ratio(above: float | None, below: float | None) -> str:
+    """A quotient, or a dash."""
+    return f"{above / below:.2f}" if above and below else "-"
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def speed(report: Report, options: argparse.Namespace) -> None:
+    """Every pattern and head size, ours beside FlexAttention and cuDNN."""
+    for head_size in options.head_size:
+        arrays, rows = inputs(options.seq_len, options.batch, options.heads, head_size), []
+        for name in options.patterns:
+            if report.over(f"D={head_size}, {name}"):
+                continue
+            pattern, mine = patterns(options.seq_len)[name], {}
+            run = functools.partial(measure, report, pattern, arrays, {"D": head_size, "pattern": name})
+            run = functools.partial(run, exact=report.attempt(f"{name}, reference", Exact, pattern, arrays))
+            mine[name] = run(options.implementation, ours, options.implementation)
+            if name == "document":
+                mine[f"{name}, segment_ids"] = run("segment_ids", ours, options.implementation, True)
+            choice = report.attempt(f"{name}, default", default_choice, pattern, arrays)
+            report.say(f"{name}: implementation=None runs {choice!r}")
+            if choice != options.implementation:
+                mine[f"{name}, default: {choice}"] = run("default", ours, None)
+            theirs = {} if options.no_flex else run("FlexAttention", flex)
+            library = run("cuDNN", cudnn) if pattern.cudnn else {}
+            scale = 4 * head_size * pairs_of(pattern, options.seq_len) * options.batch * options.heads / 1e9
+            for label, times in mine.items():
+                rows.append([label])
+                for direction, factor in DIRECTIONS.items():
+                    found = [x.get(direction) for x in (times, theirs, library)]
+                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in found]
+                    rows[-1].append(ratio(found[1], found[0]))
+        shape = f"B={options.batch}, T={options.seq_len}, H={options.heads}, D={head_size}, bfloat16"
+        columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "Flex", "cuDNN", "Flex / ours")]
+        title = f"{shape}; ms (TFLOP/s); ours is {options.implementation!r}"
+        report.table(title, [f"D={head_size}", *columns], rows)
+
+
+def lengths(report: Report, options: argparse.Namespace) -> None:
+    """Time against T of dense attention and of some patterns."""
+    curves = [("cuDNN", "causal"), *(("ours", x) for x in ("strided", "window", "fixed", "bigbird"))]
+    curves += [] if options.no_flex else [("Flex", "strided"), ("Flex", "window")]
+    data = functools.cache(lambda seq_len: inputs(seq_len, *LONG))
+    exact = functools.cache(
+        lambda name, n: report.attempt(f"{name}, {n}, reference", Exact, patterns(n)[name], data(n))
+    )
+    points: dict[str, dict[str, dict[int, float]]] = {x: {f"{a} {b}": {} for a, b in curves} for x in DIRECTIONS}
+    for who, name in curves:
+        for seq_len in sorted(options.lengths):
+            if who == "Flex" and seq_len not in FLEX_LENGTHS:
+                continue
+            wanted = []
+            for direction in DIRECTIONS:  # at most quadratic
+                known = points[direction][f"{who} {name}"].items()
+                predicted = max((ms * (seq_len / n) ** 2 for n, ms in list(known)[-1:]), default=0)
+                if predicted > 1000:
+                    report.say(f"{who}, {name}, {seq_len}, {direction}: skipped, may take {predicted:.0f} ms")
+                else:
+                    wanted.append(direction)
+            labels, pattern = {"pattern": name, "T": seq_len}, patterns(seq_len)[name]
+            build, *more = {"ours": (ours, options.implementation), "Flex": (flex,), "cuDNN": (cudnn,)}[who]
+            run = functools.partial(measure, report, pattern, data(seq_len), labels, wanted=wanted)
+            for direction, ms in run(who, build, *more, exact=exact(name, seq_len)).items():
+                points[direction][f"{who} {name}"][seq_len] = ms
+    shape = "B={}, H={}, D={}, bfloat16".format(*LONG)
+    for direction, found in points.items():
+        rows = [[curve, *(digits(times.get(n)) for n in sorted(options.lengths))] for curve, times in found.items()]
+        title = f"{direction}, {shape}; ms; ours is {options.implementation!r}"
+        report.table(title, ["T", *map(str, sorted(options.lengths))], rows)
+    report.plot("lengths", "T", {f"{x}, {shape}": found for x, found in points.items()}, xscale="log", yscale="log")
+
+
+def memory(report: Report, options: argparse.Namespace) -> None:
+    """Bytes that forward and backward of one long layer need at once, over those of q, k, v and out."""
+    rows = []
+    for name in ("window", "fixed", "strided"):
+        row = report.attempt(name, memory_of, patterns(options.memory_len)[name].mask, options)
+        if row:
+            report.add(pattern=name, **row)
+            report.say(f"{name}: {row}")
+            rows.append([name, f"{row['compiler']:.2f}", f"{'' if row['raised'] else '<= '}{row['allocator']:.2f}"])
+            if not row["finite"] or row["compiler"] > 16:
+                report.failed(name, f"finite: {row['finite']}; {row['compiler']:.2f} times, of at most 16")
+    shape = f"B={LONG[0]}, T={options.memory_len}, H={LONG[1]}, D={LONG[2]}, bfloat16"
+    title = f"memory of forward + backward in units of q, k, v and out, {shape}; ours is {options.implementation!r}"
+    report.table(title, ["pattern", "by the compiler", "by the allocator"], rows)
+
+
+def memory_of(mask: sl.Mask, options: argparse.Namespace) -> dict[str, Any]:
+    """Bytes of a call, in units, as the compiler plans them and as the allocator's peak says."""
+
+    def allocated(which: str) -> int:
+        return (jax.devices()[0].memory_stats() or {}).get(which, 0)
+
+    before, arrays = allocated("bytes_in_use"), jax.block_until_ready(inputs(options.memory_len, *LONG))
+    attention = op(mask, options.memory_len, options.implementation)
+    compiled = jax.jit(functools.partial(gradients, attention)).lower(*arrays).compile()
+    plan: Any = compiled.memory_analysis()
+    planned = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    unit, peak = 4 * arrays[0].nbytes, allocated("peak_bytes_in_use")
+    finite = all(bool(jnp.isfinite(x).all()) for x in jax.block_until_ready(compiled(*arrays)))
+    # The peak is that of the process so far: where this call did not raise it, it is but a bound.
+    after = allocated("peak_bytes_in_use")
+    used = {"compiler": planned / unit, "allocator": (after - before) / unit}
+    return {"unit_bytes": unit, **used, "raised": after > peak, "finite": finite}
+
+
+def density(report: Report, options: argparse.Namespace) -> None:
+    """Block-random causal masks beside dense causal attention, and the density at which both take as long."""
+    shares = sorted(x / 100 for x in options.densities)
+    for seq_len in options.density_lengths:
+        arrays = inputs(seq_len, options.batch, options.heads, options.head_size[0])
+        found: dict[str, dict[float, float]] = {direction: {} for direction in DIRECTIONS}
+        pattern, labels = patterns(seq_len)["causal"], {"T": seq_len, "density": 1.0}
+        exact = report.attempt(f"causal, {seq_len}, reference", Exact, pattern, arrays)
+        dense = measure(report, pattern, arrays, labels, "cuDNN", cudnn, exact=exact)
+        for share in shares:
+            pattern, labels = block_pattern(seq_len, share), {"T": seq_len, "density": share}
+            exact = report.attempt(f"{share:.0%}, {seq_len}, reference", Exact, pattern, arrays)
+            run = functools.partial(measure, report, pattern, arrays, labels, exact=exact)
+            for direction, ms in run(options.implementation, ours, options.implementation).items():
+                found[direction][share] = ms
+        rows = [[f"{share:.0%}"] for share in shares] + [["break-even"]]
+        for direction, times in found.items():
+            other = dense.get(direction)
+            for row, share in zip(rows, shares, strict=False):
+                row += [digits(times.get(share)), digits(other), ratio(other, times.get(share))]
+            rows[-1] += [break_even(times, other), "", ""]
+        shape = f"B={options.batch}, T={seq_len}, H={options.heads}, D={options.head_size[0]}, bfloat16"
+        columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "cuDNN causal", "cuDNN / ours")]
+        title = f"block-random, {shape}; ms; ours is {options.implementation!r}"
+        report.table(title, ["causal blocks kept", *columns], rows)
+        curves = {x: {"ours random": times} for x, times in found.items()}
+        for direction in dense:
+            curves[direction]["cuDNN causal"] = dict.fromkeys((shares[0], shares[-1]), dense[direction])
+        panels = {f"{direction}, {shape}": x for direction, x in curves.items()}
+        report.plot(f"density-{seq_len}", "share of causal blocks kept", panels, ylim=(0, None))
+
+
+def break_even(times: dict[float, float], dense: float | None) -> str:
+    """The density at which ours takes as long as dense attention, interpolated."""
+    if not times or not dense:
+        return "-"
+    known = sorted(times.items())
+    if known[0][1] > dense:
+        return f"< {known[0][0]:.0%}"
+    for (low, before), (high, after) in itertools.pairwise(known):
+        if after > dense:
+            return f"{low + (high - low) * (dense - before) / (after - before):.0%}"
+    return f"> {known[-1][0]:.0%}"
+
+
+SECTIONS = {"memory": memory, "speed": speed, "density": density, "lengths": lengths}  # memory: before others' peaks
+
+
+def main() -> int:
+    """Runs what the command line asks for; 1 if any cell failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default all")
+    parser.add_argument("--head-size", nargs="+", type=int, default=[128, 64], help="density: the first of them")
+    parser.add_argument("--patterns", nargs="+", default=SPEED, choices=SPEED, metavar="PATTERN")
+    parser.add_argument("--implementation", default="triton", choices=sl.implementations())
+    parser.add_argument("--seq-len", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2**x for x in range(11, 18)])
+    parser.add_argument("--memory-len", type=int, default=131072)
+    parser.add_argument("--densities", nargs="+", type=float, default=[5, 10, 20, 35, 50, 70, 85, 100], help="percent")
+    parser.add_argument("--density-lengths", nargs="+", type=int, default=[8192, 16384])
+    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--seconds", type=int, default=270, help="after which a section starts nothing new")
+    parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for results.json, results.md and plots")
+    options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
+    # JAX takes three quarters of the memory otherwise, and torch wants some.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    report = Report(options)
+    if not options.no_flex and importlib.util.find_spec("torch") is None:
+        options.no_flex = True
+        report.say("torch is not installed: no FlexAttention")
+    for name, section in SECTIONS.items():
+        if name in (options.sections or SECTIONS):
+            report.begin(name)
+            report.attempt(name, section, report, options)
+    report.say(f"{report.failures} failed")
+    return int(report.failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
