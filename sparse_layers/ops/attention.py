@@ -10,14 +10,14 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import pallas_tpu, reference, xla
+from . import pallas_tpu, reference, triton_gpu, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, first_choice
 
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
-IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "xla": xla, "reference": reference}
 
 
 def block_sparse_attention(
@@ -96,9 +96,13 @@ def block_sparse_attention(
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
+    params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
     block = TUNING[implementation or first_choice()].blocks[0]
-    fwd, bwd = ((p.q_blocksize or block, p.kv_blocksize or block) for p in checked_params(fwd_params, bwd_params))
-    call = Call(plan, fwd, bwd, scale, logits_soft_cap)
+    fwd, bwd = (
+        (p.q_blocksize or default[0], p.kv_blocksize or default[1])
+        for p, default in zip(params, (block, block[::-1]), strict=True)
+    )
+    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
     out, lse = _jitted_attend(_choose(implementation, call, operands), call, _varying_alike(operands))
     if unbatched:
@@ -112,7 +116,7 @@ def implementations() -> tuple[str, ...]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.implementations()
-      ('pallas_tpu', 'xla', 'reference')
+      ('pallas_tpu', 'triton', 'xla', 'reference')
     """
     return tuple(IMPLEMENTATIONS)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .params import BwdParams, FwdParams
 from .plan import Pass, Plan
 
 
@@ -23,6 +24,7 @@ class Call:
       plan: what to compute; None if the mask is a run-time array.
       fwd_shape: (bq, bkv), block shape of the forward lists of a run-time mask.
       bwd_shape: (bq, bkv), that of its backward lists.
+      params: the forward and the backward parameters.
       scale: factor on q . k.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
     """
@@ -30,6 +32,7 @@ class Call:
     plan: Plan | None
     fwd_shape: tuple[int, int]
     bwd_shape: tuple[int, int]
+    params: tuple[FwdParams, BwdParams]
     scale: float
     soft_cap: float | None
 

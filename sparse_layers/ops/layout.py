@@ -51,6 +51,19 @@ class RowOrder:
         """Whether every row is the token of the same index."""
         return type(self) is RowOrder
 
+    @property
+    def complete(self) -> bool:
+        """Whether every token has a row."""
+        return True
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """(count, step, jump, start), for kernels: token = row % count * step + row // count * jump + start.
+
+        It holds for rows below `rows`; count is 0 in natural order, where token = row.
+        """
+        return 0, 0, 0, 0
+
     def token(self, row: Any) -> Any:
         """The token of each row, by operators on integer arrays; a value >= length where there is none."""
         return row
@@ -93,6 +106,10 @@ class ResidueMajor(RowOrder):
     @property
     def rows(self) -> int:
         return self.class_rows * self.stride
+
+    @property
+    def numbers(self):
+        return self.class_rows, self.stride, 1, 0
 
     def token(self, row):
         n = self.class_rows
@@ -149,6 +166,14 @@ class Gathered(RowOrder):
     def rows(self) -> int:
         # The last period is taken only as far as some of its tokens exist.
         return -(-max(self.length - self.start, 0) // self.period) * self.width
+
+    @property
+    def complete(self):
+        return False
+
+    @property
+    def numbers(self):
+        return self.width, 1, self.period, self.start
 
     def token(self, row):
         return row // self.width * self.period + self.start + row % self.width

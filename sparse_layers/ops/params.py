@@ -63,8 +63,8 @@ class KernelParams:
 _RANGES = {
     "q_blocksize": (8, 8192, "a multiple of 8"),
     "kv_blocksize": (8, 8192, "a multiple of 8"),
-    "blocksize_m": (16, 512, "a power of two"),
-    "blocksize_n": (16, 512, "a power of two"),
+    "blocksize_m": (16, 256, "a power of two"),
+    "blocksize_n": (32, 128, "a power of two"),
     "blocksize_k": (16, 512, "a power of two"),
     "blocksize_heads": (1, 256, "a power of two"),
     "blocksize_keys": (16, 1 << 20, "a power of two"),

@@ -189,7 +189,9 @@ class _Draft:
 
     def finish(self, params: BwdParams) -> Pass:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
-        bwd_shape = _block_shape(self.mask, params, self.tuned.blocks[0]) if explicit else self.shape
+        # The lists of the backward pass hold keys, so the shape is turned round; a side of few rows stays small.
+        turned = self.shape if self.tuned.square else (min(self.shape), max(self.shape))
+        bwd_shape = _block_shape(self.mask, params, self.tuned.blocks[0][::-1] if explicit else turned)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         infos = []
         for process, shape in ((process_mask, self.shape), (process_mask_dkv, bwd_shape)):
@@ -200,11 +202,12 @@ class _Draft:
         return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, fwd, dkv, self.blocks, bwd_blocks)
 
 
-def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: int) -> tuple[int, int]:
+def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: tuple[int, int]) -> tuple[int, int]:
     """Explicit block sizes, else the default, no larger than the rows at hand need."""
     explicit = (params.q_blocksize, params.kv_blocksize)
     rows = (mask.q_order.rows, mask.kv_order.rows)
-    sizes = [e or min(default, max(16, 1 << (r - 1).bit_length())) for e, r in zip(explicit, rows, strict=True)]
+    enough = (max(16, 1 << (r - 1).bit_length()) for r in rows)
+    sizes = [e or min(d, r) for e, d, r in zip(explicit, default, enough, strict=True)]
     return sizes[0], sizes[1]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 # What `implementation=None` tries, in this order, before the fallback.
-PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",)}
+PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("triton",)}
 FALLBACK = ("xla",)
 
 
@@ -16,7 +16,8 @@ class Tuning:
     Costs are in (query, key) pairs: the time that the implementation takes for as many pairs of a block.
 
     Attributes:
-      blocks: block sizes to choose from, ascending.
+      blocks: block shapes to choose from, ascending: rows of the side whose result a program holds (queries for out,
+        keys for dk and dv), and of the other side.
       pairs_per_step: cost of one block whatever its size.
       partial: cost of a pair in a block that needs a mask.
       list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
@@ -24,21 +25,27 @@ class Tuning:
       largest: ... but not beyond this size.
     """
 
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
     pairs_per_step: int = 0
     partial: float = 1.0
     list_bytes: int | None = None
     largest: int | None = None
 
+    @property
+    def square(self) -> bool:
+        """Whether blocks have as many queries as keys."""
+        return all(a == b for a, b in self.blocks)
 
-_UNTUNED = Tuning(blocks=(128,))
+
+_UNTUNED = Tuning(blocks=((128, 128),))
 TUNING = {
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
     # 600 cycles, 300 pairs one cycle, masked 210; larger heads shift both alike. Lists are kept in
     # scalar memory, of which there are 2**20 bytes; larger blocks than 2048 do not fit vector memory.
     "pallas_tpu": Tuning(
-        blocks=(256, 512, 1024), pairs_per_step=160_000, partial=1.4, list_bytes=960_000, largest=2048
+        blocks=((256, 256), (512, 512), (1024, 1024)), pairs_per_step=160_000, partial=1.4, list_bytes=960_000, largest=2048
     ),
+    "triton": Tuning(blocks=((128, 64),), pairs_per_step=1000, partial=1.1),
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

@@ -1,0 +1,46 @@
+"""Block-sparse flash attention for NVIDIA GPUs in Triton, called through jax-triton.
+
+Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`
+and `backward_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py` strings passes together,
+`settings.py` has the tile sizes, and `launch.py` is the way to the device.
+
+This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..call import Call, Operands
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call, or None."""
+    from . import launch
+
+    device = launch.device()
+    if isinstance(device, str):
+        return device
+    if operands.query.dtype == jnp.float64:
+        return "it computes in float32 at most, and query is float64"
+    sizes = operands.query.shape[-1], operands.value.shape[-1]
+    if max(sizes) > 256:
+        return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
+    if operands.query.shape[0] >= 2**16:
+        return f"it takes at most 65535 batch entries, got {operands.query.shape[0]}"
+    return None
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    from . import chain
+
+    return chain.forward(call, operands)
+
+
+def backward(
+    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    from . import chain
+
+    return chain.backward(call, operands, lse, delta, dout)

@@ -1,0 +1,151 @@
+"""Chains of passes for all heads: in which order they run, and what goes from one to the next.
+
+Kernels read q, k and v where they are, by token, whatever the order of their rows. A pass that holds all tokens writes
+by token, too, and starts from what earlier passes left, so a chain of n such passes reads and writes each row n times
+and copies nothing. Passes that hold only some queries (or keys) come first; their results are few and kept by row.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ..call import Call, Operands, joined, merged
+from ..layout import RowOrder
+from .link import Gradients, Link, Rows
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """See `triton_gpu.forward`."""
+    return _over_batches(functools.partial(_forward, call), operands)
+
+
+def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout."""
+    return _over_batches(functools.partial(_backward, call), operands, *by_query)
+
+
+class _Group(NamedTuple):
+    """The query heads first, first + step, ..., whose chains differ in their masks only."""
+
+    first: int
+    step: int
+    links: list[Link]
+
+
+def _groups(call: Call, operands: Operands) -> list[_Group]:
+    if operands.segments is not None:
+        q, kv = operands.segments
+        operands = operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
+    if operands.mask is not None:
+        return [_Group(0, 1, [Link(call, operands, 0, 1, ())])]
+    alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
+    chains = [call.chains] if alike else [(chain,) for chain in call.chains]
+    step = len(chains)
+    return [
+        _Group(first, step, [Link(call, operands, first, step, passes) for passes in zip(*own, strict=True)])
+        for first, own in enumerate(chains)
+    ]
+
+
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands)), strict=True)
+    return joined(outs).astype(operands.query.dtype), joined(lses)
+
+
+def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, heads, Hv], lse [B, T, heads]) of a group."""
+    sinks, links = operands.sinks, sorted(group.links, key=lambda link: link.q_order.complete)
+    # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
+    in_kernels = sum(not link.q_order.complete for link in links) < min(2, len(links))
+    state = None
+    for link in links:
+        if state is None or link.q_order.complete:
+            begun = state is not None and state.order.natural
+            final = link is links[-1] and (in_kernels or sinks is None)
+            state = link.forward(state, sinks if in_kernels and not begun else None, final=final)
+        else:
+            both = merged(state.whole(), link.forward(None, None, final=False).whole())
+            state = Rows(RowOrder(link.q_order.length), (both[0], both[1].swapaxes(1, 2)))
+    if state is None:
+        nothing = jnp.zeros_like(operands.query[:, :, group.first :: group.step, 0], jnp.float32)
+        out, lse = nothing[..., None] * jnp.zeros(operands.value.shape[-1]), nothing - jnp.inf
+    else:
+        out, lse = state.whole()
+    if sinks is not None and not in_kernels:
+        sinks = jnp.broadcast_to(sinks[group.first :: group.step].astype(jnp.float32), lse.shape)
+        out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
+    return out, lse
+
+
+def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    query, key, value = operands.query, operands.key, operands.value
+    gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
+    groups = _groups(call, operands)
+    dqs = [_dq_of(group, gradients) for group in groups]
+    links = [(place, link) for place, group in enumerate(groups) for link in group.links]
+    links.sort(key=lambda entry: entry[1].kv_order.complete)
+    giving = {place: link for place, link in links if link.gives_dq}  # the last one of each group
+    state = None
+    for place, link in links:
+        goes_on = state is None or link.kv_order.complete
+        final, final_q = link is links[-1][1], link is giving.get(place)
+        own, dq = link.dkv(gradients, state if goes_on else None, dqs[place], final=final, final_q=final_q)
+        state = own if state is None or goes_on else _added(state, own)
+        dqs[place] = dqs[place] if dq is None else dq
+    none = [jnp.zeros_like(query[:, :, group.first :: group.step]) for group in groups]
+    dq = joined([like if rows is None else rows.whole()[0] for rows, like in zip(dqs, none, strict=True)])
+    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if state is None else state.whole()
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def _dq_of(group: _Group, gradients: Gradients) -> Rows | None:
+    """dq of the passes whose dk and dv kernel does not give it."""
+    links = sorted((link for link in group.links if not link.gives_dq), key=lambda link: link.q_order.complete)
+    state = None
+    for link in links:
+        final = link is links[-1] and len(links) == len(group.links)
+        if state is None or link.q_order.complete:
+            state = link.dq(gradients, state, final=final)
+        else:
+            state = _added(state, link.dq(gradients, None, final=False))
+    return state
+
+
+def _added(state: Rows, more: Rows) -> Rows:
+    arrays = tuple(a + b for a, b in zip(state.whole(), more.whole(), strict=True))
+    return Rows(RowOrder(state.order.length), arrays)
+
+
+def _over_batches(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) of an `Operands` and arrays by query, also under `jax.vmap`, which kernel calls do not know."""
+    mapped = custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(size, batched, operands, *by_query):
+        args, flags = (operands, *by_query), (batched[0], *batched[1:])
+        if flags[0].sinks or flags[0].mask:
+            # These have no batch axis that the new one could join.
+            one = functools.partial(_chosen, function, flags, args)
+            results = jax.lax.map(one, jnp.arange(size))
+        else:
+            apart = operands._replace(sinks=None, mask=None), *by_query
+            apart_flags = flags[0]._replace(sinks=None, mask=None), *flags[1:]
+
+            def join(x, is_mapped):
+                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(size * x.shape[1], *x.shape[2:])
+
+            first, *rest = jax.tree.map(join, apart, apart_flags)
+            results = _over_batches(function, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
+            results = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped(*args)
+
+
+def _chosen(function, flags, args, i):
+    return _over_batches(function, *jax.tree.map(lambda x, mapped: x[i] if mapped else x, args, flags))

@@ -1,0 +1,201 @@
+"""Which blocks a kernel walks over: for each block of its major side the active ones of the other, and their masks.
+
+The major side is that of a program's result: queries for out and dq, keys for dk and dv. A list holds its *free* blocks
+first, of which every pair may attend, then the *masked* ones, each with a tile of bits; kernels run one loop over either
+kind. Static masks are listed in numpy and cached, segment ids and run-time masks are looked at on the device.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks import FULL, PARTIAL
+from ..blocks import masked_tiles
+from ..layout import RowOrder
+from ..mask_info import process_dynamic_mask
+from ..plan import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One side of a pass: how its rows are cut.
+
+    Attributes:
+      order: token of each row.
+      block: rows in a block of the lists.
+      tile: rows in a tile of a kernel, a power of two; a block is walked in ``parts`` tiles.
+    """
+
+    order: RowOrder
+    block: int
+    tile: int
+
+    @property
+    def parts(self) -> int:
+        """Tiles in a block."""
+        return -(-self.block // self.tile)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a sequence."""
+        return -(-self.order.rows // self.block)
+
+    @property
+    def exact(self) -> bool:
+        """Whether tiles fill a block, so that no row of a tile has to be left out."""
+        return self.block % self.tile == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Lists of one pass: numpy arrays, or JAX arrays if they depend on run-time values.
+
+    Attributes:
+      counts: int32 [LB, LH, blocks, 2], for each major block the number of its free blocks and of all; batch entry b and
+        head h read list (b % LB, h % LH).
+      index: int32 [LB, LH, blocks, width], the minor blocks.
+      tile: int32, same shape: the tile of bits of a masked block.
+      bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
+      most: an upper bound of the work of each major block, numpy [blocks].
+      any_free: whether there may be free blocks.
+      any_masked: whether there may be masked blocks.
+      single: whether every minor block is in one list only, whatever the head.
+    """
+
+    counts: Any
+    index: Any
+    tile: Any
+    bits: Any
+    most: np.ndarray
+    any_free: bool
+    any_masked: bool
+    single: bool
+
+    def order(self, heads: int) -> np.ndarray:
+        """int32 [heads * blocks]: in which order to begin head * blocks + block, so that no long one is left to the end.
+
+        Heads come one after the other, for their keys stay in the cache then; only blocks with far more work than
+        others come before all else, for every head.
+        """
+        blocks = len(self.most)
+        by_work = np.argsort(-self.most, kind="stable")
+        far = self.most[by_work] > 4 * self.most.mean()
+        jobs = np.arange(heads)[:, None] * blocks
+        parts = [(jobs + by_work[chosen]).ravel() for chosen in (far, ~far)]
+        return np.concatenate(parts).astype(np.int32)
+
+
+def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
+    """The lists of passes that differ in their masks only: heads take them in turn."""
+    return _static_lists(passes, major, minor, dkv)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
+    distinct: dict[bytes, int] = {}
+    _number(distinct, np.ones((1, major.block, minor.block), bool), major, minor)  # tile 0: everything
+    found = [_listed(one, major, minor, dkv, distinct) for one in passes]
+    width = max(state.shape[1] for state, *_ in found)
+    state, index, tile = (
+        np.stack([np.pad(array, [(0, 0), (0, width - array.shape[1])]) for array in arrays])[None]
+        for arrays in zip(*found, strict=True)
+    )
+    bits = np.frombuffer(b"".join(distinct), np.int32).reshape(len(distinct), major.parts * major.tile, -1)
+    counts, index, tile = _arranged(state > 0, (state == FULL) & minor.exact, index, tile)
+    live = np.arange(width) < counts[..., 1:]
+    once = [np.bincount(i[x], minlength=minor.blocks) == 1 for i, x in zip(index[0], live[0], strict=True)]
+    return Lists(
+        counts,
+        index,
+        tile,
+        bits,
+        counts[0, :, :, 1].max(0),
+        bool(counts[..., 0].any()),
+        bool((counts[..., 1] > counts[..., 0]).any()),
+        bool(np.all(once)),
+    )
+
+
+def _listed(one: Pass, major: Side, minor: Side, dkv: bool, distinct: dict[bytes, int]):
+    """(state, minor block, tile) of the active blocks of each major block: int32 [blocks, width] each."""
+    info = one.dkv if dkv else one.fwd
+    state, index = (np.asarray(x[0].T if dkv else x[0]).astype(np.int32) for x in (info.block_mask, info.data_next))
+    tile = np.zeros_like(index)
+    lines, slots = np.nonzero(state == PARTIAL)
+    if info.partial_mask_blocks is not None:
+        numbers = _number(distinct, info.partial_mask_blocks, major, minor)
+        tile[lines, slots] = numbers[np.asarray(info.mask_next[0].T if dkv else info.mask_next[0])[lines, slots]]
+    else:
+        blocks = (index[lines, slots], lines) if dkv else (lines, index[lines, slots])
+        shape = (minor.block, major.block) if dkv else (major.block, minor.block)
+        tiles = masked_tiles(one.mask, *blocks, *shape)
+        numbers = [_number(distinct, x.swapaxes(1, 2) if dkv else x, major, minor) for x in tiles]
+        tile[lines, slots] = np.concatenate([np.zeros(0, np.int32), *numbers])
+    return state, index, tile
+
+
+def _number(distinct: dict[bytes, int], tiles: np.ndarray, major: Side, minor: Side) -> np.ndarray:
+    """The numbers of bool tiles [n, rows, columns] among the distinct ones, to which new ones are added."""
+    ends = [(0, side.parts * side.tile - side.block) for side in (major, minor)]
+    bits = np.packbits(np.pad(tiles, [(0, 0), *ends]), axis=2, bitorder="little")
+    return np.array([distinct.setdefault(x.tobytes(), len(distinct)) for x in bits], np.int32)
+
+
+def _arranged(live: Any, free: Any, index: Any, tile: Any):
+    """(counts, index, tile) with the free ones of the live blocks first, then the others; all [.., blocks, width]."""
+    xp: Any = np if isinstance(live, np.ndarray) else jnp
+    free = free & live
+    order = xp.argsort(xp.where(free, 0, xp.where(live, 1, 2)), axis=-1, stable=True)
+    index, tile = (xp.take_along_axis(xp.broadcast_to(x, live.shape), order, axis=-1) for x in (index, tile))
+    counts = xp.stack([free.sum(-1), live.sum(-1)], axis=-1)
+    return (x.astype(np.int32) for x in (counts, index, tile))
+
+
+def with_segments(lists: Lists, major: Side, minor: Side, major_ids: jax.Array, minor_ids: jax.Array) -> Lists:
+    """Drops blocks whose segments cannot meet; a block stays free only if it lies in one segment. Ids are [B, tokens]."""
+    a, b = (_extent(side, ids) for side, ids in ((major, major_ids), (minor, minor_ids)))
+    a = [x[:, None, :, None] for x in a]
+    b = [x[:, lists.index] if lists.index.shape[0] == 1 else jnp.take_along_axis(x, lists.index, 1) for x in b]
+    b = [x.reshape(x.shape[0], *lists.index.shape[1:]) for x in b]
+    place = np.arange(lists.index.shape[-1])
+    live = (place < lists.counts[..., 1:]) & (a[0] <= b[2]) & (b[0] <= a[2])
+    free = (place < lists.counts[..., :1]) & (a[1] == a[2]) & (b[1] == b[2]) & (a[1] == b[1])
+    counts, index, tile = _arranged(live, free, jnp.asarray(lists.index), jnp.asarray(lists.tile))
+    return dataclasses.replace(
+        lists, counts=counts, index=index, tile=tile, any_masked=True, single=False
+    )
+
+
+def _extent(side: Side, ids: jax.Array) -> list[jax.Array]:
+    """For each block the smallest id but for padding, the smallest, and the largest: [B, blocks] each."""
+    rows = side.order.gather(ids[..., None] + 1, side.blocks * side.block)[..., 0] - 1  # rows without a token: padding
+    rows = rows.reshape(len(rows), side.blocks, side.block)
+    return [jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1), rows.min(-1), rows.max(-1)]
+
+
+def run_time_lists(mask: jax.Array, major: Side, minor: Side, dkv: bool) -> Lists:
+    """The lists of a run-time mask [C, T, S], natural order on both sides; every block has a tile of its own."""
+    sides = (minor, major) if dkv else (major, minor)
+    ends = [(0, -length % side.block) for length, side in zip(mask.shape[1:], sides, strict=True)]
+    shape = sides[0].block, sides[1].block
+    info, _ = process_dynamic_mask(jnp.pad(mask, [(0, 0), *ends]), shape, downcast_smem_data=False)
+    state, tiles = info.block_mask, info.partial_mask_blocks
+    if dkv:
+        state, tiles = state.swapaxes(1, 2), tiles.transpose(0, 2, 1, 4, 3)
+    index = np.arange(minor.blocks, dtype=np.int32)
+    tile = np.arange(state.size, dtype=np.int32).reshape(state.shape)
+    counts, index, tile = _arranged(state > 0, (state == FULL) & minor.exact, index, tile)
+    most = np.full(major.blocks, minor.blocks)
+    return Lists(*(x[None] for x in (counts, index, tile)), _packed(tiles, major, minor), most, True, True, False)
+
+
+def _packed(tiles: jax.Array, major: Side, minor: Side) -> jax.Array:
+    """Bool tiles [.., rows, columns] as bits [tiles, rows, words]."""
+    tiles = tiles.reshape(-1, major.block, minor.block)
+    ends = [(0, side.parts * side.tile - side.block) for side in (major, minor)]
+    words = jnp.pad(tiles, [(0, 0), *ends]).reshape(len(tiles), major.parts * major.tile, -1, 32)
+    return jax.lax.bitcast_convert_type((words.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32), jnp.int32)

@@ -1,0 +1,105 @@
+"""Tile sizes, warps and pipeline depths of the kernels: the tuned table, and what does not fit made to fit."""
+
+import dataclasses
+
+from ..params import KernelParams
+from .launch import Device
+from .lists import Side
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How one kernel is compiled.
+
+    Attributes:
+      major: rows of the tile that a program holds.
+      minor: rows of the tile that a step of its loop loads.
+      num_warps: warps of a program.
+      num_stages: depth of the software pipeline.
+    """
+
+    major: int
+    minor: int
+    num_warps: int
+    num_stages: int
+
+
+# By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size.
+_TABLE: dict[tuple[str, int], tuple[tuple[int, Settings], ...]] = {
+    ("forward", 2): (
+        (64, Settings(128, 64, 4, 3)),
+        (128, Settings(128, 64, 8, 3)),
+        (256, Settings(64, 64, 8, 2)),
+    ),
+    ("dq", 2): (
+        (64, Settings(128, 64, 4, 3)),
+        (128, Settings(128, 64, 8, 3)),
+        (256, Settings(64, 64, 8, 2)),
+    ),
+    ("dkv", 2): (
+        (64, Settings(128, 64, 4, 3)),
+        (128, Settings(128, 64, 8, 2)),
+        (256, Settings(64, 32, 8, 2)),
+    ),
+    ("forward", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
+    ("dq", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
+    ("dkv", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
+}
+# Shared memory beside the tiles: layout changes of scores, and what reductions need.
+_SPARE = 2048
+
+
+def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int]) -> int:
+    """An upper estimate of the bytes of shared memory; ``sizes`` are head sizes rounded up to powers of two."""
+    held, loaded = settings.major * sizes[0], settings.minor * sum(sizes)
+    if kernel != "forward":
+        held += settings.major * sizes[1]
+    scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
+    return itemsize * (held + settings.num_stages * loaded + scores) + _SPARE
+
+
+def choose(
+    kernel: str, itemsize: int, sizes: tuple[int, int], blocks: tuple[int, int], params: KernelParams, device: Device
+) -> Settings:
+    """The settings of a kernel: explicit ones, else those of the table, made to fit the device and the blocks.
+
+    Args:
+      kernel: "forward", "dq" or "dkv".
+      itemsize: bytes of an element of q, k and v.
+      sizes: head sizes of q and k, and of v, rounded up to powers of two.
+      blocks: rows of a block of the side that a program holds, and of the other.
+      params: the user's; for dkv, whose programs hold keys, blocksize_m and blocksize_n change places.
+      device: where it will run.
+    """
+    settings = next(entry for size, entry in _TABLE[kernel, itemsize] if max(sizes) <= size)
+    major, minor = (
+        min(default, max(least, 1 << (block - 1).bit_length()))
+        for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
+    )
+    settings = dataclasses.replace(settings, major=major, minor=minor)
+    while shared_memory(kernel, settings, itemsize, sizes) > device.shared_memory:
+        if settings.num_stages > 1:
+            settings = dataclasses.replace(settings, num_stages=settings.num_stages - 1)
+        elif settings.minor > 32:
+            settings = dataclasses.replace(settings, minor=settings.minor // 2)
+        elif settings.major > 16:
+            settings = dataclasses.replace(settings, major=settings.major // 2)
+        else:
+            break
+    given = {
+        "major": params.blocksize_m,
+        "minor": params.blocksize_n,
+        "num_warps": params.num_warps,
+        "num_stages": params.num_stages,
+    }
+    return dataclasses.replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+def splits(params: KernelParams, minor: Side, steps: int, programs: int, device: Device) -> int:
+    """Over how many programs to share each list, of at most ``steps`` steps: explicit, or so many as fill the device."""
+    if params.num_key_splits is not None:
+        return params.num_key_splits
+    if params.blocksize_keys is not None:
+        return -(-minor.order.rows // params.blocksize_keys)
+    # A program that walks less than 8 steps takes longer to start, and to be merged, than to walk.
+    return max(1, min(2 * device.processors // programs, steps // 8))
