@@ -23,6 +23,7 @@ import operator
 import textwrap
 import threading
 import types
+from typing import ClassVar
 
 import jax
 import ml_dtypes
@@ -45,6 +46,7 @@ NUMPY_TYPES = {
     tl.float32: np.dtype(np.float32),
     tl.float64: np.dtype(np.float64),
 }
+PLAIN = frozenset({tl.int1, tl.int32, tl.int64, tl.float32})  # which an operation on two of the same type gives, too
 TRITON_TYPES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
 
@@ -290,8 +292,12 @@ class Machine(stock.InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if a.dtype is tl.float32 and input_precision != stock._ir.INPUT_PRECISION.IEEE:
             raise NotImplementedError(f"products of float32 in {input_precision}: only 'ieee' is exact")
-        wide = d.data.dtype
-        return Handle(np.matmul(a.data.astype(wide, copy=False), b.data.astype(wide, copy=False)) + d.data, d.dtype)
+        (m, k), n, wide = a.data.shape, b.data.shape[1], d.data.dtype
+        # A few rows at a time, as OpenBLAS starts threads above 2**18 multiplications, and on busy cores they cost more
+        # than they bring.
+        rows = min(m, max(1, 2**18 // (k * n)))
+        product = np.matmul(a.data.astype(wide).reshape(m // rows, rows, k), b.data.astype(wide, copy=False))
+        return Handle(product.reshape(m, n) + d.data, d.dtype)
 
     # Shapes
 
@@ -313,6 +319,17 @@ MACHINE = Machine()
 class Tensor(tl.tensor):
     """A tensor whose value is known, so that Python can count with it."""
 
+    def __init__(self, handle, type):  # the base class makes a tuple of constants of every tensor's shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    @property
+    def shape(self):
+        return constants(self.handle.data.shape if self.type.is_block() else ())
+
+    @property
+    def numel(self):
+        return tl.constexpr(math.prod(self.handle.data.shape))
+
     def __index__(self):
         return int(self.handle.data.item())
 
@@ -326,15 +343,64 @@ class Tensor(tl.tensor):
         return self.trans()
 
 
+@functools.cache
+def constants(shape):
+    return tl.tuple([tl.constexpr(size) for size in shape])
+
+
+common_shape = functools.cache(np.broadcast_shapes)  # Triton's rules are numpy's
+BLOCK_TYPES = {}
+
+
+def block_type(dtype, shape):
+    key = dtype.name, shape
+    if key not in BLOCK_TYPES:
+        BLOCK_TYPES[key] = tl.block_type(dtype, list(shape))
+    return BLOCK_TYPES[key]
+
+
 class Semantic(TritonSemantic):
-    """The front end's rules for types and shapes."""
+    """The front end's rules for types and shapes, with short cuts through those that take most of its time."""
 
     tensor = Tensor
+    scalars: ClassVar = {}
 
     def cast(self, input, dst_ty, *args):
+        if input.dtype is dst_ty.scalar:
+            return input
         if dst_ty.scalar.name.startswith("uint"):
             raise NotImplementedError("unsigned integers")
         return super().cast(input, dst_ty, *args)
+
+    def scalar_constant(self, value, dtype):
+        key = repr(value), dtype.name  # by repr, as 0.0 == -0.0
+        if key not in self.scalars:
+            self.scalars[key] = super().scalar_constant(value, dtype)
+        return self.scalars[key]
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
+        if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype is rhs.dtype and lhs.dtype in PLAIN:
+            return self.broadcast_impl_value(lhs, rhs)
+        return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
+
+    def _bool_like(self, v):
+        return block_type(tl.int1, v.handle.data.shape) if v.type.is_block() else tl.int1
+
+    def broadcast_impl_value(self, lhs, rhs):
+        left, right = lhs.type.is_block(), rhs.type.is_block()
+        if not (left or right):
+            return lhs, rhs
+        a, b = lhs.handle.data, rhs.handle.data
+        if left and right and a.shape == b.shape:
+            return lhs, rhs
+        shape = common_shape(a.shape, b.shape)
+        return self.stretched(lhs, shape), self.stretched(rhs, shape)
+
+    def stretched(self, tensor, shape):
+        data = tensor.handle.data
+        if data.shape == shape and tensor.type.is_block():
+            return tensor
+        return Tensor(Handle(np.broadcast_to(data, shape), tensor.dtype), block_type(tensor.dtype, shape))
 
 
 SEMANTIC = Semantic(MACHINE)
@@ -393,7 +459,7 @@ def reduced(tensor, axis, combine_fn, keep_dims=False):
     data = ufunc.reduce(data, axis=None if axis is None else operator.index(axis), keepdims=keep_dims, dtype=data.dtype)
     if data.ndim == 0:
         return Tensor(Handle(data.reshape(1), dtype), dtype)
-    return Tensor(Handle(data, dtype), tl.block_type(dtype, list(data.shape)))
+    return Tensor(Handle(data, dtype), block_type(dtype, data.shape))
 
 
 def asserted(condition, message=""):
