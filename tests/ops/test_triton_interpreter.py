@@ -1,6 +1,7 @@
 """The tests' own interpreter of Triton kernels: it computes what a GPU would, and it sees what kernels do wrong."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language.semantic import TritonSemantic
 
 from tests.ops import triton_interpreter
 
@@ -227,6 +229,56 @@ def test_large_arrays_do_not_block_callbacks():
     x = random((1 << 21,))
     y = jax.jit(lambda x: launch(step_outside, (1,), [x * 2], [((1,), x.dtype)], OFFSET=x.size - 1)[0])(x)
     assert y[0] == x[-1] * 2
+
+
+class FrontEnd(TritonSemantic):
+    """Triton's own, without the short cuts."""
+
+    tensor = triton_interpreter.Tensor
+
+
+def tensor(array, scalar=False):
+    """A tensor outside of any kernel."""
+    dtype = triton_interpreter.TRITON_TYPES[array.dtype]
+    block = dtype if scalar else triton_interpreter.block_type(dtype, array.shape)
+    return triton_interpreter.Tensor(triton_interpreter.Handle(array, dtype), block)
+
+
+OPERANDS = [
+    *(tensor(np.array([[3], [-5], [7], [2]], dtype)) for dtype in ("int32", "int64", "float32", "float16", "bool")),
+    *(tensor(np.array([3, -5, 0, 2], dtype)) for dtype in ("int32", "float32", "bool", "bfloat16")),
+    *(tensor(np.array([3], dtype), scalar=True) for dtype in ("int32", "float32", "bool")),
+    *(3, -1, 0, 2**40, 0.5, -0.0, float("inf"), True),
+]
+OPERATORS = (
+    "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne radd rsub rmul rtruediv rfloordiv"
+)
+
+
+def outcome(front_end, operation, *operands):
+    """(type, array) of a result, or the fact that it is refused."""
+    try:
+        with np.errstate(all="ignore"):
+            result = operation(*operands, _semantic=front_end)
+    except Exception:
+        return "refused", None
+    return str(result.type), result.handle.data
+
+
+@pytest.mark.parametrize("operator", [*OPERATORS.split(), "maximum", "where"])
+def test_short_cuts_lead_where_the_front_end_does(operator):
+    functions = {"maximum": tl.maximum, "where": functools.partial(tl.where, tensor(np.array([[True], [False]] * 2)))}
+    operation = functions.get(operator) or getattr(tl.tensor, f"__{operator}__")
+    front_end, computed = FrontEnd(triton_interpreter.MACHINE), 0
+    for operands in itertools.product(OPERANDS[:12], OPERANDS):
+        kind, array = outcome(triton_interpreter.SEMANTIC, operation, *operands)
+        expected_kind, expected = outcome(front_end, operation, *operands)
+        assert kind == expected_kind, operands
+        if kind != "refused":
+            assert array.dtype == expected.dtype, operands
+            np.testing.assert_array_equal(array, expected)
+            computed += 1
+    assert computed > 20
 
 
 def test_runs_are_equal():

@@ -46,7 +46,7 @@ NUMPY_TYPES = {
     tl.float32: np.dtype(np.float32),
     tl.float64: np.dtype(np.float64),
 }
-PLAIN = frozenset({tl.int1, tl.int32, tl.int64, tl.float32})  # which an operation on two of the same type gives, too
+PLAIN = {"int1", "int32", "int64", "fp32"}  # names of types of which an operation on two of a kind is one, too
 TRITON_TYPES = {dtype: name for name, dtype in NUMPY_TYPES.items()}
 
 
@@ -240,6 +240,9 @@ class Machine(stock.InterpreterBuilder):
 
     # Types
 
+    def get_block_ty(self, elt_ty, shape):
+        return block_type(elt_ty, tuple(shape))
+
     def get_null_value(self, type):
         return Handle(np.zeros(1, numpy_type(type)), type.scalar)
 
@@ -363,7 +366,8 @@ class Semantic(TritonSemantic):
     """The front end's rules for types and shapes, with short cuts through those that take most of its time."""
 
     tensor = Tensor
-    scalars: ClassVar = {}
+    numbers: ClassVar = {}
+    ranges: ClassVar = {}
 
     def cast(self, input, dst_ty, *args):
         if input.dtype is dst_ty.scalar:
@@ -372,16 +376,45 @@ class Semantic(TritonSemantic):
             raise NotImplementedError("unsigned integers")
         return super().cast(input, dst_ty, *args)
 
-    def scalar_constant(self, value, dtype):
-        key = repr(value), dtype.name  # by repr, as 0.0 == -0.0
-        if key not in self.scalars:
-            self.scalars[key] = super().scalar_constant(value, dtype)
-        return self.scalars[key]
-
     def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype is rhs.dtype and lhs.dtype in PLAIN:
-            return self.broadcast_impl_value(lhs, rhs)
+        if self.alike(lhs, rhs):
+            return self.broadcast_impl_value(lhs, rhs if isinstance(rhs, Tensor) else self.number(rhs, lhs))
+        if self.alike(rhs, lhs):
+            return self.broadcast_impl_value(self.number(lhs, rhs), rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *args, **kwargs)
+
+    @staticmethod
+    def alike(tensor, other):
+        """Whether an operation on both is one in the dtype of the first, for it takes numbers to its own."""
+        if not isinstance(tensor, Tensor) or tensor.dtype.name not in PLAIN:
+            return False
+        if isinstance(other, Tensor):
+            return other.dtype is tensor.dtype
+        if type(other) is int:
+            return tensor.dtype is not tl.int1
+        return type(other) is float and tensor.dtype is tl.float32
+
+    def number(self, value, tensor):
+        """A constant of the dtype and shape of a tensor."""
+        shape = tensor.handle.data.shape if tensor.type.is_block() else None
+        key = repr(value), tensor.dtype.name, shape  # by repr, as 0.0 == -0.0
+        if key not in self.numbers:
+            scalar = self.scalar_constant(value, tensor.dtype)
+            self.numbers[key] = scalar if shape is None else self.stretched(scalar, shape)
+        return self.numbers[key]
+
+    def arange(self, start, end, *, ret_ty=None):
+        key = start, end, str(ret_ty)
+        if key not in self.ranges:
+            self.ranges[key] = super().arange(start, end, ret_ty=ret_ty)
+        return self.ranges[key]
+
+    def expand_dims(self, input, axis):
+        data = input.handle.data
+        if not input.type.is_block() or not 0 <= axis <= data.ndim:
+            return super().expand_dims(input, axis)
+        data = data[(slice(None),) * axis + (None,)]
+        return Tensor(Handle(data, input.dtype), block_type(input.dtype, data.shape))
 
     def _bool_like(self, v):
         return block_type(tl.int1, v.handle.data.shape) if v.type.is_block() else tl.int1
