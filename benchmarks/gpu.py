@@ -318,7 +318,7 @@ class Report:
         """Prints why something is missing, in one line."""
         self.failures += 1
         kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-        self.say(f"{what}: FAILED: {kind}{' '.join(str(error).split())[:300]}")
+        self.say(f"{what}: FAILED: {kind}{' '.join(str(error).split())[:800]}")
 
     def attempt(self, what: str, function: Callable, *args: Any) -> Any:
         """What a function returns, or None and a line about why it failed."""
@@ -352,7 +352,8 @@ class Report:
         """Writes results.json and results.md."""
         if self.options.out:
             self.options.out.mkdir(parents=True, exist_ok=True)
-            found = {"environment": self.environment, "command": sys.argv[1:], "records": self.records}
+            asked = {name: value for name, value in vars(self.options).items() if name != "out"}
+            found = {"environment": self.environment, "options": asked, "records": self.records}
             (self.options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
             (self.options.out / "results.md").write_text("\n".join(self.text) + "\n")
 
@@ -368,10 +369,9 @@ class Report:
             colours: dict[str, Any] = {}
             for curve, points in curves.items():
                 who, _, pattern = curve.partition(" ")
-                style = {"ours": "o-", "Flex": "s--"}.get(who, "k^:")
-                (line,) = axis.plot(
-                    [*points], [*points.values()], style, color=colours.get(pattern), label=curve, markersize=4
-                )
+                style = {"ours": "o-", "Flex": "s--"}.get(who, "^:")
+                colour = "black" if who == "cuDNN" else colours.get(pattern)
+                (line,) = axis.plot([*points], [*points.values()], style, color=colour, label=curve, markersize=4)
                 colours[pattern] = line.get_color()
             axis.set(title=title, xlabel=label, ylabel="ms", **scales)
             axis.grid(alpha=0.3)
@@ -397,48 +397,46 @@ def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any], options: argp
     return statistics.median(group(calls) for _ in range(options.groups)) * 1e3
 
 
-def measure(
-    report: Report,
-    pattern: Pattern,
-    arrays: list[jax.Array],
-    labels: dict[str, Any],
-    who: str,
-    build: Callable[..., Contender],
-    *more: Any,
-    exact: Exact | None,
-    wanted: Iterable[str] = DIRECTIONS,
-) -> dict[str, float]:
-    """Checks a contender, then times it: milliseconds by direction, of those that are right."""
-    labels = labels | {"who": who}
-    what = ", ".join(str(x) if isinstance(x, str) else f"{name}={x}" for name, x in labels.items())
-    found: dict[str, float] = {}
-    if exact is None or report.over(what):
+class Case:
+    """One pattern and its inputs: whoever computes it is checked, then timed."""
+
+    def __init__(self, report: Report, pattern: Pattern, arrays: list[jax.Array], labels: dict[str, Any]):
+        self.report, self.pattern, self.arrays, self.labels = report, pattern, arrays, labels
+        self.name = ", ".join(x if isinstance(x, str) else f"{name}={x}" for name, x in labels.items())
+        skip = report.over(self.name)
+        self.exact: Any = None if skip else report.attempt(f"{self.name}, reference", Exact, pattern, arrays)
+
+    def run(
+        self, who: str, build: Callable[..., Contender], *more: Any, wanted: Iterable = DIRECTIONS
+    ) -> dict[str, float]:
+        """Milliseconds by direction, of those whose result is right."""
+        name, found = f"{self.name}, {who}", dict[str, float]()
+        if self.exact is None or self.report.over(name):
+            return found
+        contender = self.report.attempt(name, build, self.pattern, self.arrays, *more)
+        for direction in wanted if contender else ():
+            record = self.report.attempt(f"{name}, {direction}", self.time, contender, direction)
+            if record:
+                found[direction] = record["ms"]
+                self.report.add(**self.labels, who=who, direction=direction, **record)
+                about = f"first call {record['first_call_s']:.1f} s; {record['errors']}"
+                self.report.say(f"{name}, {direction}: {record['ms']:.3f} ms ({about})")
         return found
-    contender = report.attempt(what, build, pattern, arrays, *more)
-    for direction in wanted if contender else ():
-        record = report.attempt(f"{what}, {direction}", checked_time, contender, direction, exact, report.options)
-        if record:
-            found[direction] = record["ms"]
-            report.add(**labels, direction=direction, **record)
-            report.say(f"{what}, {direction}: {record['ms']:.3f} ms (first call {record['first_call_s']:.1f} s; "
-                       f"{record['errors']})")  # fmt: skip
-    return found
+
+    def time(self, contender: Contender, direction: str) -> dict[str, Any]:
+        """Milliseconds of a call whose result is right; of a wrong one, an error."""
+        start, call = time.monotonic(), contender.calls[direction]
+        result = call()
+        contender.wait(result)
+        first = time.monotonic() - start
+        errors = self.exact.check(map(contender.fetch, result if direction == "fwd+bwd" else (result,)))
+        del result
+        return {"ms": median_ms(call, contender.wait, self.report.options), "first_call_s": first, "errors": errors}
 
 
-def checked_time(contender: Contender, direction: str, exact: Exact, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a call whose result is right; of a wrong one, an error."""
-    start, call = time.monotonic(), contender.calls[direction]
-    result = call()
-    contender.wait(result)
-    first = time.monotonic() - start
-    errors = exact.check(map(contender.fetch, result if direction == "fwd+bwd" else (result,)))
-    del result
-    return {"ms": median_ms(call, contender.wait, options), "first_call_s": first, "errors": errors}
-
-
-def digits(x: float | None, suffix: str = "") -> str:
+def digits(x: float | None) -> str:
     """Three significant digits, or a dash."""
-    return "-" if not x else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}{suffix}"
+    return "-" if not x else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
 
 
 def ratio(above: float | None, below: float | None) -> str:
@@ -454,20 +452,19 @@ def speed(report: Report, options: argparse.Namespace) -> None:
     for head_size in options.head_size:
         arrays, rows = inputs(options.seq_len, options.batch, options.heads, head_size), []
         for name in options.patterns:
-            if report.over(f"D={head_size}, {name}"):
-                continue
             pattern, mine = patterns(options.seq_len)[name], {}
-            run = functools.partial(measure, report, pattern, arrays, {"D": head_size, "pattern": name})
-            run = functools.partial(run, exact=report.attempt(f"{name}, reference", Exact, pattern, arrays))
-            mine[name] = run(options.implementation, ours, options.implementation)
+            case = Case(report, pattern, arrays, {"D": head_size, "pattern": name})
+            if case.exact is None:
+                continue
+            mine[name] = case.run(options.implementation, ours, options.implementation)
             if name == "document":
-                mine[f"{name}, segment_ids"] = run("segment_ids", ours, options.implementation, True)
+                mine[f"{name}, segment_ids"] = case.run("segment_ids", ours, options.implementation, True)
             choice = report.attempt(f"{name}, default", default_choice, pattern, arrays)
             report.say(f"{name}: implementation=None runs {choice!r}")
             if choice != options.implementation:
-                mine[f"{name}, default: {choice}"] = run("default", ours, None)
-            theirs = {} if options.no_flex else run("FlexAttention", flex)
-            library = run("cuDNN", cudnn) if pattern.cudnn else {}
+                mine[f"{name}, default: {choice}"] = case.run("default", ours, None)
+            theirs = {} if options.no_flex else case.run("FlexAttention", flex)
+            library = case.run("cuDNN", cudnn) if pattern.cudnn else {}
             scale = 4 * head_size * pairs_of(pattern, options.seq_len) * options.batch * options.heads / 1e9
             for label, times in mine.items():
                 rows.append([label])
@@ -485,27 +482,23 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
     """Time against T of dense attention and of some patterns."""
     curves = [("cuDNN", "causal"), *(("ours", x) for x in ("strided", "window", "fixed", "bigbird"))]
     curves += [] if options.no_flex else [("Flex", "strided"), ("Flex", "window")]
+    builds = {"ours": (ours, options.implementation), "Flex": (flex,), "cuDNN": (cudnn,)}
     data = functools.cache(lambda seq_len: inputs(seq_len, *LONG))
-    exact = functools.cache(
-        lambda name, n: report.attempt(f"{name}, {n}, reference", Exact, patterns(n)[name], data(n))
-    )
+    cases = functools.cache(lambda name, n: Case(report, patterns(n)[name], data(n), {"pattern": name, "T": n}))
     points: dict[str, dict[str, dict[int, float]]] = {x: {f"{a} {b}": {} for a, b in curves} for x in DIRECTIONS}
     for who, name in curves:
         for seq_len in sorted(options.lengths):
             if who == "Flex" and seq_len not in FLEX_LENGTHS:
                 continue
             wanted = []
-            for direction in DIRECTIONS:  # at most quadratic
-                known = points[direction][f"{who} {name}"].items()
-                predicted = max((ms * (seq_len / n) ** 2 for n, ms in list(known)[-1:]), default=0)
+            for direction in DIRECTIONS:
+                known = list(points[direction][f"{who} {name}"].items())[-1:]
+                predicted = sum(ms * (seq_len / n) ** 2 for n, ms in known)  # it grows no faster than that
                 if predicted > 1000:
                     report.say(f"{who}, {name}, {seq_len}, {direction}: skipped, may take {predicted:.0f} ms")
                 else:
                     wanted.append(direction)
-            labels, pattern = {"pattern": name, "T": seq_len}, patterns(seq_len)[name]
-            build, *more = {"ours": (ours, options.implementation), "Flex": (flex,), "cuDNN": (cudnn,)}[who]
-            run = functools.partial(measure, report, pattern, data(seq_len), labels, wanted=wanted)
-            for direction, ms in run(who, build, *more, exact=exact(name, seq_len)).items():
+            for direction, ms in cases(name, seq_len).run(who, *builds[who], wanted=wanted).items():
                 points[direction][f"{who} {name}"][seq_len] = ms
     shape = "B={}, H={}, D={}, bfloat16".format(*LONG)
     for direction, found in points.items():
@@ -523,7 +516,8 @@ def memory(report: Report, options: argparse.Namespace) -> None:
         if row:
             report.add(pattern=name, **row)
             report.say(f"{name}: {row}")
-            rows.append([name, f"{row['compiler']:.2f}", f"{'' if row['raised'] else '<= '}{row['allocator']:.2f}"])
+            seen = f"{'' if row['raised'] else '<= '}{row['allocator']:.2f}" if row["allocator"] else "-"
+            rows.append([name, f"{row['compiler']:.2f}", seen])
             if not row["finite"] or row["compiler"] > 16:
                 report.failed(name, f"finite: {row['finite']}; {row['compiler']:.2f} times, of at most 16")
     shape = f"B={LONG[0]}, T={options.memory_len}, H={LONG[1]}, D={LONG[2]}, bfloat16"
@@ -556,14 +550,10 @@ def density(report: Report, options: argparse.Namespace) -> None:
     for seq_len in options.density_lengths:
         arrays = inputs(seq_len, options.batch, options.heads, options.head_size[0])
         found: dict[str, dict[float, float]] = {direction: {} for direction in DIRECTIONS}
-        pattern, labels = patterns(seq_len)["causal"], {"T": seq_len, "density": 1.0}
-        exact = report.attempt(f"causal, {seq_len}, reference", Exact, pattern, arrays)
-        dense = measure(report, pattern, arrays, labels, "cuDNN", cudnn, exact=exact)
+        dense = Case(report, patterns(seq_len)["causal"], arrays, {"T": seq_len, "density": 1.0}).run("cuDNN", cudnn)
         for share in shares:
-            pattern, labels = block_pattern(seq_len, share), {"T": seq_len, "density": share}
-            exact = report.attempt(f"{share:.0%}, {seq_len}, reference", Exact, pattern, arrays)
-            run = functools.partial(measure, report, pattern, arrays, labels, exact=exact)
-            for direction, ms in run(options.implementation, ours, options.implementation).items():
+            case = Case(report, block_pattern(seq_len, share), arrays, {"T": seq_len, "density": share})
+            for direction, ms in case.run(options.implementation, ours, options.implementation).items():
                 found[direction][share] = ms
         rows = [[f"{share:.0%}"] for share in shares] + [["break-even"]]
         for direction, times in found.items():
