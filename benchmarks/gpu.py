@@ -368,6 +368,8 @@ class Report:
         for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
             colours: dict[str, Any] = {}
             for curve, points in curves.items():
+                if not points:
+                    continue
                 who, _, pattern = curve.partition(" ")
                 style = {"ours": "o-", "Flex": "s--"}.get(who, "^:")
                 colour = "black" if who == "cuDNN" else colours.get(pattern)
@@ -505,7 +507,8 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
         rows = [[curve, *(digits(times.get(n)) for n in sorted(options.lengths))] for curve, times in found.items()]
         title = f"{direction}, {shape}; ms; ours is {options.implementation!r}"
         report.table(title, ["T", *map(str, sorted(options.lengths))], rows)
-    report.plot("lengths", "T", {f"{x}, {shape}": found for x, found in points.items()}, xscale="log", yscale="log")
+    report.plot("lengths", "T", {f"{x}, {shape}": found for x, found in points.items()}, xscale="log", yscale="log",
+                xticks=options.lengths, xticklabels=[f"{n / 1024:g}k" for n in options.lengths])  # fmt: skip
 
 
 def memory(report: Report, options: argparse.Namespace) -> None:
