@@ -1,5 +1,6 @@
 """The tests' own interpreter of Triton kernels: it computes what a GPU would, and it sees what kernels do wrong."""
 
+import concurrent.futures
 import functools
 import itertools
 
@@ -85,6 +86,15 @@ def integers(x, y, out, wide, SIZE: tl.constexpr):
         steps += step
     tl.store(wide, tl.full((), 2147483647, tl.int32) + steps)
     tl.store(wide + 1, (steps + tl.full((), 2147483647, tl.int64) - 2147483647).to(tl.int32))
+
+
+@triton.jit
+def transposed(x, y, z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    value = tl.load(x + row[:, None] * COLUMNS + column)
+    place = column[:, None] * ROWS + row[None, :]
+    tl.store(y + place, tl.trans(value))
+    tl.store(z + place, value.T - tl.min(value, 1, keep_dims=True).T + tl.sum(value, 0)[:, None])
 
 
 @triton.jit
@@ -225,10 +235,24 @@ def test_inside_transformations():
     np.testing.assert_allclose(db, np.asarray(A).T @ ones, atol=1e-5)
 
 
+def test_launches_from_several_threads():
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda factor: product(factor * A, B), range(8)))
+    for factor, result in enumerate(results):
+        np.testing.assert_allclose(result, factor * A @ B, atol=1e-4)
+
+
 def test_large_arrays_do_not_block_callbacks():
     x = random((1 << 21,))
     y = jax.jit(lambda x: launch(step_outside, (1,), [x * 2], [((1,), x.dtype)], OFFSET=x.size - 1)[0])(x)
     assert y[0] == x[-1] * 2
+
+
+def test_axes():
+    x = random((4, 8))
+    y, z = launch(transposed, (1,), [x], [((8, 4), x.dtype)] * 2, ROWS=4, COLUMNS=8)
+    np.testing.assert_array_equal(y, x.T)
+    np.testing.assert_allclose(z, x.T - x.min(1) + x.sum(0)[:, None], atol=1e-5)
 
 
 class FrontEnd(TritonSemantic):

@@ -82,7 +82,7 @@ def run(kernel, grid, outputs, constants, *arrays):
                 MACHINE.program, MACHINE.grid_idx = program, grid_idx
                 function(**pointers, **constants)
         finally:
-            MACHINE.buffers = []
+            MACHINE.buffers = []  # they may be large
     return tuple(results)
 
 
@@ -137,13 +137,6 @@ def numpy_type(dtype):
     return np.dtype(np.int64) if dtype.scalar.is_ptr() else NUMPY_TYPES[dtype.scalar]
 
 
-def refuse_bfloat16(*handles):
-    """bfloat16 is for loads, stores, conversions and dots."""
-    for handle in handles:
-        if handle.dtype is tl.bfloat16:
-            raise KernelBug("arithmetic on bfloat16, which kernels should convert to float32 first")
-
-
 class Machine(stock.InterpreterBuilder):
     """Triton's table of operations, with memory that is checked and types that are exact."""
 
@@ -152,10 +145,16 @@ class Machine(stock.InterpreterBuilder):
         # Overflow checks compute everything again in int64, but a launch without debug=True has none.
         self.options = stock.InterpreterOptions(sanitize_overflow=False)
         self.codegen_fns["min_dot_size"] = lambda lhs, rhs: (1, 1, 8 if lhs.scalar.primitive_bitwidth == 32 else 16)
-        self.kernel, self.buffers, self.program = "", [], 0
+        self.kernel, self.buffers, self.program, self.grid_idx = "", [], 0, (0, 0, 0)
 
     def bug(self, text):
         return KernelBug(f"{self.kernel}, program {self.grid_idx}: {text}")
+
+    def refuse_bfloat16(self, *handles):
+        """bfloat16 is for loads, stores, conversions and dots."""
+        for handle in handles:
+            if handle.dtype is tl.bfloat16:
+                raise self.bug("arithmetic on bfloat16, which kernels should convert to float32 first")
 
     # Memory
 
@@ -262,11 +261,11 @@ class Machine(stock.InterpreterBuilder):
     # Arithmetic
 
     def unary_op(self, arg, op):
-        refuse_bfloat16(arg)
+        self.refuse_bfloat16(arg)
         return Handle(op(arg.data), arg.dtype)
 
     def binary_op(self, lhs, rhs, op):
-        refuse_bfloat16(lhs, rhs)
+        self.refuse_bfloat16(lhs, rhs)
         data = op(lhs.data, rhs.data)
         if data.dtype == bool:
             if lhs.data.dtype == bool and op in (np.add, np.multiply):
@@ -289,7 +288,7 @@ class Machine(stock.InterpreterBuilder):
         return self.binary_op(lhs, rhs, np.right_shift)
 
     def create_fma(self, x, y, z):
-        refuse_bfloat16(x, y, z)
+        self.refuse_bfloat16(x, y, z)
         return super().create_fma(x, y, z)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
@@ -487,7 +486,7 @@ def reduced(tensor, axis, combine_fn, keep_dims=False):
     ufunc = REDUCTIONS.get(getattr(combine_fn, "__wrapped__", None))
     if ufunc is None:
         raise NotImplementedError(f"tl.reduce by {combine_fn}")
-    refuse_bfloat16(tensor.handle)
+    MACHINE.refuse_bfloat16(tensor.handle)
     dtype, data = tensor.dtype, tensor.handle.data
     data = ufunc.reduce(data, axis=None if axis is None else operator.index(axis), keepdims=keep_dims, dtype=data.dtype)
     if data.ndim == 0:
@@ -573,7 +572,7 @@ def truth(value):
     if not isinstance(value, tl.tensor):
         return value
     if value.type.is_block():
-        raise KernelBug("the truth value of a block")
+        raise MACHINE.bug("the truth value of a block")
     return bool(value.handle.data)
 
 
@@ -597,7 +596,5 @@ def rewritten(fn):
 
 
 for name, member in vars(tl.tensor).items():
-    if name in vars(Tensor):
-        continue
     if isinstance(member, JITFunction) or tl.core.is_builtin(member):
         setattr(Tensor, name, translated(member))
