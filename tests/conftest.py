@@ -10,3 +10,21 @@ if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+import jax
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_kernels_anywhere():
+    """Without an NVIDIA GPU, the Triton kernels are interpreted, as if on an H200."""
+    if jax.default_backend() == "gpu":
+        yield
+        return
+    from sparse_layers.ops.triton_gpu import launch
+    from tests.ops import triton_interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "call", triton_interpreter.call)
+        patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
+        yield

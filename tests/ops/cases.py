@@ -17,7 +17,7 @@ from sparse_layers.ops import plan as plans
 from sparse_layers.ops.platforms import TUNING
 
 # A new backend is one more name here.
-IMPLEMENTATIONS = ["pallas_tpu", "xla", "reference"]
+IMPLEMENTATIONS = ["pallas_tpu", "triton", "xla", "reference"]
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 

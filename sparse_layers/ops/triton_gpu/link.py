@@ -81,7 +81,8 @@ class Link:
     def gives_dq(self) -> bool:
         """Whether `dkv` computes dq as well: each query is in one block only, so its gradient is complete there."""
         prepared = self._prepared("dkv")
-        return prepared.lists.single and prepared.splits == 1 and self.q_order.complete
+        whole = prepared.kv.parts == prepared.splits == 1  # one program for all keys of a block
+        return prepared.lists.single and whole and self.q_order.complete
 
     def forward(self, before: Rows | None, sinks: jax.Array | None, *, final: bool) -> Rows:
         """(out, lse) of this pass, going on from ``before`` and the sinks [N], if given.
