@@ -1,4 +1,4 @@
-"""The backward kernels: dq by tiles of queries; dk and dv by tiles of keys, and dq, too, where each query has one block.
+"""The backward kernels: dq by tiles of queries, with dk and dv where each key has one block; else these by tiles of keys.
 
 With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dq = ds k, dk = ds^T q. All sums stay within one
 program, so there are no atomic additions, and results are the same from run to run.
@@ -24,22 +24,108 @@ def _score_gradient(scores, lse, dweights, delta, may, SCALED_CAP: tl.constexpr,
 
 
 @triton.jit
+def _walk(
+    result,
+    queries,
+    douts,
+    base,
+    deltas,
+    first,
+    last,
+    k,
+    v,
+    lists,
+    bits,
+    bit_row,
+    segment,
+    segments,
+    before_k,
+    before_v,
+    dk,
+    dv,
+    S: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    KV_ROWS: tl.constexpr,
+    KV_COUNT: tl.constexpr,
+    KV_STEP: tl.constexpr,
+    KV_JUMP: tl.constexpr,
+    KV_START: tl.constexpr,
+    BIT_ROWS: tl.constexpr,
+    BKV: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    MASKED: tl.constexpr,
+    WITH_DKV: tl.constexpr,
+    BEFORE_KV: tl.constexpr,
+    BEFORE_KV_COUNT: tl.constexpr,
+    BEFORE_KV_JUMP: tl.constexpr,
+    BEFORE_KV_START: tl.constexpr,
+):
+    """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
+    column = tl.arange(0, N)
+    words: tl.constexpr = PARTS * N // 32
+    for step in tl.range(first, last):
+        slot, part = step // PARTS, step % PARTS
+        row = tl.load(lists + 2 * slot) * BKV + part * N + column
+        token = token_of(row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
+        exists_kv = (row < KV_ROWS) & (token < S) & (part * N + column < BKV)
+        keys = load_rows(addresses(k, token, KV_HEADS * H, D, WIDE), exists_kv, H, D, MASKED)
+        values = load_rows(addresses(v, token, KV_HEADS * HV, DV, WIDE), exists_kv, HV, DV, MASKED)
+        scores = logits(tl.dot(queries, tl.trans(keys), input_precision="ieee"), SCALE, CAP)
+        may = 0
+        if MASKED:
+            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (N // 32)
+            may = allowed(bits + first_word, bit_row, words, N)
+            if SEGMENTED:
+                other = tl.load(segments + token, mask=exists_kv, other=-1)
+                may = may & (segment[:, None] == other[None, :])
+        dweights = tl.dot(douts, tl.trans(values), input_precision="ieee")
+        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, CAP * 1.4426950408889634, MASKED)
+        dscores = dscores.to(keys.dtype)
+        result = tl.dot(dscores, keys, result, input_precision="ieee")
+        if WITH_DKV:
+            dvalues = tl.dot(tl.trans(weights.to(keys.dtype)), douts, input_precision="ieee")
+            dkeys = tl.dot(tl.trans(dscores), queries, input_precision="ieee") * SCALE
+            if BEFORE_KV:
+                early, known = row_of(token, exists_kv, BEFORE_KV_COUNT, BEFORE_KV_JUMP, BEFORE_KV_START)
+                pointers = addresses(before_k, early, KV_HEADS * H, D, True)
+                dkeys += load_rows(pointers, known, H, D, True).to(tl.float32)
+                pointers = addresses(before_v, early, KV_HEADS * HV, DV, True)
+                dvalues += load_rows(pointers, known, HV, DV, True).to(tl.float32)
+            store_rows(addresses(dk, token, KV_HEADS * H, D, True), dkeys, exists_kv, H, D)
+            store_rows(addresses(dv, token, KV_HEADS * HV, DV, True), dvalues, exists_kv, HV, DV)
+    return result
+
+
+@triton.jit
 def dq_kernel(
     q,
     k,
     v,
     order,
-    counts,
-    index,
-    tile,
+    lists,
     bits,
+    more_lists,
+    more_bits,
     q_segments,
     kv_segments,
     lse,  # float32 [B, HEADS, T], of all passes together
     delta,  # float32 [B, HEADS, T]
     dout,  # [B, T, HEADS, HV]
-    before,  # float32 [B, BEFORE_ROWS, OWN_HEADS, H]: dq of earlier passes
+    before,  # [B, BEFORE_ROWS, OWN_HEADS, H]: dq of earlier passes
+    before_k,  # [B, BEFORE_KV_ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
+    before_v,  # [B, BEFORE_KV_ROWS, KV_HEADS, HV]
     dq,  # [SPLITS, B, OUT_ROWS, OWN_HEADS, H]
+    dk,  # [B, S, KV_HEADS, H] if WITH_DKV
+    dv,  # [B, S, KV_HEADS, HV]
     T: tl.constexpr,
     S: tl.constexpr,
     HEADS: tl.constexpr,
@@ -63,6 +149,23 @@ def dq_kernel(
     KV_STEP: tl.constexpr,
     KV_JUMP: tl.constexpr,
     KV_START: tl.constexpr,
+    TWO: tl.constexpr,
+    KV2_ROWS: tl.constexpr,
+    KV2_COUNT: tl.constexpr,
+    KV2_STEP: tl.constexpr,
+    KV2_JUMP: tl.constexpr,
+    KV2_START: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    BKV2: tl.constexpr,
+    KV2_PARTS: tl.constexpr,
+    ANY_FREE2: tl.constexpr,
+    ANY_MASKED2: tl.constexpr,
+    WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
+    BEFORE_KV: tl.constexpr,
+    BEFORE_KV_ROWS: tl.constexpr,
+    BEFORE_KV_COUNT: tl.constexpr,
+    BEFORE_KV_JUMP: tl.constexpr,
+    BEFORE_KV_START: tl.constexpr,
     BEFORE: tl.constexpr,
     BEFORE_ROWS: tl.constexpr,
     BEFORE_COUNT: tl.constexpr,
@@ -84,12 +187,15 @@ def dq_kernel(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    ORDERED: tl.constexpr,
     ANY_FREE: tl.constexpr,
     ANY_MASKED: tl.constexpr,
 ):
     """dq of one tile of queries of one head; grid and arguments as in `forward_kernel`."""
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), tl.load(order + place // Q_PARTS)
+    b, job = tl.program_id(1).to(tl.int64), place // Q_PARTS
+    if ORDERED:
+        job = tl.load(order + job)
     own, block = job // BLOCKS, job % BLOCKS
     head = FIRST_HEAD + own * HEAD_STEP
     kv_head = head // (HEADS // KV_HEADS)
@@ -110,46 +216,69 @@ def dq_kernel(
         segment = tl.load(q_segments + b * T + token, mask=exists, other=-2)
 
     line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-    index, tile = index + line * WIDTH, tile + line * WIDTH
-    full, count = tl.load(counts + line * 2), tl.load(counts + line * 2 + 1)
-    free_first, free_last, masked_first, masked_last = share_of(full, count, split, SPLITS, KV_PARTS)
-    k += (b * S * KV_HEADS + kv_head) * H
-    v += (b * S * KV_HEADS + kv_head) * HV
-    kv_segments += b * S
-    column = tl.arange(0, N)
-    words: tl.constexpr = KV_PARTS * N // 32
+    at = b * S * KV_HEADS + kv_head
+    early_at = b * BEFORE_KV_ROWS * KV_HEADS + kv_head
     result = tl.zeros((M, D), tl.float32)
-    for MASKED in tl.static_range(2):
-        if (MASKED == 0 and ANY_FREE) or (MASKED == 1 and ANY_MASKED):
-            for step in tl.range(
-                masked_first if MASKED else free_first, masked_last if MASKED else free_last
-            ):
-                slot, part = step // KV_PARTS, step % KV_PARTS
-                kv_row = tl.load(index + slot) * BKV + part * N + column
-                kv_token = token_of(kv_row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
-                kv_exists = (kv_row < KV_ROWS) & (kv_token < S) & (part * N + column < BKV)
-                keys = load_rows(addresses(k, kv_token, KV_HEADS * H, D, WIDE), kv_exists, H, D, MASKED)
-                values = load_rows(addresses(v, kv_token, KV_HEADS * HV, DV, WIDE), kv_exists, HV, DV, MASKED)
-                scores = logits(tl.dot(queries, tl.trans(keys), input_precision="ieee"), SCALE, CAP)
-                may = 0
-                if MASKED:
-                    first_word = tl.load(tile + slot).to(tl.int64) * (Q_PARTS * M * words) + part * (N // 32)
-                    may = allowed(bits + first_word, within, words, N)
-                    if SEGMENTED:
-                        other = tl.load(kv_segments + kv_token, mask=kv_exists, other=-1)
-                        may = may & (segment[:, None] == other[None, :])
-                dweights = tl.dot(douts, tl.trans(values), input_precision="ieee")
-                _, dscores = _score_gradient(
-                    scores, base, dweights, deltas, may, CAP * 1.4426950408889634, MASKED
-                )
-                result = tl.dot(dscores.to(keys.dtype), keys, result, input_precision="ieee")
+    for SECOND in tl.static_range(2):
+        if SECOND == 0 or TWO:
+            entries = more_lists + line * (2 + 2 * WIDTH2) if SECOND else lists + line * (2 + 2 * WIDTH)
+            full, count = tl.load(entries), tl.load(entries + 1)
+            bounds = share_of(full, count, split, SPLITS, KV2_PARTS if SECOND else KV_PARTS)
+            for MASKED in tl.static_range(2):
+                if (ANY_MASKED2 if SECOND else ANY_MASKED) if MASKED else (ANY_FREE2 if SECOND else ANY_FREE):
+                    result = _walk(
+                        result,
+                        queries,
+                        douts,
+                        base,
+                        deltas,
+                        bounds[2 * MASKED],
+                        bounds[2 * MASKED + 1],
+                        k + at * H,
+                        v + at * HV,
+                        entries + 2,
+                        more_bits if SECOND else bits,
+                        within,
+                        segment,
+                        kv_segments + b * S,
+                        before_k + early_at * H,
+                        before_v + early_at * HV,
+                        dk + at * H,
+                        dv + at * HV,
+                        S,
+                        KV_HEADS,
+                        H,
+                        HV,
+                        D,
+                        DV,
+                        SCALE,
+                        CAP,
+                        KV2_ROWS if SECOND else KV_ROWS,
+                        KV2_COUNT if SECOND else KV_COUNT,
+                        KV2_STEP if SECOND else KV_STEP,
+                        KV2_JUMP if SECOND else KV_JUMP,
+                        KV2_START if SECOND else KV_START,
+                        Q_PARTS * M,
+                        BKV2 if SECOND else BKV,
+                        N,
+                        KV2_PARTS if SECOND else KV_PARTS,
+                        WIDE,
+                        SEGMENTED,
+                        MASKED,
+                        WITH_DKV and SECOND == 0,
+                        BEFORE_KV,
+                        BEFORE_KV_COUNT,
+                        BEFORE_KV_JUMP,
+                        BEFORE_KV_START,
+                    )
 
     result = result * SCALE
     if BEFORE:
         early, known = row_of(token, exists, BEFORE_COUNT, BEFORE_JUMP, BEFORE_START)
         known = known & (split == 0)
-        at = b * BEFORE_ROWS * OWN_HEADS + own
-        result += load_rows(addresses(before + at * H, early, OWN_HEADS * H, D, True), known, H, D, True)
+        early_at = b * BEFORE_ROWS * OWN_HEADS + own
+        pointers = addresses(before + early_at * H, early, OWN_HEADS * H, D, True)
+        result += load_rows(pointers, known, H, D, True).to(tl.float32)
     place = token if BY_TOKEN else row
     at = (split * BATCH + b) * OUT_ROWS * OWN_HEADS + own
     store_rows(addresses(dq + at * H, place, OWN_HEADS * H, D, True), result, exists, H, D)
@@ -161,21 +290,17 @@ def dkv_kernel(
     k,
     v,
     order,  # int32 [KV_HEADS * BLOCKS]: key head * BLOCKS + key block; the lists are those of key blocks
-    counts,
-    index,
-    tile,
+    lists,
     bits,
     q_segments,
     kv_segments,
     lse,
     delta,
     dout,
-    before_k,  # float32 [B, BEFORE_ROWS, KV_HEADS, H]: dk of earlier passes
-    before_v,  # float32 [B, BEFORE_ROWS, KV_HEADS, HV]
-    before_q,  # float32 [B, BEFORE_Q_ROWS, OWN_HEADS, H]: dq of earlier passes
+    before_k,  # [B, BEFORE_ROWS, KV_HEADS, H]: dk of earlier passes
+    before_v,  # [B, BEFORE_ROWS, KV_HEADS, HV]
     dk,  # [SPLITS, B, OUT_ROWS, KV_HEADS, H]
     dv,  # [SPLITS, B, OUT_ROWS, KV_HEADS, HV]
-    dq,  # [B, T, OWN_HEADS, H] if WITH_DQ
     T: tl.constexpr,
     S: tl.constexpr,
     HEADS: tl.constexpr,
@@ -206,12 +331,6 @@ def dkv_kernel(
     BEFORE_START: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     OUT_ROWS: tl.constexpr,
-    WITH_DQ: tl.constexpr,  # every query tile is in one list only, so its dq is complete; its earlier rows:
-    BEFORE_Q: tl.constexpr,
-    BEFORE_Q_ROWS: tl.constexpr,
-    BEFORE_Q_COUNT: tl.constexpr,
-    BEFORE_Q_JUMP: tl.constexpr,
-    BEFORE_Q_START: tl.constexpr,
     BATCH: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -226,12 +345,15 @@ def dkv_kernel(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    ORDERED: tl.constexpr,  # whether `order` is to be looked at
     ANY_FREE: tl.constexpr,
     ANY_MASKED: tl.constexpr,
 ):
     """dk and dv of one tile of keys of one key head; grid (KV_HEADS * BLOCKS * KV_PARTS * SPLITS, B)."""
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), tl.load(order + place // KV_PARTS)
+    b, job = tl.program_id(1).to(tl.int64), place // KV_PARTS
+    if ORDERED:
+        job = tl.load(order + job)
     kv_head, block = job // BLOCKS, job % BLOCKS
     within = place % KV_PARTS * N + tl.arange(0, N)
     row = block * BKV + within
@@ -256,17 +378,16 @@ def dkv_kernel(
     for own in tl.range(first_own, last_own):
         head = FIRST_HEAD + own * HEAD_STEP
         line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-        full, count = tl.load(counts + line * 2), tl.load(counts + line * 2 + 1)
-        free_first, free_last, masked_first, masked_last = share_of(full, count, split, SPLITS, Q_PARTS)
+        entries = lists + line * (2 + 2 * WIDTH)
+        full, count = tl.load(entries), tl.load(entries + 1)
+        bounds = share_of(full, count, split, SPLITS, Q_PARTS)
         head_q = q + (b * T * HEADS + head) * H
         head_dout = dout + (b * T * HEADS + head) * HV
         for MASKED in tl.static_range(2):
-            if (MASKED == 0 and ANY_FREE) or (MASKED == 1 and ANY_MASKED):
-                for step in tl.range(
-                    masked_first if MASKED else free_first, masked_last if MASKED else free_last
-                ):
+            if ANY_MASKED if MASKED else ANY_FREE:
+                for step in tl.range(bounds[2 * MASKED], bounds[2 * MASKED + 1]):
                     slot, part = step // Q_PARTS, step % Q_PARTS
-                    q_row = tl.load(index + line * WIDTH + slot) * BQ + part * M + column
+                    q_row = tl.load(entries + 2 + 2 * slot) * BQ + part * M + column
                     q_token = token_of(q_row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
                     q_exists = (q_row < Q_ROWS) & (q_token < T) & (part * M + column < BQ)
                     queries = load_rows(addresses(head_q, q_token, HEADS * H, D, WIDE), q_exists, H, D, MASKED)
@@ -280,7 +401,7 @@ def dkv_kernel(
                     scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), SCALE, CAP)
                     may = 0
                     if MASKED:
-                        first_word = tl.load(tile + line * WIDTH + slot).to(tl.int64) * (KV_PARTS * N * words)
+                        first_word = tl.load(entries + 3 + 2 * slot).to(tl.int64) * (KV_PARTS * N * words)
                         may = allowed(bits + first_word + part * (M // 32), within, words, M)
                         if SEGMENTED:
                             other = tl.load(q_segments + q_token, mask=q_exists, other=-2)
@@ -291,25 +412,17 @@ def dkv_kernel(
                         scores, base[None, :], dweights, deltas[None, :], may, CAP * 1.4426950408889634, MASKED
                     )
                     dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
-                    dscores = dscores.to(queries.dtype)
-                    dkeys = tl.dot(dscores, queries, dkeys, input_precision="ieee")
-                    if WITH_DQ:
-                        dqueries = tl.dot(tl.trans(dscores), keys, input_precision="ieee") * SCALE
-                        if BEFORE_Q:
-                            early, known = row_of(q_token, q_exists, BEFORE_Q_COUNT, BEFORE_Q_JUMP, BEFORE_Q_START)
-                            q_at = b * BEFORE_Q_ROWS * OWN_HEADS + own
-                            pointers = addresses(before_q + q_at * H, early, OWN_HEADS * H, D, True)
-                            dqueries += load_rows(pointers, known, H, D, True)
-                        pointers = addresses(dq + (b * T * OWN_HEADS + own) * H, q_token, OWN_HEADS * H, D, True)
-                        store_rows(pointers, dqueries, q_exists, H, D)
+                    dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
 
     dkeys = dkeys * SCALE
     if BEFORE:
         early, known = row_of(token, exists, BEFORE_COUNT, BEFORE_JUMP, BEFORE_START)
         known = known & (split == 0)
         at = b * BEFORE_ROWS * KV_HEADS + kv_head
-        dkeys += load_rows(addresses(before_k + at * H, early, KV_HEADS * H, D, True), known, H, D, True)
-        dvalues += load_rows(addresses(before_v + at * HV, early, KV_HEADS * HV, DV, True), known, HV, DV, True)
+        pointers = addresses(before_k + at * H, early, KV_HEADS * H, D, True)
+        dkeys += load_rows(pointers, known, H, D, True).to(tl.float32)
+        pointers = addresses(before_v + at * HV, early, KV_HEADS * HV, DV, True)
+        dvalues += load_rows(pointers, known, HV, DV, True).to(tl.float32)
     place = token if BY_TOKEN else row
     at = (split * BATCH + b) * OUT_ROWS * KV_HEADS + kv_head
     store_rows(addresses(dk + at * H, place, KV_HEADS * H, D, True), dkeys, exists, H, D)

@@ -5,6 +5,7 @@ by token, too, and starts from what earlier passes left, so a chain of n such pa
 and copies nothing. Passes that hold only some queries (or keys) come first; their results are few and kept by row.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +52,19 @@ def _groups(call: Call, operands: Operands) -> list[_Group]:
     ]
 
 
+def _by_queries(links: Sequence[Link]) -> list[Link]:
+    """The links in the order of the forward and dq kernels, by twos where query rows are the same."""
+    paired: list[Link] = []
+    # Of two, the one whose dk and dv come with dq has to be the first.
+    for link in sorted(links, key=lambda link: (link.q_order.complete, not link.gives_dkv)):
+        partner = next((p for p in paired if p.also is None and p.goes_with(link)), None)
+        if partner is None:
+            paired.append(link)
+        else:
+            paired[paired.index(partner)] = dataclasses.replace(partner, also=link)
+    return paired
+
+
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands)), strict=True)
     return joined(outs).astype(operands.query.dtype), joined(lses)
@@ -58,17 +72,16 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, heads, Hv], lse [B, T, heads]) of a group."""
-    sinks, links = operands.sinks, sorted(group.links, key=lambda link: link.q_order.complete)
+    sinks, links = operands.sinks, _by_queries(group.links)
     # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
     in_kernels = sum(not link.q_order.complete for link in links) < min(2, len(links))
     state = None
     for link in links:
         if state is None or link.q_order.complete:
             begun = state is not None and state.order.natural
-            final = link is links[-1] and (in_kernels or sinks is None)
-            state = link.forward(state, sinks if in_kernels and not begun else None, final=final)
+            state = link.forward(state, sinks if in_kernels and not begun else None)
         else:
-            both = merged(state.whole(), link.forward(None, None, final=False).whole())
+            both = merged(state.whole(), link.forward(None, None).whole())
             state = Rows(RowOrder(link.q_order.length), (both[0], both[1].swapaxes(1, 2)))
     if state is None:
         nothing = jnp.zeros_like(operands.query[:, :, group.first :: group.step, 0], jnp.float32)
@@ -85,34 +98,27 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands)
-    dqs = [_dq_of(group, gradients) for group in groups]
-    links = [(place, link) for place, group in enumerate(groups) for link in group.links]
-    links.sort(key=lambda entry: entry[1].kv_order.complete)
-    giving = {place: link for place, link in links if link.gives_dq}  # the last one of each group
-    state = None
-    for place, link in links:
-        goes_on = state is None or link.kv_order.complete
-        final, final_q = link is links[-1][1], link is giving.get(place)
-        own, dq = link.dkv(gradients, state if goes_on else None, dqs[place], final=final, final_q=final_q)
-        state = own if state is None or goes_on else _added(state, own)
-        dqs[place] = dqs[place] if dq is None else dq
-    none = [jnp.zeros_like(query[:, :, group.first :: group.step]) for group in groups]
-    dq = joined([like if rows is None else rows.whole()[0] for rows, like in zip(dqs, none, strict=True)])
-    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if state is None else state.whole()
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
-
-
-def _dq_of(group: _Group, gradients: Gradients) -> Rows | None:
-    """dq of the passes whose dk and dv kernel does not give it."""
-    links = sorted((link for link in group.links if not link.gives_dq), key=lambda link: link.q_order.complete)
-    state = None
-    for link in links:
-        final = link is links[-1] and len(links) == len(group.links)
-        if state is None or link.q_order.complete:
-            state = link.dq(gradients, state, final=final)
+    by_queries = [_by_queries(group.links) for group in groups]
+    giving = {id(link.passes) for links in by_queries for link in links if link.gives_dkv}
+    links = [link for group in groups for link in group.links if id(link.passes) not in giving]
+    by_key = None
+    for link in sorted(links, key=lambda link: link.kv_order.complete):
+        if by_key is None or link.kv_order.complete:
+            by_key = link.dkv(gradients, by_key)
         else:
-            state = _added(state, link.dq(gradients, None, final=False))
-    return state
+            by_key = _added(by_key, link.dkv(gradients, None))
+    dqs = []
+    for group, links in zip(groups, by_queries, strict=True):
+        by_query = None
+        for link in links:
+            goes_on = by_query is None or link.q_order.complete
+            dq, dkv = link.dq(gradients, by_query if goes_on else None, by_key if link.gives_dkv else None)
+            by_query = dq if by_query is None or goes_on else _added(by_query, dq)
+            by_key = by_key if dkv is None else dkv
+        none = jnp.zeros_like(query[:, :, group.first :: group.step])
+        dqs.append(none if by_query is None else by_query.whole()[0])
+    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if by_key is None else by_key.whole()
+    return joined(dqs).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
 def _added(state: Rows, more: Rows) -> Rows:

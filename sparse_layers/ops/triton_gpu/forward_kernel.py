@@ -14,8 +14,7 @@ def _walk(
     last,
     k,
     v,
-    index,
-    tile,
+    lists,
     bits,
     bit_row,
     segment,
@@ -47,14 +46,14 @@ def _walk(
     column = tl.arange(0, N)
     for step in tl.range(first, last):
         slot, part = step // PARTS, step % PARTS
-        row = tl.load(index + slot) * BKV + part * N + column
+        row = tl.load(lists + 2 * slot) * BKV + part * N + column
         token = token_of(row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
         exists = (row < KV_ROWS) & (token < S) & (part * N + column < BKV)
         keys = load_rows(addresses(k, token, KV_STRIDE, D, WIDE), exists, H, D, MASKED)
         products = tl.dot(q, tl.trans(keys), input_precision="ieee")
         if MASKED:
             words: tl.constexpr = PARTS * N // 32
-            first_word = tl.load(tile + slot).to(tl.int64) * (BIT_ROWS * words) + part * (N // 32)
+            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (N // 32)
             may = allowed(bits + first_word, bit_row, words, N)
             if SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-1)
@@ -88,14 +87,15 @@ def forward_kernel(
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
     order,  # int32 [OWN_HEADS * BLOCKS]: own head * BLOCKS + query block, in the order to begin them
-    counts,  # int32 [LISTS_B, LISTS_H, BLOCKS, 2]: free blocks and all blocks of each query block
-    index,  # int32 [LISTS_B, LISTS_H, BLOCKS, WIDTH]: key blocks, free ones first
-    tile,  # int32, same shape: tiles of `bits` of the others
+    lists,  # int32 [LISTS_B, LISTS_H, BLOCKS, 2 + 2 * WIDTH]: for each query block the number of free blocks and of all,
+    # then (key block, tile of `bits`) of each, free ones first
     bits,  # int32 [tiles, rows, words]
+    more_lists,  # the same of a second pass with the same query rows, if TWO
+    more_bits,
     q_segments,  # int32 [B, T], -2 in padding
     kv_segments,  # int32 [B, S], -1 in padding
     sinks,  # float32 [HEADS]
-    before,  # float32 [B, BEFORE_ROWS, OWN_HEADS, HV]: out of earlier passes
+    before,  # [B, BEFORE_ROWS, OWN_HEADS, HV]: out of earlier passes
     before_lse,  # float32 [B, OWN_HEADS, BEFORE_ROWS]
     out,  # [SPLITS, B, OUT_ROWS, OWN_HEADS, HV]
     lse,  # float32 [SPLITS, B, OWN_HEADS, OUT_ROWS]
@@ -122,6 +122,17 @@ def forward_kernel(
     KV_STEP: tl.constexpr,
     KV_JUMP: tl.constexpr,
     KV_START: tl.constexpr,
+    TWO: tl.constexpr,  # whether there is a second pass; its key rows and lists:
+    KV2_ROWS: tl.constexpr,
+    KV2_COUNT: tl.constexpr,
+    KV2_STEP: tl.constexpr,
+    KV2_JUMP: tl.constexpr,
+    KV2_START: tl.constexpr,
+    WIDTH2: tl.constexpr,
+    BKV2: tl.constexpr,
+    KV2_PARTS: tl.constexpr,
+    ANY_FREE2: tl.constexpr,
+    ANY_MASKED2: tl.constexpr,
     BEFORE: tl.constexpr,  # whether there are earlier passes; their rows:
     BEFORE_ROWS: tl.constexpr,
     BEFORE_COUNT: tl.constexpr,
@@ -144,12 +155,15 @@ def forward_kernel(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
     SEGMENTED: tl.constexpr,
+    ORDERED: tl.constexpr,  # whether `order` is to be looked at
     ANY_FREE: tl.constexpr,
     ANY_MASKED: tl.constexpr,
 ):
     """Attention of one tile of queries of one head; grid (OWN_HEADS * BLOCKS * Q_PARTS * SPLITS, B)."""
     split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), tl.load(order + place // Q_PARTS)
+    b, job = tl.program_id(1).to(tl.int64), place // Q_PARTS
+    if ORDERED:
+        job = tl.load(order + job)
     own, block = job // BLOCKS, job % BLOCKS
     head = FIRST_HEAD + own * HEAD_STEP
     kv_head = head // (HEADS // KV_HEADS)
@@ -173,54 +187,56 @@ def forward_kernel(
         early_lse = tl.load(before_lse + at * BEFORE_ROWS + early, mask=known, other=float("-inf"))
         top = tl.where(known, early_lse * 1.4426950408889634, top)
         at = b * BEFORE_ROWS * OWN_HEADS + own
-        result = load_rows(addresses(before + at * HV, early, OWN_HEADS * HV, DV, True), known, HV, DV, True)
+        result = load_rows(addresses(before + at * HV, early, OWN_HEADS * HV, DV, True), known, HV, DV, True).to(tl.float32)
     if SPLITS > 1:
         top = tl.where(split == 0, top, float("-inf"))  # the first of several programs goes on, the others begin anew
     total = tl.where(top == float("-inf"), 0.0, 1.0)
 
     line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-    full, count = tl.load(counts + line * 2), tl.load(counts + line * 2 + 1)
-    free_first, free_last, masked_first, masked_last = share_of(full, count, split, SPLITS, KV_PARTS)
     keys = k + (b * S * KV_HEADS + kv_head) * H
     values = v + (b * S * KV_HEADS + kv_head) * HV
     state = result, top, total
-    for MASKED in tl.static_range(2):
-        if ANY_MASKED if MASKED else ANY_FREE:
-            state = _walk(
-                state,
-                queries,
-                masked_first if MASKED else free_first,
-                masked_last if MASKED else free_last,
-                keys,
-                values,
-                index + line * WIDTH,
-                tile + line * WIDTH,
-                bits,
-                within,
-                segment,
-                kv_segments + b * S,
-                S,
-                KV_HEADS * H,
-                KV_HEADS * HV,
-                H,
-                HV,
-                D,
-                DV,
-                SCALE,
-                CAP,
-                KV_ROWS,
-                KV_COUNT,
-                KV_STEP,
-                KV_JUMP,
-                KV_START,
-                Q_PARTS * M,
-                BKV,
-                N,
-                KV_PARTS,
-                WIDE,
-                SEGMENTED,
-                MASKED,
-            )
+    for SECOND in tl.static_range(2):
+        if SECOND == 0 or TWO:
+            entries = more_lists + line * (2 + 2 * WIDTH2) if SECOND else lists + line * (2 + 2 * WIDTH)
+            full, count = tl.load(entries), tl.load(entries + 1)
+            bounds = share_of(full, count, split, SPLITS, KV2_PARTS if SECOND else KV_PARTS)
+            for MASKED in tl.static_range(2):
+                if (ANY_MASKED2 if SECOND else ANY_MASKED) if MASKED else (ANY_FREE2 if SECOND else ANY_FREE):
+                    state = _walk(
+                        state,
+                        queries,
+                        bounds[2 * MASKED],
+                        bounds[2 * MASKED + 1],
+                        keys,
+                        values,
+                        entries + 2,
+                        more_bits if SECOND else bits,
+                        within,
+                        segment,
+                        kv_segments + b * S,
+                        S,
+                        KV_HEADS * H,
+                        KV_HEADS * HV,
+                        H,
+                        HV,
+                        D,
+                        DV,
+                        SCALE,
+                        CAP,
+                        KV2_ROWS if SECOND else KV_ROWS,
+                        KV2_COUNT if SECOND else KV_COUNT,
+                        KV2_STEP if SECOND else KV_STEP,
+                        KV2_JUMP if SECOND else KV_JUMP,
+                        KV2_START if SECOND else KV_START,
+                        Q_PARTS * M,
+                        BKV2 if SECOND else BKV,
+                        N,
+                        KV2_PARTS if SECOND else KV_PARTS,
+                        WIDE,
+                        SEGMENTED,
+                        MASKED,
+                    )
     result, top, total = state
 
     nothing = total == 0

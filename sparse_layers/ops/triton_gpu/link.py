@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ..plan import Pass
 from . import launch
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
-from .lists import Lists, Side, run_time_lists, static_lists, with_segments
+from .lists import Lists, Side, begin_order, run_time_lists, static_lists, with_segments
 from .settings import Settings, choose, splits
 
 
@@ -54,6 +53,7 @@ class Link:
       operands: its arrays; segment ids of padding are -2 for queries and -1 for keys.
       first, step: which heads.
       passes: the heads take them in turn; they differ in their masks only. () for a run-time mask.
+      also: a second pass with the same query rows, which the forward and dq kernels do together with this one.
     """
 
     call: Call
@@ -61,6 +61,7 @@ class Link:
     first: int
     step: int
     passes: tuple[Pass, ...]
+    also: "Link | None" = None
 
     @property
     def heads(self) -> int:
@@ -77,82 +78,100 @@ class Link:
         """Token of each key row."""
         return self.passes[0].kv_order if self.passes else RowOrder(self.operands.key.shape[1])
 
+    def goes_with(self, other: "Link") -> bool:
+        """Whether one kernel can do both: they have the same query rows, cut alike, and there are lists for as many heads."""
+        alike = self.q_order == other.q_order and self._shape("dq")[0] == other._shape("dq")[0]
+        return alike and len(self.passes) == len(other.passes)
+
     @functools.cached_property
-    def gives_dq(self) -> bool:
-        """Whether `dkv` computes dq as well: each query is in one block only, so its gradient is complete there."""
-        prepared = self._prepared("dkv")
-        whole = prepared.kv.parts == prepared.splits == 1  # one program for all keys of a block
-        return prepared.lists.single and whole and self.q_order.complete
+    def gives_dkv(self) -> bool:
+        """Whether the dq kernel computes dk and dv as well: each key is in one list only, so they are complete there."""
+        if self.operands.segments is not None or self.operands.query.shape[2] != self.operands.key.shape[2]:
+            return False
+        prepared = self._prepared("dq")
+        whole = prepared.q.parts == prepared.splits == 1  # one program for all queries of a block
+        return prepared.lists.single and whole and self.kv_order.complete and self.step == 1
 
-    def forward(self, before: Rows | None, sinks: jax.Array | None, *, final: bool) -> Rows:
-        """(out, lse) of this pass, going on from ``before`` and the sinks [N], if given.
-
-        ``final``: the result is kept in the dtype of the query if it can, else in float32.
-        """
+    def forward(self, before: Rows | None, sinks: jax.Array | None) -> Rows:
+        """(out, lse) of this pass, going on from ``before`` and the sinks [N], if given."""
         prepared, order = self._prepared("forward"), _destination(self.q_order)
         rows, size = order.rows, self.operands.value.shape[-1]
-        outputs = (
-            prepared.output((rows, self.heads, size), final and order.natural),
-            prepared.output((self.heads, rows), False),
-        )
-        extra = {"SINKS": sinks is not None} | _source("BEFORE", before)
-        out, lse = prepared.run(forward_kernel, [sinks, *_arrays(before, 2)], outputs, extra, order)
+        outputs = prepared.output(order, (rows, self.heads, size)), prepared.output(None, (self.heads, rows))
+        extra = {"SINKS": sinks is not None} | prepared.more_constants | _source("BEFORE", before)
+        arrays = [*prepared.more_arrays, *self._segments, sinks, *_arrays(before, 2)]
+        out, lse = prepared.run(forward_kernel, arrays, outputs, extra, order)
         if prepared.splits == 1:
             return Rows(order, (out[0], lse[0]))
         total = jax.nn.logsumexp(lse, axis=0)
         share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)))
-        # Rows that are not defined may hold NaN; that stays where it is.
         return Rows(order, ((out * share.swapaxes(-1, -2)[..., None]).sum(0), total))
 
-    def dq(self, gradients: Gradients, before: Rows | None, *, final: bool) -> Rows:
-        """dq of this pass, added to ``before``."""
+    def dq(self, gradients: Gradients, before: Rows | None, before_kv: Rows | None) -> tuple[Rows, Rows | None]:
+        """(dq, (dk, dv) if `gives_dkv`) of this pass, added to what is there."""
         prepared, order = self._prepared("dq"), _destination(self.q_order)
-        outputs = [prepared.output((order.rows, self.heads, self.operands.query.shape[-1]), final and order.natural)]
-        arrays = [*gradients, *_arrays(before, 1)]
-        (dq,) = prepared.run(dq_kernel, arrays, outputs, _source("BEFORE", before), order)
-        return Rows(order, (prepared.summed(dq),))
+        sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
+        kv_rows, kv_heads = self.operands.key.shape[1:3]
+        outputs = [prepared.output(order, (order.rows, self.heads, sizes[0]))]
+        outputs += [prepared.output(self.kv_order, (kv_rows, kv_heads, x) if self.gives_dkv else (1,)) for x in sizes]
+        extra = {"WITH_DKV": self.gives_dkv} | prepared.more_constants
+        extra |= _source("BEFORE", before) | _source("BEFORE_KV", before_kv)
+        arrays = [*prepared.more_arrays, *self._segments, *gradients, *_arrays(before, 1), *_arrays(before_kv, 2)]
+        dq, dk, dv = prepared.run(dq_kernel, arrays, outputs, extra, order)
+        rows = Rows(order, (prepared.summed(dq),))
+        return rows, Rows(RowOrder(kv_rows), (dk[0], dv[0])) if self.gives_dkv else None
 
-    def dkv(
-        self, gradients: Gradients, before: Rows | None, before_q: Rows | None, *, final: bool, final_q: bool
-    ) -> tuple[Rows, Rows | None]:
-        """((dk, dv), dq if `gives_dq`) of this pass, added to what is there."""
+    def dkv(self, gradients: Gradients, before: Rows | None) -> Rows:
+        """(dk, dv) of this pass, added to ``before``."""
         prepared, order = self._prepared("dkv"), _destination(self.kv_order)
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
-        outputs = [prepared.output((order.rows, kv_heads, size), final and order.natural) for size in sizes]
-        q_shape = (self.q_order.length, self.heads, sizes[0]) if self.gives_dq else (1,)
-        outputs.append(prepared.output(q_shape, final_q))
-        extra = {"WITH_DQ": self.gives_dq} | _source("BEFORE", before) | _source("BEFORE_Q", before_q)
-        arrays = [*gradients, *_arrays(before, 2), *_arrays(before_q, 1)]
-        dk, dv, dq = prepared.run(dkv_kernel, arrays, outputs, extra, order)
-        rows = Rows(order, (prepared.summed(dk), prepared.summed(dv)))
-        return rows, Rows(RowOrder(self.q_order.length), (dq[0],)) if self.gives_dq else None
+        outputs = [prepared.output(order, (order.rows, kv_heads, size)) for size in sizes]
+        arrays = [*self._segments, *gradients, *_arrays(before, 2)]
+        dk, dv = prepared.run(dkv_kernel, arrays, outputs, _source("BEFORE", before), order)
+        return Rows(order, (prepared.summed(dk), prepared.summed(dv)))
+
+    @property
+    def _segments(self) -> tuple[jax.Array | None, ...]:
+        return self.operands.segments or (None, None)
+
+    def _shape(self, kernel: str) -> tuple[int, int]:
+        """(bq, bkv) of the lists."""
+        if self.passes:
+            return self.passes[0].bwd_shape if kernel == "dkv" else self.passes[0].fwd_shape
+        return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
+
+    def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:
+        if self.passes:
+            lists = static_lists(self.passes, major, minor, dkv)
+        else:
+            lists = run_time_lists(self.operands.mask, major, minor, dkv)
+        if self.operands.segments is None:
+            return lists
+        return with_segments(lists, major, minor, *self.operands.segments[:: -1 if dkv else 1])
 
     def _prepared(self, kernel: str) -> "_Prepared":
         """What the launch of a kernel needs."""
         device = launch.device()
         assert isinstance(device, launch.Device)
-        dkv = kernel == "dkv"
-        if self.passes:
-            shape = self.passes[0].bwd_shape if dkv else self.passes[0].fwd_shape
-        else:
-            shape = self.call.bwd_shape if dkv else self.call.fwd_shape
-        params = self.call.params[kernel != "forward"]
+        dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
         sizes = launch.padded(self.operands.query.shape[-1]), launch.padded(self.operands.value.shape[-1])
-        itemsize = self.operands.query.dtype.itemsize
-        settings = choose(kernel, itemsize, sizes, shape[::-1] if dkv else shape, params, device)
+        settings = choose(
+            kernel, self.operands.query.dtype.itemsize, sizes, shape[::-1] if dkv else shape, params, device
+        )
         tiles = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
         q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, tiles, strict=True))
         major, minor = (kv, q) if dkv else (q, kv)
-        if self.passes:
-            lists = static_lists(self.passes, major, minor, dkv)
-        else:
-            lists = run_time_lists(self.operands.mask, major, minor, dkv)
-        if self.operands.segments is not None:
-            lists = with_segments(lists, major, minor, *(self.operands.segments[:: -1 if dkv else 1]))
+        lists, more, second = self._lists(major, minor, dkv), None, None
+        steps = lists.most * minor.parts
+        if self.also is not None and not dkv:
+            second = Side(self.also.kv_order, self.also._shape(kernel)[1], settings.minor)
+            more = self.also._lists(q, second, dkv)
+            steps = steps + more.most * second.parts
         heads = self.operands.key.shape[2] if dkv else self.heads
-        programs = heads * major.blocks * major.parts * self.operands.query.shape[0]
-        parts = splits(params, minor, int(lists.most.max()) * minor.parts, programs, device)
-        return _Prepared(self, q, kv, lists, settings, heads, programs * parts // self.operands.query.shape[0], parts)
+        programs = heads * major.blocks * major.parts
+        parts = splits(params, minor, int(steps.max()), programs * self.operands.query.shape[0], device)
+        return _Prepared(
+            self, q, kv, lists, second, more, settings, begin_order(steps, heads), programs * parts, parts
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,8 +182,9 @@ class _Prepared:
       link: whose it is.
       q, kv: how rows are cut.
       lists: the blocks.
+      second, more: the key side and the blocks of the second pass, or None.
       settings: tile sizes are those of q and kv.
-      heads: number of heads of programs, query or key heads.
+      places: in which order blocks are begun, or None.
       programs: number of programs for a batch entry.
       splits: programs that share a list.
     """
@@ -173,41 +193,61 @@ class _Prepared:
     q: Side
     kv: Side
     lists: Lists
+    second: Side | None
+    more: Lists | None
     settings: Settings
-    heads: int
+    places: np.ndarray | None
     programs: int
     splits: int
 
-    def output(self, shape: Sequence[int], final: bool) -> jax.ShapeDtypeStruct:
-        """An output, a part for each of the splits; ``final``: in the dtype of the query if there is but one."""
+    def output(self, order: RowOrder | None, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+        """An output, a part for each of the splits.
+
+        Results of all tokens are kept in the dtype of the query, also between passes; all else is float32.
+        """
         query = self.link.operands.query
-        dtype = query.dtype if final and self.splits == 1 else jnp.float32
-        return jax.ShapeDtypeStruct((self.splits, query.shape[0], *shape), dtype)
+        whole = order is not None and order.complete and self.splits == 1
+        return jax.ShapeDtypeStruct((self.splits, query.shape[0], *shape), query.dtype if whole else jnp.float32)
 
     def summed(self, parts: jax.Array) -> jax.Array:
         """The sum of the splits' parts."""
         return parts[0] if self.splits == 1 else parts.sum(0)
 
+    @property
+    def more_arrays(self) -> tuple[Any, Any]:
+        """What the second pass reads."""
+        return (None, None) if self.more is None else (self.more.entries, self.more.bits)
+
+    @property
+    def more_constants(self) -> dict[str, Any]:
+        """The constants of the second pass."""
+        side, lists = (self.kv, self.lists) if self.second is None or self.more is None else (self.second, self.more)
+        return {
+            "TWO": self.second is not None,
+            **_order_constants("KV2", side.order),
+            "WIDTH2": lists.entries.shape[-1] // 2 - 1,
+            "BKV2": side.block,
+            "KV2_PARTS": side.parts,
+            "ANY_FREE2": lists.any_free,
+            "ANY_MASKED2": lists.any_masked,
+        }
+
     def run(
         self,
         kernel: Any,
-        arrays: Sequence[jax.Array | None],
+        arrays: Sequence[Any],
         outputs: Sequence[jax.ShapeDtypeStruct],
         extra: dict[str, Any],
         order: RowOrder,
     ) -> Sequence[jax.Array]:
         """Launches a kernel; ``arrays`` are those that not all kernels have, ``order`` is that of its result."""
-        call, (query, key, value, _, segments, _) = self.link.call, self.link.operands
+        call, (query, key, value, *_) = self.link.call, self.link.operands
         b, t, heads, h = query.shape
         _, s, kv_heads, hv = value.shape
-        counts, index, tile, bits = (
-            jnp.asarray(x, jnp.int32) for x in (self.lists.counts, self.lists.index, self.lists.tile, self.lists.bits)
-        )
-        places = jnp.asarray(self.lists.order(self.heads))
+        operands = [query, key, value, self.places, self.lists.entries, self.lists.bits, *arrays]
         # A kernel does not look at arrays that its constants rule out: any array stands in for them.
-        operands = [query, key, value, places, counts, index, tile, bits, *(segments or (None, None)), *arrays]
-        operands = [places if x is None else x for x in operands]
-        lists_b, lists_h, blocks, width = index.shape
+        operands = [query if x is None else jnp.asarray(x) for x in operands]
+        lists_b, lists_h, blocks, entries = self.lists.entries.shape
         constants = {
             "T": t,
             "S": s,
@@ -228,7 +268,7 @@ class _Prepared:
             "OUT_ROWS": order.rows,
             "BATCH": b,
             "BLOCKS": blocks,
-            "WIDTH": width,
+            "WIDTH": entries // 2 - 1,
             "LISTS_B": lists_b,
             "LISTS_H": lists_h,
             "BQ": self.q.block,
@@ -239,7 +279,8 @@ class _Prepared:
             "KV_PARTS": self.kv.parts,
             "SPLITS": self.splits,
             "WIDE": max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
-            "SEGMENTED": segments is not None,
+            "SEGMENTED": self.link.operands.segments is not None,
+            "ORDERED": self.places is not None,
             "ANY_FREE": self.lists.any_free,
             "ANY_MASKED": self.lists.any_masked,
         }

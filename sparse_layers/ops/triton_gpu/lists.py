@@ -55,38 +55,54 @@ class Lists:
     """Lists of one pass: numpy arrays, or JAX arrays if they depend on run-time values.
 
     Attributes:
-      counts: int32 [LB, LH, blocks, 2], for each major block the number of its free blocks and of all; batch entry b and
-        head h read list (b % LB, h % LH).
-      index: int32 [LB, LH, blocks, width], the minor blocks.
-      tile: int32, same shape: the tile of bits of a masked block.
-      bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
+      entries: int32 [LB, LH, blocks, 2 + 2 * width]: for each major block the number of its free blocks and of all, then
+        (minor block, tile of bits) of each; batch entry b and head h read list (b % LB, h % LH).
+    bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
       most: an upper bound of the work of each major block, numpy [blocks].
       any_free: whether there may be free blocks.
       any_masked: whether there may be masked blocks.
       single: whether every minor block is in one list only, whatever the head.
     """
 
-    counts: Any
-    index: Any
-    tile: Any
+    entries: Any
     bits: Any
     most: np.ndarray
     any_free: bool
     any_masked: bool
     single: bool
 
-    def order(self, heads: int) -> np.ndarray:
-        """int32 [heads * blocks]: in which order to begin head * blocks + block, so that no long one is left to the end.
+    @property
+    def counts(self) -> Any:
+        """[LB, LH, blocks, 2], of the free blocks and of all."""
+        return self.entries[..., :2]
 
-        Heads come one after the other, for their keys stay in the cache then; only blocks with far more work than
-        others come before all else, for every head.
-        """
-        blocks = len(self.most)
-        by_work = np.argsort(-self.most, kind="stable")
-        far = self.most[by_work] > 4 * self.most.mean()
-        jobs = np.arange(heads)[:, None] * blocks
-        parts = [(jobs + by_work[chosen]).ravel() for chosen in (far, ~far)]
-        return np.concatenate(parts).astype(np.int32)
+    @property
+    def index(self) -> Any:
+        """[LB, LH, blocks, width], the minor blocks."""
+        return self.entries[..., 2::2]
+
+    @property
+    def tile(self) -> Any:
+        """[LB, LH, blocks, width], the tiles of bits."""
+        return self.entries[..., 3::2]
+
+
+def begin_order(most: np.ndarray, heads: int) -> np.ndarray | None:
+    """int32 [heads * blocks]: in which order to begin head * blocks + block, so that no long one is left to the end.
+
+    Heads come one after the other, for their keys stay in the cache then; only blocks with far more work than others
+    come before all else, for every head. None for the order of numbers, if all blocks take about as long.
+
+    Args:
+      most: upper bound of the work of each major block.
+      heads: number of heads, each with as many blocks.
+    """
+    if most.max(initial=0) <= 2 * most.mean():
+        return None
+    by_work = np.argsort(-most, kind="stable")
+    far = most[by_work] > 4 * most.mean()
+    jobs = np.arange(heads)[:, None] * len(most)
+    return np.concatenate([(jobs + by_work[chosen]).ravel() for chosen in (far, ~far)]).astype(np.int32)
 
 
 def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
@@ -105,18 +121,16 @@ def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool)
         for arrays in zip(*found, strict=True)
     )
     bits = np.frombuffer(b"".join(distinct), np.int32).reshape(len(distinct), major.parts * major.tile, -1)
-    counts, index, tile = _arranged(state > 0, (state == FULL) & minor.exact, index, tile)
+    lists = Lists(_arranged(state > 0, (state == FULL) & minor.exact, index, tile), bits, np.zeros(0), False, False, False)
+    counts = lists.counts
     live = np.arange(width) < counts[..., 1:]
-    once = [np.bincount(i[x], minlength=minor.blocks) == 1 for i, x in zip(index[0], live[0], strict=True)]
-    return Lists(
-        counts,
-        index,
-        tile,
-        bits,
-        counts[0, :, :, 1].max(0),
-        bool(counts[..., 0].any()),
-        bool((counts[..., 1] > counts[..., 0]).any()),
-        bool(np.all(once)),
+    once = [np.bincount(i[x], minlength=minor.blocks) == 1 for i, x in zip(lists.index[0], live[0], strict=True)]
+    return dataclasses.replace(
+        lists,
+        most=counts[0, :, :, 1].max(0),
+        any_free=bool(counts[..., 0].any()),
+        any_masked=bool((counts[..., 1] > counts[..., 0]).any()),
+        single=bool(np.all(once)),
     )
 
 
@@ -146,13 +160,13 @@ def _number(distinct: dict[bytes, int], tiles: np.ndarray, major: Side, minor: S
 
 
 def _arranged(live: Any, free: Any, index: Any, tile: Any):
-    """(counts, index, tile) with the free ones of the live blocks first, then the others; all [.., blocks, width]."""
+    """The entries of `Lists`: of the live blocks, the free ones first. Arguments are [.., blocks, width]."""
     xp: Any = np if isinstance(live, np.ndarray) else jnp
     free = free & live
     order = xp.argsort(xp.where(free, 0, xp.where(live, 1, 2)), axis=-1, stable=True)
     index, tile = (xp.take_along_axis(xp.broadcast_to(x, live.shape), order, axis=-1) for x in (index, tile))
-    counts = xp.stack([free.sum(-1), live.sum(-1)], axis=-1)
-    return (x.astype(np.int32) for x in (counts, index, tile))
+    pairs = xp.stack([index, tile], axis=-1).reshape(*live.shape[:-1], -1)
+    return xp.concatenate([free.sum(-1)[..., None], live.sum(-1)[..., None], pairs], axis=-1).astype(np.int32)
 
 
 def with_segments(lists: Lists, major: Side, minor: Side, major_ids: jax.Array, minor_ids: jax.Array) -> Lists:
@@ -164,10 +178,8 @@ def with_segments(lists: Lists, major: Side, minor: Side, major_ids: jax.Array, 
     place = np.arange(lists.index.shape[-1])
     live = (place < lists.counts[..., 1:]) & (a[0] <= b[2]) & (b[0] <= a[2])
     free = (place < lists.counts[..., :1]) & (a[1] == a[2]) & (b[1] == b[2]) & (a[1] == b[1])
-    counts, index, tile = _arranged(live, free, jnp.asarray(lists.index), jnp.asarray(lists.tile))
-    return dataclasses.replace(
-        lists, counts=counts, index=index, tile=tile, any_masked=True, single=False
-    )
+    entries = _arranged(live, free, jnp.asarray(lists.index), jnp.asarray(lists.tile))
+    return dataclasses.replace(lists, entries=entries, any_masked=True, single=False)
 
 
 def _extent(side: Side, ids: jax.Array) -> list[jax.Array]:
@@ -188,9 +200,9 @@ def run_time_lists(mask: jax.Array, major: Side, minor: Side, dkv: bool) -> List
         state, tiles = state.swapaxes(1, 2), tiles.transpose(0, 2, 1, 4, 3)
     index = np.arange(minor.blocks, dtype=np.int32)
     tile = np.arange(state.size, dtype=np.int32).reshape(state.shape)
-    counts, index, tile = _arranged(state > 0, (state == FULL) & minor.exact, index, tile)
+    entries = _arranged(state > 0, (state == FULL) & minor.exact, index, tile)[None]
     most = np.full(major.blocks, minor.blocks)
-    return Lists(*(x[None] for x in (counts, index, tile)), _packed(tiles, major, minor), most, True, True, False)
+    return Lists(entries, _packed(tiles, major, minor), most, minor.exact, True, False)
 
 
 def _packed(tiles: jax.Array, major: Side, minor: Side) -> jax.Array:
