@@ -285,6 +285,77 @@ def dq_kernel(
 
 
 @triton.jit
+def _walk_queries(
+    dkeys,
+    dvalues,
+    keys,
+    values,
+    first,
+    last,
+    q,
+    dout,
+    lse,
+    delta,
+    lists,
+    bits,
+    bit_row,
+    segment,
+    segments,
+    T: tl.constexpr,
+    HEADS: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    Q_COUNT: tl.constexpr,
+    Q_STEP: tl.constexpr,
+    Q_JUMP: tl.constexpr,
+    Q_START: tl.constexpr,
+    BIT_ROWS: tl.constexpr,
+    BQ: tl.constexpr,
+    M: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+    SEGMENTED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give."""
+    column = tl.arange(0, M)
+    words: tl.constexpr = PARTS * M // 32
+    for step in tl.range(first, last):
+        slot, part = step // PARTS, step % PARTS
+        row = tl.load(lists + 2 * slot) * BQ + part * M + column
+        token = token_of(row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
+        exists = (row < Q_ROWS) & (token < T) & (part * M + column < BQ)
+        queries = load_rows(addresses(q, token, HEADS * H, D, WIDE), exists, H, D, MASKED)
+        if MASKED:
+            base = tl.load(lse + token, mask=exists, other=float("inf"))
+            deltas = tl.load(delta + token, mask=exists, other=0.0)
+        else:
+            base, deltas = tl.load(lse + token), tl.load(delta + token)
+        base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
+        scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), SCALE, CAP)
+        may = 0
+        if MASKED:
+            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (M // 32)
+            may = allowed(bits + first_word, bit_row, words, M)
+            if SEGMENTED:
+                other = tl.load(segments + token, mask=exists, other=-2)
+                may = may & (segment[:, None] == other[None, :])
+        douts = load_rows(addresses(dout, token, HEADS * HV, DV, WIDE), exists, HV, DV, MASKED)
+        dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
+        weights, dscores = _score_gradient(
+            scores, base[None, :], dweights, deltas[None, :], may, CAP * 1.4426950408889634, MASKED
+        )
+        dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
+        dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
+    return dkeys, dvalues
+
+
+@triton.jit
 def dkv_kernel(
     q,
     k,
@@ -345,7 +416,7 @@ def dkv_kernel(
     SPLITS: tl.constexpr,
     WIDE: tl.constexpr,
     SEGMENTED: tl.constexpr,
-    ORDERED: tl.constexpr,  # whether `order` is to be looked at
+    ORDERED: tl.constexpr,
     ANY_FREE: tl.constexpr,
     ANY_MASKED: tl.constexpr,
 ):
@@ -366,11 +437,8 @@ def dkv_kernel(
     segment = tl.zeros((N,), tl.int32)
     if SEGMENTED:
         segment = tl.load(kv_segments + b * S + token, mask=exists, other=-1)
-    q_segments += b * T
     dkeys = tl.zeros((N, D), tl.float32)
     dvalues = tl.zeros((N, DV), tl.float32)
-    column = tl.arange(0, M)
-    words: tl.constexpr = Q_PARTS * M // 32
     group: tl.constexpr = HEADS // KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
     first_own = tl.cdiv(kv_head * group - FIRST_HEAD, HEAD_STEP)
@@ -381,38 +449,45 @@ def dkv_kernel(
         entries = lists + line * (2 + 2 * WIDTH)
         full, count = tl.load(entries), tl.load(entries + 1)
         bounds = share_of(full, count, split, SPLITS, Q_PARTS)
-        head_q = q + (b * T * HEADS + head) * H
-        head_dout = dout + (b * T * HEADS + head) * HV
         for MASKED in tl.static_range(2):
             if ANY_MASKED if MASKED else ANY_FREE:
-                for step in tl.range(bounds[2 * MASKED], bounds[2 * MASKED + 1]):
-                    slot, part = step // Q_PARTS, step % Q_PARTS
-                    q_row = tl.load(entries + 2 + 2 * slot) * BQ + part * M + column
-                    q_token = token_of(q_row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
-                    q_exists = (q_row < Q_ROWS) & (q_token < T) & (part * M + column < BQ)
-                    queries = load_rows(addresses(head_q, q_token, HEADS * H, D, WIDE), q_exists, H, D, MASKED)
-                    scalars = (b * HEADS + head) * T + q_token
-                    if MASKED:
-                        base = tl.load(lse + scalars, mask=q_exists, other=float("inf"))
-                        deltas = tl.load(delta + scalars, mask=q_exists, other=0.0)
-                    else:
-                        base, deltas = tl.load(lse + scalars), tl.load(delta + scalars)
-                    base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
-                    scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), SCALE, CAP)
-                    may = 0
-                    if MASKED:
-                        first_word = tl.load(entries + 3 + 2 * slot).to(tl.int64) * (KV_PARTS * N * words)
-                        may = allowed(bits + first_word + part * (M // 32), within, words, M)
-                        if SEGMENTED:
-                            other = tl.load(q_segments + q_token, mask=q_exists, other=-2)
-                            may = may & (segment[:, None] == other[None, :])
-                    douts = load_rows(addresses(head_dout, q_token, HEADS * HV, DV, WIDE), q_exists, HV, DV, MASKED)
-                    dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
-                    weights, dscores = _score_gradient(
-                        scores, base[None, :], dweights, deltas[None, :], may, CAP * 1.4426950408889634, MASKED
-                    )
-                    dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
-                    dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
+                dkeys, dvalues = _walk_queries(
+                    dkeys,
+                    dvalues,
+                    keys,
+                    values,
+                    bounds[2 * MASKED],
+                    bounds[2 * MASKED + 1],
+                    q + (b * T * HEADS + head) * H,
+                    dout + (b * T * HEADS + head) * HV,
+                    lse + (b * HEADS + head) * T,
+                    delta + (b * HEADS + head) * T,
+                    entries + 2,
+                    bits,
+                    within,
+                    segment,
+                    q_segments + b * T,
+                    T,
+                    HEADS,
+                    H,
+                    HV,
+                    D,
+                    DV,
+                    SCALE,
+                    CAP,
+                    Q_ROWS,
+                    Q_COUNT,
+                    Q_STEP,
+                    Q_JUMP,
+                    Q_START,
+                    KV_PARTS * N,
+                    BQ,
+                    M,
+                    Q_PARTS,
+                    WIDE,
+                    SEGMENTED,
+                    MASKED,
+                )
 
     dkeys = dkeys * SCALE
     if BEFORE:

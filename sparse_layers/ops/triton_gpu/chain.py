@@ -55,13 +55,12 @@ def _groups(call: Call, operands: Operands) -> list[_Group]:
 def _by_queries(links: Sequence[Link]) -> list[Link]:
     """The links in the order of the forward and dq kernels, by twos where query rows are the same."""
     paired: list[Link] = []
-    # Of two, the one whose dk and dv come with dq has to be the first.
-    for link in sorted(links, key=lambda link: (link.q_order.complete, not link.gives_dkv)):
-        partner = next((p for p in paired if p.also is None and p.goes_with(link)), None)
-        if partner is None:
+    for link in sorted(links, key=lambda link: link.q_order.complete):
+        place = next((i for i, other in enumerate(paired) if other.also is None and other.goes_with(link)), None)
+        if place is None:
             paired.append(link)
         else:
-            paired[paired.index(partner)] = dataclasses.replace(partner, also=link)
+            paired[place] = dataclasses.replace(paired[place], also=link)
     return paired
 
 
@@ -99,8 +98,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands)
     by_queries = [_by_queries(group.links) for group in groups]
-    giving = {id(link.passes) for links in by_queries for link in links if link.gives_dkv}
-    links = [link for group in groups for link in group.links if id(link.passes) not in giving]
+    links = [link for group in by_queries for pair in group for link in pair.by_keys]
     by_key = None
     for link in sorted(links, key=lambda link: link.kv_order.complete):
         if by_key is None or link.kv_order.complete:

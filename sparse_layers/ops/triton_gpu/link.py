@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from . import launch
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
 from .lists import Lists, Side, begin_order, run_time_lists, static_lists, with_segments
-from .settings import Settings, choose, splits
+from .settings import Settings, can_fuse, choose, splits
 
 
 class Rows(NamedTuple):
@@ -79,18 +80,29 @@ class Link:
         return self.passes[0].kv_order if self.passes else RowOrder(self.operands.key.shape[1])
 
     def goes_with(self, other: "Link") -> bool:
-        """Whether one kernel can do both: they have the same query rows, cut alike, and there are lists for as many heads."""
-        alike = self.q_order == other.q_order and self._shape("dq")[0] == other._shape("dq")[0]
-        return alike and len(self.passes) == len(other.passes)
+        """Whether one kernel can do both: they have the same query rows, and lists for as many heads."""
+        return self.q_order == other.q_order and len(self.passes) == len(other.passes)
 
     @functools.cached_property
     def gives_dkv(self) -> bool:
         """Whether the dq kernel computes dk and dv as well: each key is in one list only, so they are complete there."""
-        if self.operands.segments is not None or self.operands.query.shape[2] != self.operands.key.shape[2]:
+        heads, kv_heads, settings = self.operands.query.shape[2], self.operands.key.shape[2], can_fuse(*self._sizes)
+        complete = self.q_order.complete and self.kv_order.complete and self.step == 1 and heads == kv_heads
+        if settings is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
-        prepared = self._prepared("dq")
-        whole = prepared.q.parts == prepared.splits == 1  # one program for all queries of a block
-        return prepared.lists.single and whole and self.kv_order.complete and self.step == 1
+        for one in self.passes:  # a quick look, before lists are made for the sake of the question
+            live = one.fwd.data_next[0][one.fwd.block_mask[0] > 0]
+            if np.bincount(live).max(initial=0) > max(1, settings.major // one.fwd_shape[0]):
+                return False
+        prepared = self._prepared("fused")
+        return prepared.lists.single and prepared.q.parts == prepared.splits == 1
+
+    @property
+    def by_keys(self) -> list["Link"]:
+        """The passes whose dk and dv take a kernel of their own."""
+        if self.also is not None:
+            return [dataclasses.replace(self, also=None), self.also]
+        return [] if self.gives_dkv else [self]
 
     def forward(self, before: Rows | None, sinks: jax.Array | None) -> Rows:
         """(out, lse) of this pass, going on from ``before`` and the sinks [N], if given."""
@@ -108,7 +120,7 @@ class Link:
 
     def dq(self, gradients: Gradients, before: Rows | None, before_kv: Rows | None) -> tuple[Rows, Rows | None]:
         """(dq, (dk, dv) if `gives_dkv`) of this pass, added to what is there."""
-        prepared, order = self._prepared("dq"), _destination(self.q_order)
+        prepared, order = self._prepared("fused" if self.gives_dkv else "dq"), _destination(self.q_order)
         sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
         kv_rows, kv_heads = self.operands.key.shape[1:3]
         outputs = [prepared.output(order, (order.rows, self.heads, sizes[0]))]
@@ -130,14 +142,29 @@ class Link:
         return Rows(order, (prepared.summed(dk), prepared.summed(dv)))
 
     @property
+    def _sizes(self) -> tuple[int, tuple[int, int]]:
+        """(bytes of an element, padded head sizes of q and k, and of v)."""
+        query, value = self.operands.query, self.operands.value
+        return query.dtype.itemsize, (launch.padded(query.shape[-1]), launch.padded(value.shape[-1]))
+
+    @property
     def _segments(self) -> tuple[jax.Array | None, ...]:
         return self.operands.segments or (None, None)
 
     def _shape(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists."""
-        if self.passes:
-            return self.passes[0].bwd_shape if kernel == "dkv" else self.passes[0].fwd_shape
-        return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
+        if not self.passes:
+            return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
+        if kernel == "dkv":
+            return self.passes[0].bwd_shape
+        bq, bkv = self.passes[0].fwd_shape
+        if self.also is not None:  # queries are cut as the pass with more to do has them
+            other = self.also.passes[0]
+            bq = max((self.passes[0], other), key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
+        elif kernel == "fused" and self.call.params[0].q_blocksize is None:
+            fused = can_fuse(*self._sizes)
+            bq = fused.major if fused else bq
+        return bq, bkv
 
     def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:
         if self.passes:
@@ -153,10 +180,7 @@ class Link:
         device = launch.device()
         assert isinstance(device, launch.Device)
         dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
-        sizes = launch.padded(self.operands.query.shape[-1]), launch.padded(self.operands.value.shape[-1])
-        settings = choose(
-            kernel, self.operands.query.dtype.itemsize, sizes, shape[::-1] if dkv else shape, params, device
-        )
+        settings = choose(kernel, *self._sizes, shape[::-1] if dkv else shape, params, device)
         tiles = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
         q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, tiles, strict=True))
         major, minor = (kv, q) if dkv else (q, kv)
@@ -170,7 +194,7 @@ class Link:
         programs = heads * major.blocks * major.parts
         parts = splits(params, minor, int(steps.max()), programs * self.operands.query.shape[0], device)
         return _Prepared(
-            self, q, kv, lists, second, more, settings, begin_order(steps, heads), programs * parts, parts
+            self, q, kv, lists, second, more, settings, begin_order(steps, heads, 8 * device.processors), programs * parts, parts
         )
 
 

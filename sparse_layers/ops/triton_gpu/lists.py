@@ -87,31 +87,30 @@ class Lists:
         return self.entries[..., 3::2]
 
 
-def begin_order(most: np.ndarray, heads: int) -> np.ndarray | None:
+def begin_order(most: np.ndarray, heads: int, few: int) -> np.ndarray | None:
     """int32 [heads * blocks]: in which order to begin head * blocks + block, so that no long one is left to the end.
 
     Heads come one after the other, for their keys stay in the cache then; only blocks with far more work than others
-    come before all else, for every head. None for the order of numbers, if all blocks take about as long.
+    come before all else, for every head, and so do all if there are ``few`` programs at most. None for the order of
+    numbers, if all blocks take about as long.
 
     Args:
       most: upper bound of the work of each major block.
       heads: number of heads, each with as many blocks.
+      few: up to how many programs the order matters more than the cache.
     """
     if most.max(initial=0) <= 2 * most.mean():
         return None
     by_work = np.argsort(-most, kind="stable")
-    far = most[by_work] > 4 * most.mean()
-    jobs = np.arange(heads)[:, None] * len(most)
-    return np.concatenate([(jobs + by_work[chosen]).ravel() for chosen in (far, ~far)]).astype(np.int32)
-
-
-def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
-    """The lists of passes that differ in their masks only: heads take them in turn."""
-    return _static_lists(passes, major, minor, dkv)
+    jobs = np.arange(heads) * len(most)
+    first = len(most) if heads * len(most) <= few else np.count_nonzero(most > 4 * most.mean())
+    parts = (by_work[:first, None] + jobs).ravel(), (jobs[:, None] + by_work[first:]).ravel()
+    return np.concatenate(parts).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=64)
-def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
+def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
+    """The lists of passes that differ in their masks only: heads take them in turn."""
     distinct: dict[bytes, int] = {}
     _number(distinct, np.ones((1, major.block, minor.block), bool), major, minor)  # tile 0: everything
     found = [_listed(one, major, minor, dkv, distinct) for one in passes]
@@ -136,7 +135,8 @@ def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool)
 
 def _listed(one: Pass, major: Side, minor: Side, dkv: bool, distinct: dict[bytes, int]):
     """(state, minor block, tile) of the active blocks of each major block: int32 [blocks, width] each."""
-    info = one.dkv if dkv else one.fwd
+    shape = (minor.block, major.block) if dkv else (major.block, minor.block)
+    info = one.lists(shape, dkv)
     state, index = (np.asarray(x[0].T if dkv else x[0]).astype(np.int32) for x in (info.block_mask, info.data_next))
     tile = np.zeros_like(index)
     lines, slots = np.nonzero(state == PARTIAL)
@@ -145,7 +145,6 @@ def _listed(one: Pass, major: Side, minor: Side, dkv: bool, distinct: dict[bytes
         tile[lines, slots] = numbers[np.asarray(info.mask_next[0].T if dkv else info.mask_next[0])[lines, slots]]
     else:
         blocks = (index[lines, slots], lines) if dkv else (lines, index[lines, slots])
-        shape = (minor.block, major.block) if dkv else (major.block, minor.block)
         tiles = masked_tiles(one.mask, *blocks, *shape)
         numbers = [_number(distinct, x.swapaxes(1, 2) if dkv else x, major, minor) for x in tiles]
         tile[lines, slots] = np.concatenate([np.zeros(0, np.int32), *numbers])

@@ -24,26 +24,29 @@ class Settings:
     num_stages: int
 
 
-# By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size.
-_TABLE: dict[tuple[str, int], tuple[tuple[int, Settings], ...]] = {
-    ("forward", 2): (
-        (64, Settings(128, 64, 4, 3)),
-        (128, Settings(128, 64, 8, 3)),
-        (256, Settings(64, 64, 8, 2)),
-    ),
-    ("dq", 2): (
-        (64, Settings(128, 64, 4, 3)),
-        (128, Settings(128, 64, 8, 3)),
-        (256, Settings(64, 64, 8, 2)),
-    ),
-    ("dkv", 2): (
-        (64, Settings(128, 64, 4, 3)),
-        (128, Settings(128, 64, 8, 2)),
-        (256, Settings(64, 32, 8, 2)),
-    ),
-    ("forward", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
-    ("dq", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
-    ("dkv", 4): ((64, Settings(64, 32, 4, 2)), (128, Settings(32, 32, 4, 2)), (256, Settings(32, 32, 8, 1))),
+# By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
+# blocks of at least as many rows, or else the last. Measured on an H200. "fused" is the dq kernel that gives dk and dv,
+# too; it is not used where it has no entry.
+_TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
+    ("forward", 2): {
+        64: (Settings(64, 64, 4, 3),),
+        128: (Settings(128, 64, 4, 2), Settings(64, 32, 4, 2)),
+        256: (Settings(64, 32, 4, 2),),
+    },
+    ("dq", 2): {
+        64: (Settings(64, 64, 4, 3),),
+        128: (Settings(64, 64, 4, 2),),
+        256: (Settings(64, 32, 8, 2),),
+    },
+    ("dkv", 2): {
+        64: (Settings(64, 64, 4, 2),),
+        128: (Settings(64, 64, 4, 2),),
+        256: (Settings(64, 32, 8, 2),),
+    },
+    ("fused", 2): {128: (Settings(128, 64, 8, 2),)},
+    ("forward", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
@@ -58,20 +61,33 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     return itemsize * (held + settings.num_stages * loaded + scores) + _SPARE
 
 
+def can_fuse(itemsize: int, sizes: tuple[int, int]) -> Settings | None:
+    """The settings of the fused kernel, or None if there is none for these head sizes."""
+    entries = _entries("fused", itemsize, sizes)
+    return entries[0] if entries else None
+
+
+def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settings, ...]:
+    table = _TABLE.get((kernel, itemsize), {})
+    size = min((size for size in _TABLE["forward", itemsize] if max(sizes) <= size))
+    return table.get(size, ())
+
+
 def choose(
     kernel: str, itemsize: int, sizes: tuple[int, int], blocks: tuple[int, int], params: KernelParams, device: Device
 ) -> Settings:
     """The settings of a kernel: explicit ones, else those of the table, made to fit the device and the blocks.
 
     Args:
-      kernel: "forward", "dq" or "dkv".
+      kernel: "forward", "dq", "dkv" or "fused".
       itemsize: bytes of an element of q, k and v.
       sizes: head sizes of q and k, and of v, rounded up to powers of two.
       blocks: rows of a block of the side that a program holds, and of the other.
       params: the user's; for dkv, whose programs hold keys, blocksize_m and blocksize_n change places.
       device: where it will run.
     """
-    settings = next(entry for size, entry in _TABLE[kernel, itemsize] if max(sizes) <= size)
+    entries = _entries(kernel, itemsize, sizes)
+    settings = next((entry for entry in entries if entry.major <= blocks[0]), entries[-1])
     major, minor = (
         min(default, max(least, 1 << (block - 1).bit_length()))
         for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
