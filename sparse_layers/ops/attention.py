@@ -97,10 +97,10 @@ def block_sparse_attention(
         raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
     params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
-    block = TUNING[implementation or first_choice()].blocks[0]
+    tuned = TUNING[implementation or first_choice()]
     fwd, bwd = (
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
-        for p, default in zip(params, (block, block[::-1]), strict=True)
+        for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
@@ -139,9 +139,10 @@ def _attend_bwd(implementation, call, residuals, cotangents):
     dout, dlse = cotangents
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
-    # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
     dead = lse == -jnp.inf
-    delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
+    if call.plan is None or operands.segments is not None or not call.plan.sees_itself:
+        # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
+        delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
     dq, dk, dv = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
     dsinks = None
     if operands.sinks is not None:

@@ -105,6 +105,15 @@ class Plan:
     chains: tuple[tuple[Pass, ...], ...] = dataclasses.field(compare=False, repr=False)
     candidates: tuple[tuple[tuple[str, int], ...], ...] = dataclasses.field(compare=False, repr=False)
 
+    @functools.cached_property
+    def sees_itself(self) -> bool:
+        """Whether every query may attend to the key at its own position, so that no row is empty."""
+        if self.q_len > self.kv_len:
+            return False
+        place = np.arange(self.q_len)
+        with jax.ensure_compile_time_eval():
+            return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
+
 
 def make_plan(
     mask: Any,
@@ -195,9 +204,11 @@ class _Draft:
 
     def finish(self, params: BwdParams) -> Pass:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
-        # The lists of the backward pass hold keys, so the shape is turned round; a side of few rows stays small.
-        turned = self.shape if self.tuned.square else (min(self.shape), max(self.shape))
-        bwd_shape = _block_shape(self.mask, params, self.tuned.blocks[0][::-1] if explicit else turned)
+        default = self.tuned.backward or (self.tuned.blocks[0] if explicit else self.shape)
+        if self.tuned.backward and not explicit:  # grown as the forward's are, where lists would be too long
+            grown = max(1, max(self.shape) // max(max(shape) for shape in self.tuned.blocks))
+            default = default[0] * grown, default[1] * grown
+        bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         infos = []
         for process, shape in ((process_mask, self.shape), (process_mask_dkv, bwd_shape)):

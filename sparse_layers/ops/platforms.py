@@ -16,13 +16,13 @@ class Tuning:
     Costs are in (query, key) pairs: the time that the implementation takes for as many pairs of a block.
 
     Attributes:
-      blocks: block shapes to choose from, ascending: rows of the side whose result a program holds (queries for out,
-        keys for dk and dv), and of the other side.
+      blocks: block shapes (queries, keys) to choose from, ascending.
       pairs_per_step: cost of one block whatever its size.
       partial: cost of a pair in a block that needs a mask.
       list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
         no limit. Where it is passed, blocks are doubled, ...
       largest: ... but not beyond this size.
+      backward: block shape of the backward pass; None for that of the forward pass.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -30,11 +30,7 @@ class Tuning:
     partial: float = 1.0
     list_bytes: int | None = None
     largest: int | None = None
-
-    @property
-    def square(self) -> bool:
-        """Whether blocks have as many queries as keys."""
-        return all(a == b for a, b in self.blocks)
+    backward: tuple[int, int] | None = None
 
 
 _UNTUNED = Tuning(blocks=((128, 128),))
@@ -47,7 +43,7 @@ TUNING = {
     ),
     # Measured on an H200 at head size 128: dense attention takes 1.17 times as long in blocks of 64 queries, and masks
     # take 5 to 8 % where all blocks need them.
-    "triton": Tuning(blocks=((64, 64), (128, 64)), pairs_per_step=1700, partial=1.08),
+    "triton": Tuning(blocks=((64, 64), (128, 64)), pairs_per_step=1700, partial=1.08, backward=(64, 64)),
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

@@ -17,7 +17,7 @@ from . import launch
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
 from .lists import Lists, Side, begin_order, run_time_lists, static_lists, with_segments
-from .settings import Settings, can_fuse, choose, splits
+from .settings import Settings, choose, rows_of, splits
 
 
 class Rows(NamedTuple):
@@ -86,13 +86,13 @@ class Link:
     @functools.cached_property
     def gives_dkv(self) -> bool:
         """Whether the dq kernel computes dk and dv as well: each key is in one list only, so they are complete there."""
-        heads, kv_heads, settings = self.operands.query.shape[2], self.operands.key.shape[2], can_fuse(*self._sizes)
+        heads, kv_heads, rows = self.operands.query.shape[2], self.operands.key.shape[2], rows_of("fused", *self._sizes)
         complete = self.q_order.complete and self.kv_order.complete and self.step == 1 and heads == kv_heads
-        if settings is None or not complete or not self.passes or self.also or self.operands.segments is not None:
+        if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
         for one in self.passes:  # a quick look, before lists are made for the sake of the question
             live = one.fwd.data_next[0][one.fwd.block_mask[0] > 0]
-            if np.bincount(live).max(initial=0) > max(1, settings.major // one.fwd_shape[0]):
+            if np.bincount(live).max(initial=0) > max(1, rows // one.fwd_shape[0]):
                 return False
         prepared = self._prepared("fused")
         return prepared.lists.single and prepared.q.parts == prepared.splits == 1
@@ -161,9 +161,9 @@ class Link:
         if self.also is not None:  # queries are cut as the pass with more to do has them
             other = self.also.passes[0]
             bq = max((self.passes[0], other), key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
-        elif kernel == "fused" and self.call.params[0].q_blocksize is None:
-            fused = can_fuse(*self._sizes)
-            bq = fused.major if fused else bq
+        if self.call.params[0].q_blocksize is None:  # finer lists if tiles are smaller
+            tile = rows_of(kernel, *self._sizes)
+            bq = tile if kernel == "fused" or bq <= 2 * tile else bq
         return bq, bkv
 
     def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:

@@ -99,7 +99,7 @@ def begin_order(most: np.ndarray, heads: int, few: int) -> np.ndarray | None:
       heads: number of heads, each with as many blocks.
       few: up to how many programs the order matters more than the cache.
     """
-    if most.max(initial=0) <= 2 * most.mean():
+    if most.max(initial=0) <= 1.5 * most.mean():
         return None
     by_work = np.argsort(-most, kind="stable")
     jobs = np.arange(heads) * len(most)

@@ -61,10 +61,10 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     return itemsize * (held + settings.num_stages * loaded + scores) + _SPARE
 
 
-def can_fuse(itemsize: int, sizes: tuple[int, int]) -> Settings | None:
-    """The settings of the fused kernel, or None if there is none for these head sizes."""
-    entries = _entries("fused", itemsize, sizes)
-    return entries[0] if entries else None
+def rows_of(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
+    """The rows that a program of a kernel holds by the table, or None if the table does not have the kernel."""
+    entries = _entries(kernel, itemsize, sizes)
+    return entries[0].major if entries else None
 
 
 def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settings, ...]:
