@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.ops.attention import IMPLEMENTATIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -114,11 +115,12 @@ def test_there_are_sources():
 
 
 def test_backends_do_not_import_each_other():
-    backends = set(sl.implementations())
-    for name in backends:
-        place = ROOT / "sparse_layers" / "ops" / name
-        files = [*place.rglob("*.py")] if place.is_dir() else [place.with_suffix(".py")]
-        assert files
+    places = {name: pathlib.Path(backend.__file__) for name, backend in IMPLEMENTATIONS.items()}
+    backends = {place.parent.name if place.stem == "__init__" else place.stem for place in places.values()}
+    assert len(backends) == len(sl.implementations())
+    for place in places.values():
+        name = place.parent.name if place.stem == "__init__" else place.stem
+        files = [*place.parent.rglob("*.py")] if place.stem == "__init__" else [place]
         for path in files:
             modules = re.findall(r"^(?:from|import) (.+)$", path.read_text(encoding="utf-8"), re.M)
             assert not [m for m in modules if re.search(rf"\b({'|'.join(backends - {name})})\b", m)]

@@ -1,6 +1,7 @@
 """The op: validates once, picks an implementation, owns the only `jax.custom_vjp`."""
 
 import functools
+import logging
 import math
 import warnings
 from typing import Any
@@ -10,14 +11,16 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import pallas_tpu, reference, triton_gpu, xla
+from . import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, first_choice
 
+_log = logging.getLogger(__name__)
+
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
-IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "cudnn": cudnn, "xla": xla, "reference": reference}
 
 
 def block_sparse_attention(
@@ -102,12 +105,20 @@ def block_sparse_attention(
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
-    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap)
+    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
     out, lse = _jitted_attend(_choose(implementation, call, operands), call, _varying_alike(operands))
     if unbatched:
-        out, lse = out[0], lse[0]
+        out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
+
+
+def serving(plan: Plan, dtype: Any = jnp.bfloat16, head_size: int = 128) -> str:
+    """The implementation that serves a plan on this machine if none is named and nothing else is asked for."""
+    shapes = ((1, length, len(plan.masks), head_size) for length in (plan.q_len, plan.kv_len, plan.kv_len))
+    operands: Any = Operands(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
+    return _choose(None, call, operands)
 
 
 def implementations() -> tuple[str, ...]:
@@ -116,12 +127,18 @@ def implementations() -> tuple[str, ...]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.implementations()
-      ('pallas_tpu', 'triton', 'xla', 'reference')
+      ('pallas_tpu', 'triton', 'cudnn', 'xla', 'reference')
     """
     return tuple(IMPLEMENTATIONS)
 
 
 # --- the derivative --------------------------------------------------------------------------------------------------
+
+
+def _run(implementation: str, call: Call, operands: Operands):
+    """(out, lse), or (out, None) of an implementation that JAX differentiates."""
+    backend = IMPLEMENTATIONS[implementation]
+    return (backend.attend(call, operands), None) if hasattr(backend, "attend") else _attend(implementation, call, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -153,21 +170,30 @@ def _attend_bwd(implementation, call, residuals, cotangents):
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 # Compiled once for each (implementation, call, shapes), also for eager callers.
-_jitted_attend = jax.jit(_attend, static_argnums=(0, 1))
+_jitted_attend = jax.jit(_run, static_argnums=(0, 1))
 
 
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
 def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
+    """The name of the implementation that will serve a call: the given one, or the first that can.
+
+    Raises:
+      NotImplementedError: the given one cannot; says why.
+    """
     platform = jax.default_backend()
     candidates = (*PREFERRED.get(platform, ()), *FALLBACK) if implementation is None else (implementation,)
     reasons = [] if PREFERRED.get(platform) else [f"no kernels for {platform} yet"]
     for name in candidates:
-        reason = IMPLEMENTATIONS[name].unsupported(call, operands)
+        backend = IMPLEMENTATIONS[name]
+        reason = backend.unsupported(call, operands)
+        if reason is None and implementation is None and hasattr(backend, "outdone"):
+            reason = backend.outdone(call, operands)
         if reason is None:
             if implementation is None and name in FALLBACK and platform != "cpu":
                 _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {platform}: {'; '.join(reasons)}")
+            _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {reason}" for reason in reasons))
             return name
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no implementation can serve this call; " + "; ".join(reasons))

@@ -27,6 +27,7 @@ class Call:
       params: the forward and the backward parameters.
       scale: factor on q . k.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
+      return_lse: whether the caller wants the log-sum-exp, too.
     """
 
     plan: Plan | None
@@ -35,6 +36,7 @@ class Call:
     params: tuple[FwdParams, BwdParams]
     scale: float
     soft_cap: float | None
+    return_lse: bool = False
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:

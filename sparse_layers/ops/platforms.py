@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 # What `implementation=None` tries, in this order, before the fallback.
-PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("triton",)}
+PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("cudnn", "triton")}
 FALLBACK = ("xla",)
 
 
@@ -34,6 +34,9 @@ class Tuning:
 
 
 _UNTUNED = Tuning(blocks=((128, 128),))
+# Measured on an H200 at head size 128: dense attention takes 1.17 times as long in blocks of 64 queries, and masks take
+# 5 to 8 % where all blocks need them.
+_TRITON = Tuning(blocks=((64, 64), (128, 64)), pairs_per_step=1700, partial=1.08, backward=(64, 64))
 TUNING = {
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
     # 600 cycles, 300 pairs one cycle, masked 210; larger heads shift both alike. Lists are kept in
@@ -41,9 +44,8 @@ TUNING = {
     "pallas_tpu": Tuning(
         blocks=((256, 256), (512, 512), (1024, 1024)), pairs_per_step=160_000, partial=1.4, list_bytes=960_000, largest=2048
     ),
-    # Measured on an H200 at head size 128: dense attention takes 1.17 times as long in blocks of 64 queries, and masks
-    # take 5 to 8 % where all blocks need them.
-    "triton": Tuning(blocks=((64, 64), (128, 64)), pairs_per_step=1700, partial=1.08, backward=(64, 64)),
+    "triton": _TRITON,
+    "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }

@@ -161,9 +161,9 @@ class Link:
         if self.also is not None:  # queries are cut as the pass with more to do has them
             other = self.also.passes[0]
             bq = max((self.passes[0], other), key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
-        if self.call.params[0].q_blocksize is None:  # finer lists if tiles are smaller
-            tile = rows_of(kernel, *self._sizes)
-            bq = tile if kernel == "fused" or bq <= 2 * tile else bq
+        tile = rows_of(kernel, *self._sizes)
+        if tile and self.call.params[0].q_blocksize is None and (kernel == "fused" or tile < bq <= 2 * tile):
+            bq = tile  # lists as fine as the tiles
         return bq, bkv
 
     def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:

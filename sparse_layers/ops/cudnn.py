@@ -1,0 +1,88 @@
+"""Dense, causal and sliding-window attention by cuDNN, through `jax.nn.dot_product_attention`.
+
+Where nothing else is asked for, a vendor's dense kernel is the faster one on NVIDIA GPUs. Its gradients differ from run
+to run in their last bits, those of Triton's kernels do not. JAX differentiates it, so there is `attend` in place of
+forward and backward.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from ..masks import And, Causal, Full, Mask, Window
+from .call import Call, Operands
+from .params import BwdParams, FwdParams
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call, or None."""
+    query, value = operands.query, operands.value
+    if jax.default_backend() != "gpu":
+        return f"it needs an NVIDIA GPU, and JAX computes on {jax.default_backend()}"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    if "." not in capability or float(capability) < 8:
+        return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and query is {query.dtype}"
+    for what, given in (("segment ids", operands.segments), ("sinks", operands.sinks), ("a soft cap", call.soft_cap)):
+        if given is not None:
+            return f"it does not know {what}"
+    if call.params != (FwdParams(), BwdParams()):
+        return "it takes no settings"
+    if call.return_lse:
+        return "it does not return the log-sum-exp"
+    if call.plan is None or len(call.plan.masks) > 1 or _band(call.plan.masks[0]) is None:
+        return "it knows dense, causal and sliding-window masks only, the same for all heads"
+    if query.shape[1] != operands.key.shape[1] or query.shape[1] % 2:
+        return f"it needs as many keys as queries, and an even number, got {query.shape[1]} and {operands.key.shape[1]}"
+    largest = 256 if float(capability) >= 9 else 128
+    if query.shape[-1] != value.shape[-1] or query.shape[-1] % 8 or query.shape[-1] > largest:
+        return f"it needs one head size, a multiple of 8 up to {largest}, got {query.shape[-1]} and {value.shape[-1]}"
+    return None
+
+
+def outdone(call: Call, operands: Operands) -> str | None:
+    """Why another implementation is the better choice for a call that this one could serve, or None."""
+    assert call.plan is not None
+    left = (_band(call.plan.masks[0]) or (0, 0))[0]
+    # Measured on an H200, forward and backward at T = 16384 (README).
+    least = 1500 if operands.query.shape[-1] <= 64 else 400
+    return f"Triton is faster on windows of less than {least} keys" if left < least else None
+
+
+def attend(call: Call, operands: Operands) -> jax.Array:
+    """Attention out [B, T, N, Hv] in the dtype of the query."""
+    assert call.plan is not None
+    band = _band(call.plan.masks[0])
+    assert band is not None
+    causal = band[1] == 0
+    window = None if math.isinf(band[0]) else (int(band[0]), 0)
+    return jax.nn.dot_product_attention(
+        operands.query,
+        operands.key,
+        operands.value,
+        scale=call.scale,
+        is_causal=causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def _band(mask: Mask) -> tuple[float, float] | None:
+    """(keys back, keys ahead) that a mask allows if it is a band that cuDNN knows, infinity for all; else None."""
+    band = _reach(mask)
+    return band if band is not None and (band[1] == 0 or band == (math.inf, math.inf)) else None
+
+
+def _reach(mask: Mask) -> tuple[float, float] | None:
+    if isinstance(mask, Full):
+        return math.inf, math.inf
+    if isinstance(mask, Causal):
+        return math.inf, 0
+    if isinstance(mask, Window):
+        return tuple(math.inf if side is None else side for side in (mask.left, mask.right))
+    if isinstance(mask, And):
+        left, right = _reach(mask.left), _reach(mask.right)
+        return None if left is None or right is None else (min(left[0], right[0]), min(left[1], right[1]))
+    return None
