@@ -46,6 +46,10 @@ class Config:
     positions: str = _option("rope", "rope: rotary; row_column: two learned tables, as in Child et al.; none")
     position_stride: int = _option(16, "columns of the two tables of row_column, normally the pattern's stride")
 
+    # Where and how it is computed.
+    device: str = _option("auto", "cpu, gpu, tpu, or auto: the fastest that JAX finds")
+    dtype: str = _option("auto", "of the computation: float32, bfloat16, or auto: bfloat16 unless on a CPU")
+
     # The optimiser: AdamW, linear warm-up, then a cosine to a tenth of the peak; gradients clipped to norm 1.
     steps: int = _option(2000, "optimiser steps")
     batch_size: int = _option(4, "sequences in a step")
@@ -70,6 +74,9 @@ class Config:
             raise Refusal(f"--heads must divide --features, got {self.heads} and {self.features}")
         if self.positions not in ("row_column", "rope", "none"):
             raise Refusal(f"--positions must be row_column, rope or none, got {self.positions!r}")
+        for name, choices in (("device", ("auto", "cpu", "gpu", "tpu")), ("dtype", ("auto", "float32", "bfloat16"))):
+            if getattr(self, name) not in choices:
+                raise Refusal(f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if not self.prompt:
             raise Refusal("--prompt must have at least one character")
 

@@ -36,12 +36,20 @@ def build(config: Config) -> sl.SparseTransformer:
             norm="rms",
             tie_embeddings=True,
             position_stride=config.position_stride if config.positions == "row_column" else None,
+            dtype=_dtype(config),
             rngs=nnx.Rngs(config.seed),
         )
     except ValueError as error:
         raise Refusal(
             f"--pattern {config.pattern} --seq-len {config.seq_len}: {' '.join(str(error).split())}"
         ) from error
+
+
+def _dtype(config: Config) -> Any:
+    """The dtype of the computation; weights are float32 in any case."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def _causal(pattern: Any) -> Any:

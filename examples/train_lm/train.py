@@ -94,6 +94,7 @@ def train(config: Config, resume: bool) -> report.Result:
       Interrupted: Ctrl-C.
     """
     out = pathlib.Path(config.out)
+    _require_device(config.device)
     if not resume:
         _require_new(out)
     corpus = data.load(config.data, config.seq_len)
@@ -152,6 +153,18 @@ def train(config: Config, resume: bool) -> report.Result:
         text = sample(run.model(state), config.seq_len, config.prompt.encode(), config.sample_tokens, 0.8, config.seed)
         (out / "sample.txt").write_bytes(text)
     return result
+
+
+def _require_device(name: str) -> None:
+    """Makes JAX compute on a kind of device, or refuses."""
+    if name == "auto":
+        return
+    try:
+        device = jax.devices(name)[0]
+    except RuntimeError as error:
+        raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
+    if device.platform != jax.default_backend():
+        jax.config.update("jax_default_device", device)
 
 
 def _require_new(out: pathlib.Path) -> None:

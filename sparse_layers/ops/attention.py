@@ -15,7 +15,7 @@ from . import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .call import Call, Operands
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
-from .platforms import FALLBACK, PREFERRED, TUNING, first_choice
+from .platforms import FALLBACK, PREFERRED, TUNING, first_choice, platform
 
 _log = logging.getLogger(__name__)
 
@@ -182,17 +182,17 @@ def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
     Raises:
       NotImplementedError: the given one cannot; says why.
     """
-    platform = jax.default_backend()
-    candidates = (*PREFERRED.get(platform, ()), *FALLBACK) if implementation is None else (implementation,)
-    reasons = [] if PREFERRED.get(platform) else [f"no kernels for {platform} yet"]
+    here = platform()
+    candidates = (*PREFERRED.get(here, ()), *FALLBACK) if implementation is None else (implementation,)
+    reasons = [] if PREFERRED.get(here) else [f"no kernels for {here} yet"]
     for name in candidates:
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
         if reason is None and implementation is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)
         if reason is None:
-            if implementation is None and name in FALLBACK and platform != "cpu":
-                _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {platform}: {'; '.join(reasons)}")
+            if implementation is None and name in FALLBACK and here != "cpu":
+                _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(reasons)}")
             _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {reason}" for reason in reasons))
             return name
         reasons.append(f"{name}: {reason}")

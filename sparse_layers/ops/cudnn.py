@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from ..masks import And, Causal, Full, Mask, Window
 from .call import Call, Operands
 from .params import BwdParams, FwdParams
+from .platforms import platform
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
     query, value = operands.query, operands.value
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA GPU, and JAX computes on {jax.default_backend()}"
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    if platform() != "gpu":
+        return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
+    capability = str(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", ""))
     if "." not in capability or float(capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):

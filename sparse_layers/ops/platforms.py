@@ -51,6 +51,15 @@ TUNING = {
 }
 
 
+def platform() -> str:
+    """The platform that JAX computes on: "cpu", "gpu" or "tpu"; that of `jax.default_device`, if it is set."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None:
+        return jax.default_backend()
+    name = device if isinstance(device, str) else device.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 def first_choice() -> str:
     """The implementation that this platform tries first."""
-    return (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK)[0]
+    return (*PREFERRED.get(platform(), ()), *FALLBACK)[0]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..platforms import platform
+
 
 class Device(NamedTuple):
     """What kernels have to know of a GPU.
@@ -26,9 +28,9 @@ class Device(NamedTuple):
 
 def device() -> Device | str:
     """The NVIDIA GPU that JAX computes on, or the reason why there is none to be used."""
-    if jax.default_backend() != "gpu":
-        return f"it needs an NVIDIA GPU, and JAX computes on {jax.default_backend()}"
-    gpu = jax.local_devices()[0]
+    if platform() != "gpu":
+        return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
+    gpu = jax.local_devices(backend="gpu")[0]
     capability = getattr(gpu, "compute_capability", None)
     if capability is None or "." not in str(capability):
         return f"it needs an NVIDIA GPU, and JAX computes on {gpu.device_kind}"
