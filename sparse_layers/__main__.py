@@ -1,6 +1,7 @@
-"""Patterns in a terminal: ``python -m sparse_layers list`` and ``... show strided --seq-len 4096 --png FILE``."""
+"""In a terminal: ``python -m sparse_layers list``, ``... show strided --seq-len 4096 --png FILE``, ``... doctor``."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
       argv: the arguments after the program's name; None for those of the process.
 
     Raises:
-      SystemExit: with code 2 and one line on stderr if an argument is wrong; with code 0 after ``--help``.
+      SystemExit: with code 2 and one line on stderr if an argument is wrong; with code 1 if ``doctor`` finds wrong
+        results; with code 0 after ``--help``.
 
     Example:
       >>> from sparse_layers.__main__ import main
@@ -36,20 +38,27 @@ def main(argv: Sequence[str] | None = None) -> None:
       ...
     """
     parser = _Parser(
-        prog="python -m sparse_layers", description="Sparsity patterns by name: what there is, what it costs."
+        prog="python -m sparse_layers", description="Sparsity patterns by name, and what runs on this machine."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,doctor}")
     commands.add_parser("list", help="the names, their options with defaults, and what they mean")
     show = commands.add_parser("show", help="picture, density, blocks, plan and expected saving of one pattern")
     show.add_argument("preset", metavar="PRESET", help="NAME or NAME:option=value,...")
     show.add_argument("--seq-len", type=int, required=True, metavar="N", help="tokens in the sequence")
     show.add_argument("--png", metavar="FILE", help="save the picture, too; replaces FILE")
+    commands.add_parser("doctor", help="versions, devices, which implementations work here, and a self-check of them")
     args = parser.parse_args(argv)
 
     if args.command == "list":
         for name, summary in presets().items():
             options = ",".join(f"{option}={str(value).lower()}" for option, value in preset_options(name).items())
             print(f"{name}{':' if options else ''}{options}\n    {summary}")
+        return
+    if args.command == "doctor":
+        from . import doctor
+
+        if code := doctor.examine():
+            sys.exit(code)
         return
     try:
         mask = preset(args.preset)

@@ -36,7 +36,7 @@ def test_show_saves_a_picture(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ([], "the following arguments are required: {list,show}"),
+        ([], "the following arguments are required: {list,show,doctor}"),
         (["shwo"], "invalid choice: 'shwo'"),
         (["show"], "the following arguments are required: PRESET, --seq-len"),
         (["show", "local"], "the following arguments are required: --seq-len"),
@@ -47,6 +47,7 @@ def test_show_saves_a_picture(capsys, tmp_path):
         (["show", "local:local_attn_ctx=0", "--seq-len", "8"], "local_attn_ctx must be an integer >= 1, got 0"),
         (["show", "local", "--seq-len", "8", "--png", "no folder/x.png"], "No such file or directory"),
         (["show", "local", "--seq-len", "8", "--jpg", "x"], "unrecognized arguments: --jpg x"),
+        (["doctor", "xla"], "unrecognized arguments: xla"),
     ],
 )
 def test_errors_are_one_line_and_code_2(argv, message, capsys):
@@ -55,6 +56,12 @@ def test_errors_are_one_line_and_code_2(argv, message, capsys):
     assert error.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0] and ": error: " in lines[0]
+
+
+def test_the_doctor_comes_when_called():
+    code = "import sys, sparse_layers.__main__; assert 'sparse_layers.doctor' not in sys.modules"
+    root = pathlib.Path(sl.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(root)}, check=True)
 
 
 def test_as_a_module(tmp_path):
