@@ -97,25 +97,28 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands)
-    by_queries = [_by_queries(group.links) for group in groups]
-    links = [link for group in by_queries for pair in group for link in pair.by_keys]
-    by_key = None
-    for link in sorted(links, key=lambda link: link.kv_order.complete):
-        if by_key is None or link.kv_order.complete:
-            by_key = link.dkv(gradients, by_key)
-        else:
-            by_key = _added(by_key, link.dkv(gradients, None))
+    by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]
+    by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
+    # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
+    # first: with nothing to go on from, they have more to do than the others already.
+    keys: Rows | None = None
+    for link in by_keys:
+        if not link.kv_order.complete:
+            keys = link.dkv(gradients, None) if keys is None else _added(keys, link.dkv(gradients, None))
     dqs = []
     for group, links in zip(groups, by_queries, strict=True):
-        by_query = None
+        queries: Rows | None = None
         for link in links:
-            goes_on = by_query is None or link.q_order.complete
-            dq, dkv = link.dq(gradients, by_query if goes_on else None, by_key if link.gives_dkv else None)
-            by_query = dq if by_query is None or goes_on else _added(by_query, dq)
-            by_key = by_key if dkv is None else dkv
+            goes_on = queries is None or link.q_order.complete
+            dq, dkv = link.dq(gradients, queries if goes_on else None, keys if link.gives_dkv else None)
+            queries = dq if queries is None or goes_on else _added(queries, dq)
+            keys = keys if dkv is None else dkv
         none = jnp.zeros_like(query[:, :, group.first :: group.step])
-        dqs.append(none if by_query is None else by_query.whole()[0])
-    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if by_key is None else by_key.whole()
+        dqs.append(none if queries is None else queries.whole()[0])
+    for link in by_keys:
+        if link.kv_order.complete:
+            keys = link.dkv(gradients, keys)
+    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if keys is None else keys.whole()
     return joined(dqs).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
