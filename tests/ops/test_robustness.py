@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from tests.ops.cases import IMPLEMENTATIONS
 
 Q = jax.random.normal(jax.random.key(0), (2, 40, 2, 8))
 
@@ -60,7 +61,7 @@ def test_bounds_of_users_make_their_plans():
     assert sl.make_plan(Halves(), 512).chains[0][0].fwd_blocks == 4
 
 
-@pytest.mark.parametrize("implementation", sl.implementations())
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nothing_comes_of_rows_that_attend_to_nothing(implementation):
     ids = jnp.array([[0] * 30 + [-1] * 10] * 2)
 
@@ -73,7 +74,7 @@ def test_nothing_comes_of_rows_that_attend_to_nothing(implementation):
     assert np.all(np.isfinite(slope)) and np.any(slope[:, :30] != 0) and np.all(slope[:, 30:] == 0)
 
 
-@pytest.mark.parametrize("implementation", sl.implementations())
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_strict_promotion_of_dtypes_and_ranks(implementation, dtype):
     options = {"segment_ids": jnp.zeros((2, 40), int), "sinks": jnp.zeros(2, dtype), "logits_soft_cap": 5.0}
