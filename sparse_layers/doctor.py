@@ -21,11 +21,11 @@ import numpy as np
 
 from .adapters import as_masks
 from .masks import Causal, Mask
+from .ops import platforms
 from .ops.attention import IMPLEMENTATIONS, block_sparse_attention
 from .ops.call import Call, Operands
 from .ops.params import BwdParams, FwdParams
 from .ops.plan import Plan, make_plan
-from .ops.platforms import FALLBACK, PREFERRED
 from .presets import preset
 
 ANSWERS = ("out", "dq", "dk", "dv")
@@ -68,7 +68,7 @@ def devices() -> list[str]:
     """A line for each device that JAX sees here: its name, kind, compute capability and memory, where it has them.
 
     Raises:
-      RuntimeError: JAX can start none of the platforms that it was told to use.
+      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
     """
     lines = []
     for device in jax.local_devices():
@@ -119,7 +119,7 @@ def first_that_works(check: "Check") -> str:
       >>> jax.default_backend() != "cpu" or first_that_works(PROBES[0]) == "xla"
       True
     """
-    candidates = (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK)
+    candidates = (*platforms.PREFERRED.get(platforms.platform(), ()), *platforms.FALLBACK)
     return next(name for name in candidates if reason(name, check) is None)
 
 
@@ -132,19 +132,19 @@ def made_for(implementation: str) -> str | None:
       >>> made_for("xla") is None and (jax.default_backend() == "tpu" or made_for("pallas_tpu") == "tpu")
       True
     """
-    homes = [name for name, preferred in PREFERRED.items() if implementation in preferred]
-    return homes[0] if homes and jax.default_backend() not in homes else None
+    homes = [name for name, preferred in platforms.PREFERRED.items() if implementation in preferred]
+    return homes[0] if homes and platforms.platform() not in homes else None
 
 
 def report() -> str:
     """Versions, devices, and for each implementation whether it works on this machine, and why not.
 
     Raises:
-      RuntimeError: JAX can start none of the platforms that it was told to use.
+      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
     """
     found = versions()
     lines = ["versions", *(f"  {name:<14}{version}" for name, version in found.items())]
-    here = jax.default_backend()
+    here = platforms.platform()
     lines += ["", f"devices, of which JAX computes on {here}", *(f"  {line}" for line in devices())]
     if here == "cpu" and found["CUDA plugin"] != "not installed":
         lines.append("  note: a CUDA plugin is installed, but JAX found no GPU that it can use; see JAX's own messages")
@@ -162,7 +162,7 @@ def report() -> str:
 
 
 def _verdict(name: str, why: str | None, chosen: bool) -> str:
-    here = jax.default_backend()
+    here = platforms.platform()
     if why is not None:
         return f"unavailable: {why}"
     text = "works"
@@ -170,7 +170,7 @@ def _verdict(name: str, why: str | None, chosen: bool) -> str:
         text += f", interpreted, for tests: its kernels are made for {home}"
     if chosen:
         text += "; implementation=None takes it"
-        if name in FALLBACK and here != "cpu":
+        if name in platforms.FALLBACK and here != "cpu":
             text += f", and it is slow on {here}"
     return text
 
@@ -282,7 +282,7 @@ def checks(implementation: str) -> list[Check]:
     if made_for(implementation):
         return [Check("strided", _preset("strided", local_attn_ctx=16), 75, "float32", block=16)]
     # Accelerators get the block sizes that users get, and a length at which they chain.
-    length, stride, block = (301, 16, 16) if jax.default_backend() == "cpu" else (2001, 64, None)
+    length, stride, block = (301, 16, 16) if platforms.platform() == "cpu" else (2001, 64, None)
     longformer = _preset("longformer", window=length // 6, global_tokens=5, causal=False)
     return [
         Check("causal", Causal(), length, "bfloat16"),
@@ -422,11 +422,12 @@ def examine() -> int:
     """
     start = time.perf_counter()
     try:
-        print(report(), flush=True)
-    except RuntimeError as error:  # JAX_PLATFORMS names what is not there, or a driver does not start
+        devices()
+    except Exception as error:  # JAX_PLATFORMS names what is not there, or a driver does not start; JAX asserts, too
         print("\n".join(f"{name:<14}{version}" for name, version in versions().items()))
         print(f"\nFAILED: JAX finds no device to compute on: {_brief(error)}")
         return 1
+    print(report(), flush=True)
     print("\nself-check of out, dq, dk and dv against float64; an error of 1.00 of its budget would still pass")
     results = []
     for result in self_check():

@@ -120,17 +120,20 @@ def test_an_implementation_that_breaks_when_asked(monkeypatch):
     assert list(doctor.self_check(["reference"])) == []
 
 
-def test_no_device(monkeypatch, capsys):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_no_device(kind, monkeypatch, capsys):
     def none():
-        raise RuntimeError("Unable to initialize backend 'cuda'\nand more")
+        raise kind("Unable to initialize backend 'cuda'\nand more")
 
-    monkeypatch.setattr(jax, "default_backend", none)
+    monkeypatch.setattr(jax, "local_devices", none)
     with pytest.raises(SystemExit) as error:
         main(["doctor"])
     assert error.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Python ")
-    assert lines[-1] == ("FAILED: JAX finds no device to compute on: RuntimeError: Unable to initialize backend 'cuda'")
+    assert lines[-1] == (
+        f"FAILED: JAX finds no device to compute on: {kind.__name__}: Unable to initialize backend 'cuda'"
+    )
 
 
 # --- the self-check --------------------------------------------------------------------------------------------------
