@@ -35,6 +35,7 @@ from .ops.mask_info import (
 from .ops.params import BwdParams, FwdParams
 from .ops.plan import Plan, make_plan
 from .presets import from_deepspeed, preset, preset_options, presets
+from .tuning import Tuned, load_tuned, tune
 
 if typing.TYPE_CHECKING:
     from .modules import SparseSelfAttention, SparseTransformer, SparseTransformerBlock
@@ -65,6 +66,7 @@ __all__ = [
     "SparseTransformerBlock",
     "Strided",
     "Transposed",
+    "Tuned",
     "Window",
     "as_masks",
     "bind",
@@ -74,6 +76,7 @@ __all__ = [
     "from_deepspeed",
     "from_mask_mod",
     "implementations",
+    "load_tuned",
     "make_plan",
     "picture",
     "preset",
@@ -83,6 +86,7 @@ __all__ = [
     "process_dynamic_mask_dkv",
     "process_mask",
     "process_mask_dkv",
+    "tune",
 ]
 
 
