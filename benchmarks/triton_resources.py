@@ -1,0 +1,279 @@
+"""GPU kernels without a GPU: the registers, shared memory and instructions of every launch of a call, for any GPU.
+
+    python benchmarks/triton_resources.py --pattern strided --head-size 128 --target 90
+
+Needs triton, which compiles for any NVIDIA GPU and brings ptxas; jax-triton is not needed. Nothing runs, so there are
+no times. Settings are those that the library chooses for the target unless --fwd and --bwd give others, such as
+``--fwd num_stages=3 blocksize_n=64``; forward and backward are traced as for a gradient.
+
+Columns. kernel: "fused" is the dq kernel that gives dk and dv, too; "+" does two passes. M, N: rows of a tile of q, and
+of k. regs: registers of a thread, of 255. stack: bytes of each thread in local memory, mostly spilled registers.
+shared: bytes of shared memory. estimate: the library's upper one, by which it shrinks tiles that do not fit. at once:
+programs that a multiprocessor can run together. cp.async: instructions that load ahead of use; where there are none,
+loops are not pipelined. tensor core: instructions that multiply; where there are none, as for float32, ordinary ones
+do. seconds: to compile; Triton keeps what it has compiled.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import sparse_layers as sl
+from sparse_layers.ops import attention, triton_gpu
+from sparse_layers.ops.triton_gpu import launch, settings
+
+# By compute capability: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
+TARGETS = {
+    number: launch.Device(number, shared_memory, processors)
+    for number, shared_memory, processors in (
+        (80, 166912, 108),
+        (86, 101376, 82),
+        (89, 101376, 128),
+        (90, 232448, 132),
+        (100, 232448, 148),
+        (120, 101376, 170),
+    )
+}
+PATTERNS: dict[str, Any] = {
+    "causal": sl.Causal(),
+    "window": sl.preset("sliding_window", window=1024),
+    "strided": sl.preset("sparse_transformer_strided", stride=128),
+    "fixed": sl.preset("sparse_transformer_fixed", stride=128, summary=8),
+    "longformer": sl.preset("longformer", causal=False),
+    "bigbird": sl.preset("bigbird"),
+    "full": sl.Full(),
+}
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32"}
+TENSOR_CORE = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Launch:
+    """A kernel as the library would launch it.
+
+    Attributes:
+      kernel: the Triton function.
+      dtypes: names of the dtypes of its pointers.
+      constants: its other arguments.
+      num_warps, num_stages: how it is compiled.
+      device: for which GPU.
+    """
+
+    kernel: Any
+    dtypes: tuple[str, ...]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    device: launch.Device
+
+    @property
+    def key(self) -> tuple:
+        """Equal launches have equal keys."""
+        constants = tuple(self.constants.items())
+        return self.kernel.fn.__name__, self.dtypes, constants, self.num_warps, self.num_stages, self.device
+
+    @property
+    def name(self) -> str:
+        """As `settings.choose` calls it: forward, dq, dkv or fused."""
+        return "fused" if self.constants.get("WITH_DKV") else self.kernel.fn.__name__.removesuffix("_kernel")
+
+    @property
+    def estimate(self) -> int:
+        """The bytes of shared memory that the library reckons with."""
+        tiles = self.constants["M"], self.constants["N"]
+        major, minor = reversed(tiles) if self.name == "dkv" else tiles
+        sizes = self.constants["D"], self.constants["DV"]
+        chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
+        return settings.shared_memory(self.name, chosen, jnp.dtype(self.dtypes[0]).itemsize, sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel asks for.
+
+    Attributes:
+      registers: registers of a thread.
+      stack: bytes of local memory of a thread.
+      shared: bytes of shared memory of a program.
+      copies: asynchronous copies in its PTX.
+      products: tensor core instructions in its PTX, by name.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    copies: int
+    products: dict[str, int]
+
+    def at_once(self, launched: Launch) -> int:
+        """Programs that a multiprocessor can run together, by registers, shared memory and threads."""
+        threads, device = 32 * launched.num_warps, launched.device
+        most = 1536 if device.capability in (86, 89, 120) else 2048
+        registers = 65536 // (-(-self.registers // 8) * 8 * threads)
+        return min(registers, (device.shared_memory + 1024) // (self.shared + 1024), most // threads)
+
+
+def launches(
+    device: launch.Device,
+    mask: Any,
+    lengths: tuple[int, int],
+    *,
+    batch: int = 2,
+    heads: tuple[int, int] = (2, 2),
+    sizes: tuple[int, int] = (64, 64),
+    dtype: str = "bfloat16",
+    segments: bool = False,
+    sinks: bool = False,
+    **options: Any,
+) -> list[Launch]:
+    """The different launches of forward and backward of a call, on a device that need not be there.
+
+    Args:
+      device: on which it would run.
+      mask: whatever the op takes, or a `jax.ShapeDtypeStruct` for a mask that is known at run time.
+      lengths: T and S.
+      batch: batch entries.
+      heads: of queries and keys.
+      sizes: H and Hv.
+      dtype: of query, key and value.
+      segments: whether there are segment ids.
+      sinks: whether there are sinks.
+      **options: of `block_sparse_attention`.
+    """
+    found: dict[tuple, Launch] = {}
+
+    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages):
+        dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
+        one = Launch(kernel, dtypes, dict(constants), num_warps, num_stages, device)
+        found.setdefault(one.key, one)
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+
+    def attend(implementation, call, operands):
+        out, lse = triton_gpu.forward(call, operands)
+        triton_gpu.backward(call, operands, lse, lse, out)
+        return out, lse
+
+    dynamic = isinstance(mask, jax.ShapeDtypeStruct)
+
+    def op(query, key, value, mask_array, ids, sink_logits):
+        plan_or_mask = mask_array if dynamic else mask
+        call_options = {"segment_ids": ids, "sinks": sink_logits, "implementation": "triton"} | options
+        return attention.block_sparse_attention(query, key, value, plan_or_mask, **call_options)
+
+    (t, s), (n, k), (h, hv) = lengths, heads, sizes
+    operands = (
+        *(jax.ShapeDtypeStruct((batch, *shape), dtype) for shape in ((t, n, h), (s, k, h), (s, k, hv))),
+        mask if dynamic else None,
+        tuple(jax.ShapeDtypeStruct((batch, length), jnp.int32) for length in lengths) if segments else None,
+        jax.ShapeDtypeStruct((n,), jnp.float32) if sinks else None,
+    )
+    with (
+        mock.patch.object(launch, "call", call),
+        mock.patch.object(launch, "device", lambda: device),
+        mock.patch.object(attention, "_jitted_attend", attend),  # what jit keeps would lack launches, or have these
+    ):
+        jax.eval_shape(op, *operands)
+    return list(found.values())
+
+
+def compiled(one: Launch) -> Any:
+    """The kernel, compiled by Triton for the device of its launch."""
+    pointers = iter(one.dtypes)
+    names = one.kernel.arg_names
+    signature = {name: "constexpr" if name in one.constants else POINTERS[next(pointers)] for name in names}
+    source = ASTSource(
+        one.kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in one.constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in one.constants},
+    )
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", one.device.capability, 32), options=options)
+
+
+def resources(kernel: Any) -> Resources:
+    """What a compiled kernel asks for."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(re.findall(rf"\b{word}:(\d+)", usage)[-1]) for word in ("REG", "STACK"))
+    products = {name: ptx.count(name) for name in TENSOR_CORE if name in ptx}
+    return Resources(registers, stack, kernel.metadata.shared, len(re.findall(r"cp\.async\.c[ag]\.", ptx)), products)
+
+
+HEADER = (
+    f"{'kernel':10}{'M':>4}{'N':>4}{'warps':>6}{'stages':>7}{'regs':>6}{'stack':>6}{'shared':>8}{'estimate':>9}"
+    f"{'at once':>8}{'cp.async':>9}  {'tensor core':22}{'seconds':>8}"
+)
+
+
+def line(one: Launch) -> str:
+    """The line of one launch."""
+    start = time.perf_counter()
+    kernel = compiled(one)
+    seconds, found = time.perf_counter() - start, resources(kernel)
+    name = one.name + (" +" if one.constants.get("TWO") else "")
+    products = ", ".join(f"{count} {product}" for product, count in found.products.items()) or "none"
+    return (
+        f"{name:10}{one.constants['M']:4}{one.constants['N']:4}{one.num_warps:6}{one.num_stages:7}"
+        f"{found.registers:6}{found.stack:6}{found.shared:8}{one.estimate:9}{found.at_once(one):8}{found.copies:9}"
+        f"  {products:22}{seconds:8.1f}"
+    )
+
+
+def setting(text: str) -> tuple[str, int]:
+    """A setting from the command line."""
+    name, _, value = text.partition("=")
+    return name, int(value)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pattern", nargs="+", default=[*PATTERNS], choices=PATTERNS, metavar="PATTERN")
+    parser.add_argument("--head-size", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--target", nargs="+", type=int, default=[80, 90], choices=TARGETS)
+    parser.add_argument("--length", type=int, default=16384)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--heads", nargs=2, type=int, default=(16, 16), help="of queries, and of keys")
+    parser.add_argument("--segments", action="store_true", help="with segment ids")
+    for name, kind in (("fwd", "FwdParams"), ("bwd", "BwdParams")):
+        parser.add_argument(f"--{name}", nargs="+", type=setting, default=[], metavar="NAME=VALUE", help=f"of {kind}")
+    options = parser.parse_args()
+    params = {
+        "fwd_params": sl.FwdParams(**dict(options.fwd)) if options.fwd else None,
+        "bwd_params": sl.BwdParams(**dict(options.bwd)) if options.bwd else None,
+    }
+    print(str(__doc__).partition("\n\n")[2])
+    print(f"triton {triton.__version__}, B {options.batch}, T {options.length}, {tuple(options.heads)} heads")
+    find = functools.partial(launches, batch=options.batch, heads=tuple(options.heads), segments=options.segments)
+    for pattern, size, dtype, target in itertools.product(
+        options.pattern, options.head_size, options.dtype, options.target
+    ):
+        print(f"\n{pattern}, head size {size}, {dtype}, compute capability {target / 10}\n{HEADER}")
+        length = 2 * (options.length,)
+        for one in find(TARGETS[target], PATTERNS[pattern], length, sizes=(size, size), dtype=dtype, **params):
+            print(line(one), flush=True)
+
+
+if __name__ == "__main__":
+    main()
