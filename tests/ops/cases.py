@@ -325,6 +325,7 @@ def _features():
     causal, window = sl.Causal(), sl.Causal() & sl.Window(40)
     fixed, strided = (sl.preset(name, **SMALL[name]) for name in ("sparse_transformer_fixed", "strided"))
     several = sl.preset("fixed", **SMALL["fixed"])
+    longformer = sl.preset("longformer", **SMALL["longformer"])
     holes = (sl.Causal() & sl.Columns(50, 20)) | sl.Prefix(70).T & sl.Empty()  # queries 0 to 19 see nothing
     mod = sl.MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0))
     yield Case("long-chain", sl.preset("sparse_transformer_strided", stride=64), 2048, heads=(1, 1), batch=1)
@@ -349,9 +350,15 @@ def _features():
     yield Case("large-logits", window, 129, scale=9.0)
     yield Case("value-size", fixed, 300, sizes=(16, 24), split=True)
     yield Case("value-size-1", window, 129, sizes=(5, 1), core=False)
+    # Residue classes of 32 rows: each key is in one block of the second pass.
+    classes, large = (
+        sl.preset("sparse_transformer_strided", stride=8),
+        {"heads": (2, 2), "sizes": (128, 72), "batch": 1},
+    )
+    yield Case("large-heads", classes, 250, dtype="bfloat16", split=True, fwd=(32, 32), **large)
     yield Case("cross-short-queries", causal | sl.Prefix(40), 127, 300)
     yield Case("cross-short-keys", sl.Window(20, 50), 300, 129, sizes=(16, 8))
-    yield Case("cross-chain", sl.preset("longformer", **SMALL["longformer"]), 129, 300, split=True, fwd=(16, 32))
+    yield Case("cross-chain", longformer, 129, 300, split=True, fwd=(16, 32), sinks=True)
     yield Case("one-query", sl.Full(), 1, 300)
     yield Case("run-time", jnp.asarray(_random(130, 129)), 130, 129, core=False)
     yield Case("run-time-all-heads", jnp.asarray(_random(1, 64, 64)), 64, segments=_documents(2, 64))

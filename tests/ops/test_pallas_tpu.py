@@ -19,7 +19,7 @@ import sparse_layers as sl
 from sparse_layers.ops.mask_info import bind, process_mask, process_mask_dkv
 from sparse_layers.ops.pallas_tpu import sides
 from sparse_layers.ops.pallas_tpu.schedule import DEAD, FREE, MASKED, SEGMENTED, Candidates
-from tests.ops.cases import SMALL, Case, candidates, check
+from tests.ops.cases import SMALL, Case, candidates, check, compiled
 
 HOLES = sl.Causal() & sl.Columns(64, 40)  # queries 0 to 39 and keys 0 to 39 have no partner
 
@@ -224,10 +224,17 @@ def test_splash_attention_agrees(mask, theirs, heads, options):
         found = kernel(q, k, v, None if ids is None else splash.SegmentIds(jnp.asarray(ids), jnp.asarray(ids)))
         return (found[0].swapaxes(0, 1), found[1][0].T) if lse else found.swapaxes(0, 1)
 
-    (out, lse), pullback = jax.vjp(ours, q, k, v)
-    _, their_pullback = jax.vjp(functools.partial(splash_attention, lse=False), q, k, v)
-    answers = out, lse, *pullback((dout, jnp.zeros_like(lse)))
-    close(answers, (*splash_attention(q, k, v, True), *their_pullback(dout)), 3e-6)
+    @compiled
+    def our_answers(q, k, v):
+        (out, lse), pullback = jax.vjp(ours, q, k, v)
+        return out, lse, *pullback((dout, jnp.zeros_like(lse)))
+
+    @compiled
+    def their_answers(q, k, v):
+        _, pullback = jax.vjp(functools.partial(splash_attention, lse=False), q, k, v)
+        return *splash_attention(q, k, v, True), *pullback(dout)
+
+    close(our_answers(q, k, v), their_answers(q, k, v), 3e-6)
 
 
 # --- ways to call ----------------------------------------------------------------------------------------------------
@@ -266,7 +273,7 @@ def test_vmap_over_operands_and_segments():
     q, k, v = arrays(3, 2)
     ids = jnp.asarray(np.random.default_rng(0).integers(-1, 2, (3, 2, T)))
     both = (
-        jax.jit(jax.vmap(functools.partial(gradients, name, mask=CHAIN)))(q, k, v, ids=ids)
+        compiled(jax.vmap(functools.partial(gradients, name, mask=CHAIN)))(q, k, v, ids=ids)
         for name in ("pallas_tpu", "reference")
     )
     close(*both)
@@ -276,7 +283,10 @@ def test_vmap_over_run_time_masks():
     q, k, v = arrays(3, 1)
     masks = jnp.asarray(np.random.default_rng(0).random((3, T, T)) < 0.3)
     close(
-        *(jax.jit(jax.vmap(functools.partial(gradients, name)))(q, k, v, masks) for name in ("pallas_tpu", "reference"))
+        *(
+            compiled(jax.vmap(functools.partial(gradients, name)))(q, k, v, masks)
+            for name in ("pallas_tpu", "reference")
+        )
     )
 
 
@@ -290,7 +300,10 @@ def test_checkpoint_and_scan():
         return jnp.sin(jax.lax.scan(jax.checkpoint(layer), q, None, length=3)[0]).sum()
 
     close(
-        *(jax.jit(jax.grad(functools.partial(total, name), (0, 1, 2)))(q, k, v) for name in ("pallas_tpu", "reference"))
+        *(
+            compiled(jax.grad(functools.partial(total, name), (0, 1, 2)))(q, k, v)
+            for name in ("pallas_tpu", "reference")
+        )
     )
 
 
@@ -309,7 +322,7 @@ def test_shard_map_with_replicated_keys():
 
     mapped = jax.shard_map(summed, mesh=mesh, in_specs=(spread, same, same), out_specs=same)
     found, wanted = (
-        jax.jit(jax.grad(f, (0, 1, 2)))(q, k[:1], v[:1]) for f in (mapped, functools.partial(total, "reference"))
+        compiled(jax.grad(f, (0, 1, 2)))(q, k[:1], v[:1]) for f in (mapped, functools.partial(total, "reference"))
     )
     close(found, wanted)
 
