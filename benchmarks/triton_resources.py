@@ -99,7 +99,8 @@ class Launch:
         major, minor = reversed(tiles) if self.name == "dkv" else tiles
         sizes = self.constants["D"], self.constants["DV"]
         chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
-        return settings.shared_memory(self.name, chosen, jnp.dtype(self.dtypes[0]).itemsize, sizes)
+        itemsize = jnp.dtype(self.dtypes[0]).itemsize
+        return settings.shared_memory(self.name, chosen, itemsize, sizes, self.device.capability)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..call import Call, Operands
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
-    from . import launch
+    from . import launch, settings
 
     device = launch.device()
     if isinstance(device, str):
@@ -27,7 +27,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
     if operands.query.shape[0] >= 2**16:
         return f"it takes at most 65535 batch entries, got {operands.query.shape[0]}"
-    return None
+    return settings.misfit(operands.query.dtype.itemsize, (launch.padded(sizes[0]), launch.padded(sizes[1])), device)
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:

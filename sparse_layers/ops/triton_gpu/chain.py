@@ -21,11 +21,17 @@ from .link import Gradients, Link, Rows
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `triton_gpu.forward`."""
+    if not operands.query.size:  # no batch entries: there is nothing to launch
+        query = operands.query
+        out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
+        return out, jnp.zeros(query.shape[:3], jnp.float32)
     return _over_batches(functools.partial(_forward, call), operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout."""
+    if not operands.query.size:
+        return jnp.zeros_like(operands.query), jnp.zeros_like(operands.key), jnp.zeros_like(operands.value)
     return _over_batches(functools.partial(_backward, call), operands, *by_query)
 
 

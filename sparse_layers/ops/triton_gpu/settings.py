@@ -52,13 +52,32 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
 _SPARE = 2048
 
 
-def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int]) -> int:
+def shared_memory(
+    kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int
+) -> int:
     """An upper estimate of the bytes of shared memory; ``sizes`` are head sizes rounded up to powers of two."""
     held, loaded = settings.major * sizes[0], settings.minor * sum(sizes)
     if kernel != "forward":
         held += settings.major * sizes[1]
+    # One stage of three and more is the look-up of the block; without a pipeline, tiles are kept in several layouts.
+    buffers = {1: 1.5, 2: 2}.get(settings.num_stages, settings.num_stages - 1)
     scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
-    return itemsize * (held + settings.num_stages * loaded + scores) + _SPARE
+    if capability >= 100:  # tensor cores read scores from shared memory, too
+        scores *= 2
+    return int(itemsize * (held + buffers * loaded + scores)) + _SPARE
+
+
+def misfit(itemsize: int, sizes: tuple[int, int], device: Device) -> str | None:
+    """Why not even the smallest tiles fit a device, or None."""
+    for kernel in ("forward", "dq", "dkv"):
+        least = choose(kernel, itemsize, sizes, (16, 32), KernelParams(), device)
+        needed = shared_memory(kernel, least, itemsize, sizes, device.capability)
+        if needed > device.shared_memory:
+            return (
+                f"head sizes of {max(sizes)} with {itemsize} bytes an element need {needed} bytes of shared memory, "
+                f"and this GPU has {device.shared_memory}"
+            )
+    return None
 
 
 def rows_of(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
@@ -93,7 +112,7 @@ def choose(
         for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
     )
     settings = dataclasses.replace(settings, major=major, minor=minor)
-    while shared_memory(kernel, settings, itemsize, sizes) > device.shared_memory:
+    while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
         if settings.num_stages > 1:
             settings = dataclasses.replace(settings, num_stages=settings.num_stages - 1)
         elif settings.minor > 32:
@@ -118,4 +137,4 @@ def splits(params: KernelParams, minor: Side, steps: int, programs: int, device:
     if params.blocksize_keys is not None:
         return -(-minor.order.rows // params.blocksize_keys)
     # A program that walks less than 8 steps takes longer to start, and to be merged, than to walk.
-    return max(1, min(2 * device.processors // programs, steps // 8))
+    return max(1, min(2 * device.processors // max(1, programs), steps // 8))
