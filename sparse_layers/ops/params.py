@@ -8,18 +8,18 @@ import hashlib
 class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
-    The implementations `pallas_tpu`, `xla` and `reference` read ``q_blocksize`` and ``kv_blocksize`` only; the other
-    fields are those of GPU kernels.
+    Every implementation but `cudnn`, which takes none, reads ``q_blocksize`` and ``kv_blocksize``; the other fields are
+    those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: these have no reader yet.
 
     Attributes:
-      q_blocksize: rows of q in one block of the plan (a multiple of 8).
+      q_blocksize: rows of q in one block of the plan (a multiple of 8). In `triton`, the lists of dq are the forward's.
       kv_blocksize: rows of k and v in one block of the plan (a multiple of 8).
-      blocksize_m: rows of q that one GPU program holds (a power of two).
-      blocksize_n: rows of k and v that one GPU loop step loads (a power of two).
+      blocksize_m: rows of q that one GPU program holds (a power of two); of k and v in the kernel of dk and dv.
+      blocksize_n: rows of k and v that one GPU loop step loads (a power of two); of q in the kernel of dk and dv.
       blocksize_k: slice of the head size that one GPU loop step multiplies (a power of two).
       blocksize_heads: query heads of one group that a program handles together (a power of two).
-      blocksize_keys: keys that one split of a long row covers (a power of two).
-      num_key_splits: programs over which a long row of blocks is split, merged by log-sum-exp.
+      blocksize_keys: keys (in the kernel of dk and dv, queries) that one split of a long row covers (a power of two).
+      num_key_splits: programs over which each row of blocks is split, merged by log-sum-exp; before blocksize_keys.
       num_warps: warps of a GPU program (1, 2, 4, 8 or 16).
       num_stages: depth of the GPU's software pipeline.
 

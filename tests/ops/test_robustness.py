@@ -92,6 +92,9 @@ def test_shard_map_and_explicit_meshes():
     script = """
 import jax, jax.numpy as jnp, numpy as np, sparse_layers as sl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from sparse_layers.ops.triton_gpu import launch
+from tests.ops import triton_interpreter
+launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
 q, k = jax.random.normal(jax.random.key(0), (2, 2, 40, 2, 8))
 k = k[:, :, :1]
 def loss(q, k, attend=lambda q, k: sl.block_sparse_attention(q, k, k, sl.Causal())):
@@ -100,10 +103,11 @@ right = jax.grad(loss, (0, 1))(q, k)
 mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
 heads = P(None, None, "d")
 for specs in ((P("d"), P("d")), (heads, P())):  # over batches; over query heads, the key head on all devices
-    attend = jax.shard_map(lambda q, k: sl.block_sparse_attention(q, k, k, sl.Causal()), mesh=mesh, in_specs=specs,
-                           out_specs=specs[0])
-    for ours, theirs in zip(jax.grad(lambda q, k: loss(q, k, attend), (0, 1))(q, k), right):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for name in ("xla", "triton"):
+        attend = jax.shard_map(lambda q, k: sl.block_sparse_attention(q, k, k, sl.Causal(), implementation=name),
+                               mesh=mesh, in_specs=specs, out_specs=specs[0])
+        for ours, theirs in zip(jax.jit(jax.grad(lambda q, k: loss(q, k, attend), (0, 1)))(q, k), right):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
 mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh):
     placed = [jax.device_put(x, NamedSharding(mesh, P("d"))) for x in (q, k)]

@@ -309,9 +309,13 @@ class _Prepared:
             "ANY_MASKED": self.lists.any_masked,
         }
         settings = self.settings
-        return launch.call(
+        results = launch.call(
             kernel, (self.programs, b), operands, outputs, constants | extra, settings.num_warps, settings.num_stages
         )
+        # Inside `shard_map`, JAX cannot know of a kernel's results that they differ by device as its operands do.
+        axes = jax.typeof(query).manual_axis_type.varying
+        missing = [tuple(axes - jax.typeof(x).manual_axis_type.varying) for x in results]
+        return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(results, missing, strict=True)]
 
 
 def _destination(order: RowOrder) -> RowOrder:
