@@ -115,8 +115,9 @@ def block_sparse_attention(
 
 def serving(plan: Plan, dtype: Any = jnp.bfloat16, head_size: int = 128) -> str:
     """The implementation that serves a plan on this machine if none is named and nothing else is asked for."""
-    shapes = ((1, length, len(plan.masks), head_size) for length in (plan.q_len, plan.kv_len, plan.kv_len))
-    operands: Any = Operands(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes))
+    lengths = plan.q_len, plan.kv_len, plan.kv_len
+    shapes: Any = [jax.ShapeDtypeStruct((1, length, len(plan.masks), head_size), dtype) for length in lengths]
+    operands = Operands(*shapes)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     return _choose(None, call, operands)
 
@@ -138,7 +139,11 @@ def implementations() -> tuple[str, ...]:
 def _run(implementation: str, call: Call, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
     backend = IMPLEMENTATIONS[implementation]
-    return (backend.attend(call, operands), None) if hasattr(backend, "attend") else _attend(implementation, call, operands)
+    return (
+        (backend.attend(call, operands), None)
+        if hasattr(backend, "attend")
+        else _attend(implementation, call, operands)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -6,6 +6,7 @@ forward and backward.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     query, value = operands.query, operands.value
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
-    capability = str(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", ""))
+    gpu: Any = jax.local_devices(backend="gpu")[0]
+    capability = str(getattr(gpu, "compute_capability", ""))
     if "." not in capability or float(capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -33,7 +35,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return "it takes no settings"
     if call.return_lse:
         return "it does not return the log-sum-exp"
-    if call.plan is None or len(call.plan.masks) > 1 or _band(call.plan.masks[0]) is None:
+    masks = call.plan.masks if call.plan is not None else ()
+    if len(masks) != 1 or _band(masks[0]) is None:
         return "it knows dense, causal and sliding-window masks only, the same for all heads"
     if query.shape[1] != operands.key.shape[1] or query.shape[1] % 2:
         return f"it needs as many keys as queries, and an even number, got {query.shape[1]} and {operands.key.shape[1]}"
@@ -82,7 +85,7 @@ def _reach(mask: Mask) -> tuple[float, float] | None:
     if isinstance(mask, Causal):
         return math.inf, 0
     if isinstance(mask, Window):
-        return tuple(math.inf if side is None else side for side in (mask.left, mask.right))
+        return (math.inf if mask.left is None else mask.left), (math.inf if mask.right is None else mask.right)
     if isinstance(mask, And):
         left, right = _reach(mask.left), _reach(mask.right)
         return None if left is None or right is None else (min(left[0], right[0]), min(left[1], right[1]))

@@ -9,7 +9,7 @@ class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
     Every implementation but `cudnn`, which takes none, reads ``q_blocksize`` and ``kv_blocksize``; the other fields are
-    those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: these have no reader yet.
+    those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: nothing reads these yet.
 
     Attributes:
       q_blocksize: rows of q in one block of the plan (a multiple of 8). In `triton`, the lists of dq are the forward's.

@@ -42,7 +42,11 @@ TUNING = {
     # 600 cycles, 300 pairs one cycle, masked 210; larger heads shift both alike. Lists are kept in
     # scalar memory, of which there are 2**20 bytes; larger blocks than 2048 do not fit vector memory.
     "pallas_tpu": Tuning(
-        blocks=((256, 256), (512, 512), (1024, 1024)), pairs_per_step=160_000, partial=1.4, list_bytes=960_000, largest=2048
+        blocks=((256, 256), (512, 512), (1024, 1024)),
+        pairs_per_step=160_000,
+        partial=1.4,
+        list_bytes=960_000,
+        largest=2048,
     ),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton

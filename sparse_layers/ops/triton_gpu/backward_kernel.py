@@ -1,8 +1,11 @@
-"""The backward kernels: dq by tiles of queries, with dk and dv where each key has one block; else these by tiles of keys.
+"""The backward kernels: dq by tiles of queries (with dk and dv where each key is in one block), dk and dv by keys.
 
 With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dq = ds k, dk = ds^T q. All sums stay within one
 program, so there are no atomic additions, and results are the same from run to run.
 """
+
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
 
 import triton
 import triton.language as tl

@@ -1,5 +1,8 @@
 """The forward kernel: one program holds a tile of queries and walks over the key blocks listed for it."""
 
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+
 import triton
 import triton.language as tl
 
@@ -87,7 +90,7 @@ def forward_kernel(
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
     order,  # int32 [OWN_HEADS * BLOCKS]: own head * BLOCKS + query block, in the order to begin them
-    lists,  # int32 [LISTS_B, LISTS_H, BLOCKS, 2 + 2 * WIDTH]: for each query block the number of free blocks and of all,
+    lists,  # int32 [LISTS_B, LISTS_H, BLOCKS, 2 + 2 * WIDTH]: for each query block the numbers of free and of all,
     # then (key block, tile of `bits`) of each, free ones first
     bits,  # int32 [tiles, rows, words]
     more_lists,  # the same of a second pass with the same query rows, if TWO
@@ -187,7 +190,9 @@ def forward_kernel(
         early_lse = tl.load(before_lse + at * BEFORE_ROWS + early, mask=known, other=float("-inf"))
         top = tl.where(known, early_lse * 1.4426950408889634, top)
         at = b * BEFORE_ROWS * OWN_HEADS + own
-        result = load_rows(addresses(before + at * HV, early, OWN_HEADS * HV, DV, True), known, HV, DV, True).to(tl.float32)
+        result = load_rows(addresses(before + at * HV, early, OWN_HEADS * HV, DV, True), known, HV, DV, True).to(
+            tl.float32
+        )
     if SPLITS > 1:
         top = tl.where(split == 0, top, float("-inf"))  # the first of several programs goes on, the others begin anew
     total = tl.where(top == float("-inf"), 0.0, 1.0)

@@ -76,13 +76,13 @@ def call(
     """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants."""
     import jax_triton
 
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    # jax-triton renamed arguments in 0.4. Fused multiply-add is asked for because Triton is about to change its default.
+    options: dict[str, Any] = {"grid": tuple(grid), "num_warps": num_warps, "num_stages": num_stages}
+    # jax-triton renamed arguments in 0.4. Fused multiply-add is asked for: Triton is about to change its default.
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
         options |= {"out_type": tuple(outputs), "backend_options": {"enable_fp_fusion": True}}
     else:
         options |= {"out_shape": tuple(outputs), "enable_fp_fusion": True}
-    return jax_triton.triton_call(*arrays, kernel=kernel, grid=tuple(grid), **options, **constants)
+    return jax_triton.triton_call(*arrays, kernel=kernel, **options, **constants)
 
 
 def padded(size: int) -> int:

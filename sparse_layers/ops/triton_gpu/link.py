@@ -85,7 +85,7 @@ class Link:
 
     @functools.cached_property
     def gives_dkv(self) -> bool:
-        """Whether the dq kernel computes dk and dv as well: each key is in one list only, so they are complete there."""
+        """Whether the dq kernel computes dk and dv as well: each key is in one list, so they are complete there."""
         heads, kv_heads, rows = self.operands.query.shape[2], self.operands.key.shape[2], rows_of("fused", *self._sizes)
         complete = self.q_order.complete and self.kv_order.complete and self.step == 1 and heads == kv_heads
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
@@ -170,6 +170,7 @@ class Link:
         if self.passes:
             lists = static_lists(self.passes, major, minor, dkv)
         else:
+            assert self.operands.mask is not None
             lists = run_time_lists(self.operands.mask, major, minor, dkv)
         if self.operands.segments is None:
             return lists
@@ -180,7 +181,7 @@ class Link:
         device = launch.device()
         assert isinstance(device, launch.Device)
         dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
-        settings = choose(kernel, *self._sizes, shape[::-1] if dkv else shape, params, device)
+        settings = choose(kernel, *self._sizes, (shape[1], shape[0]) if dkv else shape, params, device)
         tiles = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
         q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, tiles, strict=True))
         major, minor = (kv, q) if dkv else (q, kv)
@@ -194,7 +195,16 @@ class Link:
         programs = heads * major.blocks * major.parts
         parts = splits(params, minor, int(steps.max()), programs * self.operands.query.shape[0], device)
         return _Prepared(
-            self, q, kv, lists, second, more, settings, begin_order(steps, heads, 8 * device.processors), programs * parts, parts
+            self,
+            q,
+            kv,
+            lists,
+            second,
+            more,
+            settings,
+            begin_order(steps, heads, 8 * device.processors),
+            programs * parts,
+            parts,
         )
 
 

@@ -1,7 +1,7 @@
 """Which blocks a kernel walks over: for each block of its major side the active ones of the other, and their masks.
 
 The major side is that of a program's result: queries for out and dq, keys for dk and dv. A list holds its *free* blocks
-first, of which every pair may attend, then the *masked* ones, each with a tile of bits; kernels run one loop over either
+first, of which every pair may attend, then the *masked* ones, each with a tile of bits; kernels run a loop over either
 kind. Static masks are listed in numpy and cached, segment ids and run-time masks are looked at on the device.
 """
 
@@ -55,7 +55,7 @@ class Lists:
     """Lists of one pass: numpy arrays, or JAX arrays if they depend on run-time values.
 
     Attributes:
-      entries: int32 [LB, LH, blocks, 2 + 2 * width]: for each major block the number of its free blocks and of all, then
+      entries: int32 [LB, LH, blocks, 2 + 2 * width]: for each major block the number of its free ones and of all, then
         (minor block, tile of bits) of each; batch entry b and head h read list (b % LB, h % LH).
     bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
       most: an upper bound of the work of each major block, numpy [blocks].
@@ -120,7 +120,9 @@ def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) 
         for arrays in zip(*found, strict=True)
     )
     bits = np.frombuffer(b"".join(distinct), np.int32).reshape(len(distinct), major.parts * major.tile, -1)
-    lists = Lists(_arranged(state > 0, (state == FULL) & minor.exact, index, tile), bits, np.zeros(0), False, False, False)
+    lists = Lists(
+        _arranged(state > 0, (state == FULL) & minor.exact, index, tile), bits, np.zeros(0), False, False, False
+    )
     counts = lists.counts
     live = np.arange(width) < counts[..., 1:]
     once = [np.bincount(i[x], minlength=minor.blocks) == 1 for i, x in zip(lists.index[0], live[0], strict=True)]
@@ -178,7 +180,7 @@ def _arranged(live: Any, free: Any, index: Any, tile: Any):
 
 
 def with_segments(lists: Lists, major: Side, minor: Side, major_ids: jax.Array, minor_ids: jax.Array) -> Lists:
-    """Drops blocks whose segments cannot meet; a block stays free only if it lies in one segment. Ids are [B, tokens]."""
+    """Drops blocks whose segments cannot meet; a block stays free if it lies in one segment only. Ids: [B, tokens]."""
     a, b = (_extent(side, ids) for side, ids in ((major, major_ids), (minor, minor_ids)))
     a = [x[:, None, :, None] for x in a]
     b = [x[:, lists.index] if lists.index.shape[0] == 1 else jnp.take_along_axis(x, lists.index, 1) for x in b]
@@ -218,4 +220,6 @@ def _packed(tiles: jax.Array, major: Side, minor: Side) -> jax.Array:
     tiles = tiles.reshape(-1, major.block, minor.block)
     ends = [(0, side.parts * side.tile - side.block) for side in (major, minor)]
     words = jnp.pad(tiles, [(0, 0), *ends]).reshape(len(tiles), major.parts * major.tile, -1, 32)
-    return jax.lax.bitcast_convert_type((words.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32), jnp.int32)
+    return jax.lax.bitcast_convert_type(
+        (words.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32), jnp.int32
+    )

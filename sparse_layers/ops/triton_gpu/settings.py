@@ -52,9 +52,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
 _SPARE = 2048
 
 
-def shared_memory(
-    kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int
-) -> int:
+def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:
     """An upper estimate of the bytes of shared memory; ``sizes`` are head sizes rounded up to powers of two."""
     held, loaded = settings.major * sizes[0], settings.minor * sum(sizes)
     if kernel != "forward":
@@ -88,7 +86,7 @@ def rows_of(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
 
 def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settings, ...]:
     table = _TABLE.get((kernel, itemsize), {})
-    size = min((size for size in _TABLE["forward", itemsize] if max(sizes) <= size))
+    size = min(size for size in _TABLE["forward", itemsize] if max(sizes) <= size)
     return table.get(size, ())
 
 
@@ -131,7 +129,7 @@ def choose(
 
 
 def splits(params: KernelParams, minor: Side, steps: int, programs: int, device: Device) -> int:
-    """Over how many programs to share each list, of at most ``steps`` steps: explicit, or so many as fill the device."""
+    """Over how many programs to share each list, of at most ``steps`` steps: explicit, or as the device needs."""
     if params.num_key_splits is not None:
         return params.num_key_splits
     if params.blocksize_keys is not None:

@@ -6,6 +6,9 @@ those of the pass; a row order turns a row into a token by four integers, of whi
 ``token = row % COUNT * STEP + row // COUNT * JUMP + START``.
 """
 
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+
 import triton
 import triton.language as tl
 
