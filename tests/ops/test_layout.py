@@ -40,6 +40,17 @@ def chosen(order):
 
 
 @each_order
+def test_numbers_give_the_tokens_and_complete_says_whether_all(order):
+    row = np.arange(order.rows)
+    count, step, jump, start = order.numbers
+    tokens = row % count * step + row // count * jump + start if count else row
+    real = tokens < order.length
+    np.testing.assert_array_equal(tokens[real], order.token(row)[real])
+    assert np.all(order.token(row)[~real] >= order.length)
+    assert not order.complete or set(tokens[real]) == set(range(order.length))
+
+
+@each_order
 def test_rows_hold_the_tokens_in_order(order):
     tokens = order.token(np.arange(order.rows))
     assert tokens[tokens < order.length].tolist() == chosen(order)

@@ -285,6 +285,43 @@ def names(mask, q_len=4096, kv_len=None):
     return [name for name, _ in plans._candidates(mask, q_len, kv_len or q_len)]
 
 
+def test_blocks_for_gpus_are_fine_where_little_is_kept():
+    def shapes(mask, **options):
+        plan = sl.make_plan(mask, 16384, implementation="triton", **options)
+        return [(link.fwd_shape, link.bwd_shape) for link in plan.chains[0]]
+
+    assert shapes(sl.Causal()) == [((128, 64), (64, 64))]
+    assert shapes(sl.preset("sparse_transformer_strided")) == [((64, 64), (64, 64))] * 2
+    assert shapes(sl.Causal(), fwd_params=sl.FwdParams(kv_blocksize=32)) == [((64, 32), (64, 32))]
+    assert sl.make_plan(sl.Causal(), 16384, implementation="cudnn") != sl.make_plan(
+        sl.Causal(), 16384, implementation="triton"
+    )
+
+
+def test_lists_of_a_pass_in_other_blocks():
+    (link,) = sl.make_plan(sl.Causal() & sl.Window(100), 500, implementation="xla").chains[0]
+    assert link.lists(link.fwd_shape, False) is link.fwd and link.lists(link.bwd_shape, True) is link.dkv
+    finer = link.lists((32, 64), False)
+    assert finer.block_mask.shape[1] == 16
+    dense = np.pad(sl.make_plan(sl.Causal() & sl.Window(100), 500).masks[0].dense(500), [(0, 12), (0, 12)])
+    blocks = dense.reshape(16, 32, 8, 64).any((1, 3))
+    found = np.zeros_like(blocks)
+    rows, slots = np.nonzero(finer.block_mask[0])
+    found[rows, finer.data_next[0][rows, slots]] = True
+    np.testing.assert_array_equal(found, blocks)
+
+
+def test_which_plans_have_no_empty_row_for_certain():
+    assert sl.make_plan(sl.Causal(), 70).sees_itself
+    assert sl.make_plan(sl.preset("strided"), 70, 90).sees_itself
+    assert sl.make_plan((sl.Causal(), sl.Window(3)), 70).sees_itself
+    assert not sl.make_plan((sl.Causal(), sl.Causal() & ~sl.Window(0)), 70).sees_itself
+    assert not sl.make_plan(sl.Full(), 90, 70).sees_itself  # not known: queries 70 to 89 have no key of their own
+    array = np.eye(70, dtype=bool)
+    array[3] = False
+    assert not sl.make_plan(array, 70).sees_itself
+
+
 def test_candidates():
     natural, c = "natural order", sl.Causal()
     assert names(c & sl.Window(9)) == [natural]
