@@ -270,11 +270,16 @@ def test_strict_promotion(dtype):
             call = functools.partial(
                 sl.block_sparse_attention, plan_or_mask=plan, implementation=implementation, return_lse=True
             )
-            answers, pullback = jax.vjp(
-                lambda *x: call(*x[:3], segment_ids=ids, logits_soft_cap=4.0, sinks=x[3]),  # noqa: B023
-                *(q, k, v, sinks),
-            )
-            pullback(answers)
+
+            def gradients(*x, call=call):
+                answers, pullback = jax.vjp(
+                    lambda *x: call(*x[:3], segment_ids=ids, logits_soft_cap=4.0, sinks=x[3]), *x
+                )
+                return pullback(answers)
+
+            # Tracing promotes all there is to promote, also inside kernels.
+            found = jax.eval_shape(gradients, q, k, v, sinks)
+            assert [x.dtype for x in found] == [dtype, dtype, dtype, "float32"]
 
 
 def test_shard_map_with_replicated_operands():
@@ -311,7 +316,7 @@ def test_equal_masks_share_a_trace(monkeypatch):
         return sl.Causal() & (sl.Window(5) | sl.Strided(7))
 
     for _ in range(3):
-        sl.block_sparse_attention(q, k, v, new_mask(), implementation="counting")
+        sl.block_sparse_attention(q, k, v, new_mask(), implementation="counting", return_lse=True)
     assert next(traces) == 1
     step = jax.jit(jax.value_and_grad(functools.partial(loss, implementation="counting")), static_argnums=3)
     for _ in range(3):
