@@ -81,15 +81,16 @@ def devices() -> list[str]:
     return lines
 
 
-def reason(implementation: str, check: "Check") -> str | None:
+def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str | None:
     """Why an implementation cannot serve the call of a check here; None if it can.
 
     Args:
       implementation: one of `sparse_layers.implementations()`.
       check: the call that it is asked for.
+      unnamed: for a call with ``implementation=None``, where another one may be the better choice.
 
     Returns:
-      What its ``unsupported`` says, or which error it raised.
+      What its ``unsupported`` says (unnamed, its ``outdone``, too), or which error it raised.
 
     Raises:
       KeyError: there is no such implementation.
@@ -105,7 +106,9 @@ def reason(implementation: str, check: "Check") -> str | None:
     blocks = (64, 64)  # of masks known at run time only
     call = Call(plan, blocks, blocks, (plan.fwd_params, plan.bwd_params), _SIZE**-0.5, None)
     try:
-        return backend.unsupported(call, Operands(*check.arrays()[:3], segments=segments))
+        operands = Operands(*check.arrays()[:3], segments=segments)
+        outdone = getattr(backend, "outdone", None) if unnamed else None
+        return backend.unsupported(call, operands) or (outdone(call, operands) if outdone else None)
     except Exception as error:
         return f"asked, it raised {_brief(error)}"
 
@@ -120,7 +123,7 @@ def first_that_works(check: "Check") -> str:
       True
     """
     candidates = (*platforms.PREFERRED.get(platforms.platform(), ()), *platforms.FALLBACK)
-    return next(name for name in candidates if reason(name, check) is None)
+    return next(name for name in candidates if reason(name, check, unnamed=True) is None)
 
 
 def made_for(implementation: str) -> str | None:
@@ -283,6 +286,8 @@ def checks(implementation: str) -> list[Check]:
         return [Check("strided", _preset("strided", local_attn_ctx=16), 75, "float32", block=16)]
     # Accelerators get the block sizes that users get, and a length at which they chain.
     length, stride, block = (301, 16, 16) if platforms.platform() == "cpu" else (2001, 64, None)
+    if implementation == "cudnn":  # it takes an even number of tokens
+        length -= 1
     longformer = _preset("longformer", window=length // 6, global_tokens=5, causal=False)
     return [
         Check("causal", Causal(), length, "bfloat16"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import cudnn, pallas_tpu, reference, triton_gpu, xla
-from .call import Call, Operands
+from .call import Call, Operands, sharded_as
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, first_choice, platform
@@ -90,8 +90,8 @@ def block_sparse_attention(
     scale = 1 / math.sqrt(h) if scale is None else _number("scale", scale)
     if logits_soft_cap is not None:
         logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
-        if logits_soft_cap <= 0:
-            raise ValueError(f"logits_soft_cap must be > 0 or None, got {logits_soft_cap}")
+        if not 0 < logits_soft_cap <= 1e30:
+            raise ValueError(f"logits_soft_cap must be > 0 and at most 1e30, or None, got {logits_soft_cap}")
     if sinks is not None:
         sinks = jnp.asarray(sinks)
         if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
@@ -146,13 +146,16 @@ def _run(implementation: str, call: Call, operands: Operands):
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(implementation: str, call: Call, operands: Operands):
-    return IMPLEMENTATIONS[implementation].forward(call, operands)
+def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    out, lse = IMPLEMENTATIONS[implementation].forward(call, operands)
+    return sharded_as(out, operands.query), sharded_as(lse, operands.query)
+
+
+_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
 
 
 def _attend_fwd(implementation, call, operands):
-    out, lse = IMPLEMENTATIONS[implementation].forward(call, operands)
+    out, lse = _forward(implementation, call, operands)
     return (out, lse), (operands, out, lse)
 
 
@@ -165,7 +168,8 @@ def _attend_bwd(implementation, call, residuals, cotangents):
     if call.plan is None or operands.segments is not None or not call.plan.sees_itself:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
-    dq, dk, dv = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
+    gradients = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
+    dq, dk, dv = (sharded_as(x, like) for x, like in zip(gradients, operands[:3], strict=True))
     dsinks = None
     if operands.sinks is not None:
         weight = jnp.where(dead, 0, jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - lse))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from ..masks import And, Causal, Full, Mask, Window
 from .call import Call, Operands
@@ -38,8 +39,12 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     masks = call.plan.masks if call.plan is not None else ()
     if len(masks) != 1 or _band(masks[0]) is None:
         return "it knows dense, causal and sliding-window masks only, the same for all heads"
+    if not query.size:
+        return "it needs at least one batch entry"
     if query.shape[1] != operands.key.shape[1] or query.shape[1] % 2:
         return f"it needs as many keys as queries, and an even number, got {query.shape[1]} and {operands.key.shape[1]}"
+    if capability == "10.3":
+        return "it needs cuDNN 9.11 on GPUs of compute capability 10.3, and which one there is cannot be asked for"
     largest = 256 if float(capability) >= 9 else 128
     if query.shape[-1] != value.shape[-1] or query.shape[-1] % 8 or query.shape[-1] > largest:
         return f"it needs one head size, a multiple of 8 up to {largest}, got {query.shape[-1]} and {value.shape[-1]}"
@@ -56,21 +61,55 @@ def outdone(call: Call, operands: Operands) -> str | None:
 
 
 def attend(call: Call, operands: Operands) -> jax.Array:
-    """Attention out [B, T, N, Hv] in the dtype of the query."""
+    """Attention out [B, T, N, Hv] in the dtype of the query.
+
+    Before jax 0.11, JAX cannot map the gradient alone, as `jax.jacrev` does.
+    """
     assert call.plan is not None
     band = _band(call.plan.masks[0])
     assert band is not None
     causal = band[1] == 0
-    window = None if math.isinf(band[0]) else (int(band[0]), 0)
-    return jax.nn.dot_product_attention(
-        operands.query,
-        operands.key,
-        operands.value,
+    window = None if band[0] >= operands.query.shape[1] - 1 else (int(band[0]), 0)
+    out = jax.nn.dot_product_attention(
+        *_together(operands.query, operands.key, operands.value),
         scale=call.scale,
         is_causal=causal,
         local_window_size=window,
         implementation="cudnn",
     )
+    return _with_gradient(out)
+
+
+# --- under jax.vmap, whose rule for cuDNN wants all arrays mapped, along their first axis ----------------------------
+
+
+@custom_vmap
+def _mapped_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays; under `jax.vmap`, all of them mapped along axis 0 if any is."""
+    return arrays
+
+
+@_mapped_alike.def_vmap
+def _mapped_alike_rule(size, mapped, *arrays):
+    whole = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
+    return _mapped_alike(*whole), (True,) * len(whole)
+
+
+@jax.custom_vjp
+def _together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return _mapped_alike(*arrays)
+
+
+_together.defvjp(lambda *arrays: (_mapped_alike(*arrays), None), lambda _, gradients: gradients)
+
+
+@jax.custom_vjp
+def _with_gradient(out: jax.Array) -> jax.Array:
+    """``out``, whose gradient comes back mapped if out is."""
+    return out
+
+
+_with_gradient.defvjp(lambda out: (out, out[:, :1, :1, :1]), lambda part, gradient: (_mapped_alike(gradient, part)[0],))
 
 
 def _band(mask: Mask) -> tuple[float, float] | None:

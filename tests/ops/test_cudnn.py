@@ -120,3 +120,26 @@ def test_the_default_is_the_faster_one(mask, size, name, on_a_gpu, caplog):
         assert attention.serving(sl.make_plan(mask, 2048), head_size=size) == name
     assert f"runs '{name}'" in caplog.text
     assert f"bfloat16 with heads of 128: {attention.serving(sl.make_plan(mask, 256))!r}" in sl.describe(mask, 256)
+
+
+def test_vmap_in_every_way(on_a_gpu):
+    q, k, v = arrays()
+    many = jnp.stack([q, 2 * q, -q])
+
+    def loss(implementation):
+        def attend(q, k, v):
+            return sl.block_sparse_attention(q, k, v, CAUSAL, implementation=implementation).astype(jnp.float32)
+
+        return attend, jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))
+
+    def ways(attend, gradients):
+        yield jax.vmap(attend, (0, None, None))(many, k, v)
+        yield jax.vmap(attend, (None, 1, None))(q, jnp.stack([k, -k], 1), v)
+        yield jax.jit(jax.vmap(gradients, (0, None, None)))(many, k, v)
+        yield jax.vmap(jax.vmap(gradients, (0, None, None)), (None, 0, None))(many, jnp.stack([k, -k]), v)
+        yield jax.grad(lambda k: jax.vmap(attend, (0, None, None))(many, k, v).sum())(k)
+
+    found, right = (jax.tree.leaves(list(ways(*loss(name)))) for name in ("cudnn", "reference"))
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.shape == theirs.shape
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, theirs)), rtol=0.03, atol=0.15)

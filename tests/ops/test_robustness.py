@@ -111,8 +111,11 @@ for specs in ((P("d"), P("d")), (heads, P())):  # over batches; over query heads
 mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh):
     placed = [jax.device_put(x, NamedSharding(mesh, P("d"))) for x in (q, k)]
-    for ours, theirs in zip(jax.jit(jax.grad(loss, (0, 1)))(*placed), right):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for name in ("xla", "triton"):
+        attend = lambda q, k: sl.block_sparse_attention(q, k, k, sl.Causal(), implementation=name)
+        for ours, theirs in zip(jax.jit(jax.grad(lambda q, k: loss(q, k, attend), (0, 1)))(*placed), right):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert jax.typeof(jax.jit(attend)(*placed)).sharding.spec[0] == "d"
 """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}

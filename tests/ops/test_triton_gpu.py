@@ -17,7 +17,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.layout import RowOrder
-from sparse_layers.ops.triton_gpu import launch, settings
+from sparse_layers.ops.triton_gpu import chain, launch, settings
 from sparse_layers.ops.triton_gpu.launch import device as true_device  # before a fixture replaces it
 from sparse_layers.ops.triton_gpu.lists import Lists, Side, begin_order, run_time_lists, static_lists, with_segments
 from tests.ops.cases import CHAINS, SMALL, candidates
@@ -199,6 +199,7 @@ def test_blocks_that_take_as_long_need_no_order():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 H200 = launch.Device(90, 232448, 132)
+DEFAULTS = sl.FwdParams(), sl.BwdParams()
 KERNELS = ["forward", "dq", "dkv"]
 
 
@@ -241,11 +242,14 @@ def test_settings_fit_the_device(kernel, itemsize, limit):
 
 def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
     small = launch.Device(86, 101376, 84)
-    assert settings.misfit(2, (256, 256), small) is None and settings.misfit(4, (256, 256), H200) is None
-    assert "shared memory, and this GPU has 101376" in settings.misfit(4, (256, 256), small)
+    assert settings.misfit(2, (256, 256), DEFAULTS, small) is None
+    assert settings.misfit(4, (256, 256), DEFAULTS, H200) is None
+    assert "shared memory, and this GPU has 101376" in settings.misfit(4, (256, 256), DEFAULTS, small)
+    large = sl.FwdParams(), sl.BwdParams(blocksize_m=256)
+    assert "blocksize_m=256" in settings.misfit(2, (256, 256), large, small)
     monkeypatch.setattr(launch, "device", lambda: small)
     q = jnp.zeros((1, 16, 2, 256))
-    with pytest.raises(NotImplementedError, match="triton: head sizes of 256 with 4 bytes an element need"):
+    with pytest.raises(NotImplementedError, match="triton: head sizes of 256 with 4 bytes an element need about"):
         sl.block_sparse_attention(q, q, q, sl.Causal(), implementation="triton")
 
 
@@ -298,6 +302,48 @@ def both(**values):
     names = {f.name for f in dataclasses.fields(sl.FwdParams)}
     assert names >= values.keys()
     return {"fwd_params": sl.FwdParams(**values), "bwd_params": sl.BwdParams(**values)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sinks_of_any_float_are_computed_with_in_float32(dtype):
+    sinks = jnp.asarray([1.2345, -3.21], dtype)
+    wanted = answers(*arrays(), WINDOW, sinks.astype(jnp.float32))
+    found = answers(*arrays(), WINDOW, sinks)
+    close(found[:5], wanted[:5])
+    assert found[5].dtype == dtype
+
+
+def test_masks_in_jax_numpy():
+    traceable = sl.MaskMod(lambda b, h, q, k: jnp.abs(q - k) < 7, traceable=True)
+    for mask in (traceable, sl.MaskMod(lambda b, h, q, k: jnp.abs(q - k) < 7)):
+        close(jax.jit(functools.partial(answers, plan=mask))(*arrays()), answers(*arrays(), sl.Window(6, 6)))
+
+
+@pytest.mark.parametrize("options", [{"scale": 1e-46}, {"scale": 0.0}, {"scale": -0.4}, {"logits_soft_cap": 1e30}])
+def test_extreme_scalars(options):
+    close(answers(*arrays(), WINDOW, **options), answers(*arrays(), WINDOW, implementation="reference", **options))
+
+
+def test_vmap_beyond_the_grid_and_over_nothing(monkeypatch):
+    monkeypatch.setattr(chain, "MOST_BATCH_ENTRIES", 3)
+    q, k, v = (jnp.stack([x, -x, 2 * x]) for x in arrays())
+    mapped = jax.vmap(functools.partial(answers, plan=WINDOW))(q, k, v)
+    for i in range(3):
+        close(jax.tree.map(lambda x: x[i], mapped), answers(q[i], k[i], v[i], WINDOW))  # noqa: B023
+    nothing = jax.vmap(functools.partial(answers, plan=WINDOW))(q[:0], k[:0], v[:0])
+    assert nothing[0].shape == (0, *q.shape[1:])
+
+
+def test_many_chains_round_once():
+    """Gradients of one key head from eight chains keep float32 between the passes."""
+    masks = tuple(sl.Causal() & sl.Strided(stride) for stride in range(2, 10))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 100, heads, 16)), "bfloat16") for heads in (8, 1, 1))
+    plan = candidates(masks, 100)[-1]
+    exact = answers(*(x.astype(jnp.float32) for x in (q, k, v)), masks, implementation="reference")
+    for found, right in zip(answers(q, k, v, plan)[3:5], exact[3:5], strict=True):
+        error = jnp.linalg.norm(found.astype(jnp.float32) - right) / jnp.linalg.norm(right)
+        assert error < 4e-3
 
 
 @pytest.mark.parametrize(
@@ -464,7 +510,7 @@ class Driver:
     [
         (90, 0, Driver(), types.ModuleType("jax_triton"), launch.Device(90, 232448, 132)),
         (75, 0, Driver(), types.ModuleType("jax_triton"), "it needs compute capability 8.0, and this GPU has 7.5"),
-        (90, 0, Driver(), None, "it needs jax-triton, the extra 'gpu' installs it"),
+        (90, 0, Driver(), None, "it needs jax-triton and triton, the extra 'gpu' installs them"),
         (90, 0, None, types.ModuleType("jax_triton"), "it needs the CUDA driver library"),
         (90, 0, Driver(3), types.ModuleType("jax_triton"), "the CUDA driver answered with error 3"),
         (90, 1, Driver(), types.ModuleType("jax_triton"), "error 101 when asked for attribute 97 of GPU 1"),

@@ -25,9 +25,11 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     if max(sizes) > 256:
         return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
-    if operands.query.shape[0] >= 2**16:
-        return f"it takes at most 65535 batch entries, got {operands.query.shape[0]}"
-    return settings.misfit(operands.query.dtype.itemsize, (launch.padded(sizes[0]), launch.padded(sizes[1])), device)
+    if operands.query.shape[0] > launch.MOST_BATCH_ENTRIES:
+        return f"it takes at most {launch.MOST_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
+    return settings.misfit(
+        operands.query.dtype.itemsize, (launch.padded(sizes[0]), launch.padded(sizes[1])), call.params, device
+    )
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -16,22 +16,17 @@ from jax.custom_batching import custom_vmap
 
 from ..call import Call, Operands, joined, merged
 from ..layout import RowOrder
+from .launch import MOST_BATCH_ENTRIES
 from .link import Gradients, Link, Rows
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `triton_gpu.forward`."""
-    if not operands.query.size:  # no batch entries: there is nothing to launch
-        query = operands.query
-        out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
-        return out, jnp.zeros(query.shape[:3], jnp.float32)
     return _over_batches(functools.partial(_forward, call), operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout."""
-    if not operands.query.size:
-        return jnp.zeros_like(operands.query), jnp.zeros_like(operands.key), jnp.zeros_like(operands.value)
     return _over_batches(functools.partial(_backward, call), operands, *by_query)
 
 
@@ -71,6 +66,11 @@ def _by_queries(links: Sequence[Link]) -> list[Link]:
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    if not operands.query.size:  # no batch entries: there is nothing to launch
+        query = operands.query
+        out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
+        return out, jnp.zeros(query.shape[:3], jnp.float32)
+    operands = operands._replace(sinks=None if operands.sinks is None else operands.sinks.astype(jnp.float32))
     outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands)), strict=True)
     return joined(outs).astype(operands.query.dtype), joined(lses)
 
@@ -80,13 +80,14 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
     sinks, links = operands.sinks, _by_queries(group.links)
     # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
     in_kernels = sum(not link.q_order.complete for link in links) < min(2, len(links))
+    rounded = _may_round([link for link in links if link.q_order.complete])
     state = None
     for link in links:
         if state is None or link.q_order.complete:
             begun = state is not None and state.order.natural
-            state = link.forward(state, sinks if in_kernels and not begun else None)
+            state = link.forward(state, sinks if in_kernels and not begun else None, rounded(link))
         else:
-            both = merged(state.whole(), link.forward(None, None).whole())
+            both = merged(state.whole(), link.forward(None, None, False).whole())
             state = Rows(RowOrder(link.q_order.length), (both[0], both[1].swapaxes(1, 2)))
     if state is None:
         nothing = jnp.zeros_like(operands.query[:, :, group.first :: group.step, 0], jnp.float32)
@@ -94,38 +95,50 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
     else:
         out, lse = state.whole()
     if sinks is not None and not in_kernels:
-        sinks = jnp.broadcast_to(sinks[group.first :: group.step].astype(jnp.float32), lse.shape)
+        sinks = jnp.broadcast_to(sinks[group.first :: group.step], lse.shape)
         out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
     return out, lse
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     query, key, value = operands.query, operands.key, operands.value
+    if not query.size:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands)
     by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]
     by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
     # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
     # first: with nothing to go on from, they have more to do than the others already.
+    giving = [link for links in by_queries for link in links if link.gives_dkv]
+    rounded_keys = _may_round([*giving, *(link for link in by_keys if link.kv_order.complete)])
     keys: Rows | None = None
     for link in by_keys:
         if not link.kv_order.complete:
-            keys = link.dkv(gradients, None) if keys is None else _added(keys, link.dkv(gradients, None))
+            own = link.dkv(gradients, None, False)
+            keys = own if keys is None else _added(keys, own)
     dqs = []
     for group, links in zip(groups, by_queries, strict=True):
+        rounded = _may_round([link for link in links if link.q_order.complete])
         queries: Rows | None = None
         for link in links:
             goes_on = queries is None or link.q_order.complete
-            dq, dkv = link.dq(gradients, queries if goes_on else None, keys if link.gives_dkv else None)
+            before = queries if goes_on else None, keys if link.gives_dkv else None
+            dq, dkv = link.dq(gradients, *before, rounded(link), rounded_keys(link))
             queries = dq if queries is None or goes_on else _added(queries, dq)
             keys = keys if dkv is None else dkv
         none = jnp.zeros_like(query[:, :, group.first :: group.step])
         dqs.append(none if queries is None else queries.whole()[0])
     for link in by_keys:
         if link.kv_order.complete:
-            keys = link.dkv(gradients, keys)
+            keys = link.dkv(gradients, keys, rounded_keys(link))
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if keys is None else keys.whole()
     return joined(dqs).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def _may_round(passes: Sequence[Link]) -> Callable[[Link], bool]:
+    """Which of the passes over all tokens may keep their result in the dtype of the query: of many, only the last."""
+    return lambda link: len(passes) <= 2 or link is passes[-1]
 
 
 def _added(state: Rows, more: Rows) -> Rows:
@@ -140,8 +153,9 @@ def _over_batches(function: Callable[..., Any], *args: Any) -> Any:
     @mapped.def_vmap
     def rule(size, batched, operands, *by_query):
         args, flags = (operands, *by_query), (batched[0], *batched[1:])
-        if flags[0].sinks or flags[0].mask:
-            # These have no batch axis that the new one could join.
+        entries = operands.query.shape[1 if flags[0].query else 0]
+        if flags[0].sinks or flags[0].mask or size * entries > MOST_BATCH_ENTRIES:
+            # These have no batch axis that the new one could join; nor does a grid take any number of entries.
             one = functools.partial(_chosen, function, flags, args)
             results = jax.lax.map(one, jnp.arange(size))
         else:
@@ -154,7 +168,7 @@ def _over_batches(function: Callable[..., Any], *args: Any) -> Any:
 
             first, *rest = jax.tree.map(join, apart, apart_flags)
             results = _over_batches(function, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
-            results = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+            results = jax.tree.map(lambda x: x.reshape(size, entries, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
     return mapped(*args)

@@ -61,7 +61,7 @@ def _walk(
             if SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-1)
                 may = may & (segment[:, None] == other[None, :])
-        if CAP == 0 and SCALE > 0:
+        if CAP == 0 and SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
                 products = tl.where(may, products, float("-inf"))

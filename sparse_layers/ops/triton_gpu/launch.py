@@ -43,8 +43,9 @@ def _device(capability: int, number: int) -> Device | str:
         return f"it needs compute capability 8.0, and this GPU has {capability / 10}"
     try:
         import jax_triton  # noqa: F401
+        import triton  # noqa: F401
     except ImportError as error:
-        return f"it needs jax-triton, the extra 'gpu' installs it ({error})"
+        return f"it needs jax-triton and triton, the extra 'gpu' installs them ({error})"
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -60,6 +61,8 @@ def _device(capability: int, number: int) -> Device | str:
     return Device(capability, *values)
 
 
+# What the second axis of a grid can count to.
+MOST_BATCH_ENTRIES = 65535
 # Values of CUdevice_attribute in the CUDA driver's interface.
 _SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT = 97, 16
 

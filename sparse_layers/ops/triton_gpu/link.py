@@ -104,11 +104,17 @@ class Link:
             return [dataclasses.replace(self, also=None), self.also]
         return [] if self.gives_dkv else [self]
 
-    def forward(self, before: Rows | None, sinks: jax.Array | None) -> Rows:
-        """(out, lse) of this pass, going on from ``before`` and the sinks [N], if given."""
+    def forward(self, before: Rows | None, sinks: jax.Array | None, rounded: bool) -> Rows:
+        """(out, lse) of this pass, going on from ``before`` and the float32 sinks [N], if given.
+
+        ``rounded``: out of all tokens is kept in the dtype of the query, as in the other methods.
+        """
         prepared, order = self._prepared("forward"), _destination(self.q_order)
         rows, size = order.rows, self.operands.value.shape[-1]
-        outputs = prepared.output(order, (rows, self.heads, size)), prepared.output(None, (self.heads, rows))
+        outputs = (
+            prepared.output((rows, self.heads, size), rounded and order.natural),
+            prepared.output((self.heads, rows), False),
+        )
         extra = {"SINKS": sinks is not None} | prepared.more_constants | _source("BEFORE", before)
         arrays = [*prepared.more_arrays, *self._segments, sinks, *_arrays(before, 2)]
         out, lse = prepared.run(forward_kernel, arrays, outputs, extra, order)
@@ -118,13 +124,15 @@ class Link:
         share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)))
         return Rows(order, ((out * share.swapaxes(-1, -2)[..., None]).sum(0), total))
 
-    def dq(self, gradients: Gradients, before: Rows | None, before_kv: Rows | None) -> tuple[Rows, Rows | None]:
+    def dq(
+        self, gradients: Gradients, before: Rows | None, before_kv: Rows | None, rounded: bool, rounded_kv: bool
+    ) -> tuple[Rows, Rows | None]:
         """(dq, (dk, dv) if `gives_dkv`) of this pass, added to what is there."""
         prepared, order = self._prepared("fused" if self.gives_dkv else "dq"), _destination(self.q_order)
         sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
         kv_rows, kv_heads = self.operands.key.shape[1:3]
-        outputs = [prepared.output(order, (order.rows, self.heads, sizes[0]))]
-        outputs += [prepared.output(self.kv_order, (kv_rows, kv_heads, x) if self.gives_dkv else (1,)) for x in sizes]
+        outputs = [prepared.output((order.rows, self.heads, sizes[0]), rounded and order.natural)]
+        outputs += [prepared.output((kv_rows, kv_heads, x) if self.gives_dkv else (1,), rounded_kv) for x in sizes]
         extra = {"WITH_DKV": self.gives_dkv} | prepared.more_constants
         extra |= _source("BEFORE", before) | _source("BEFORE_KV", before_kv)
         arrays = [*prepared.more_arrays, *self._segments, *gradients, *_arrays(before, 1), *_arrays(before_kv, 2)]
@@ -132,11 +140,11 @@ class Link:
         rows = Rows(order, (prepared.summed(dq),))
         return rows, Rows(RowOrder(kv_rows), (dk[0], dv[0])) if self.gives_dkv else None
 
-    def dkv(self, gradients: Gradients, before: Rows | None) -> Rows:
+    def dkv(self, gradients: Gradients, before: Rows | None, rounded: bool) -> Rows:
         """(dk, dv) of this pass, added to ``before``."""
         prepared, order = self._prepared("dkv"), _destination(self.kv_order)
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
-        outputs = [prepared.output(order, (order.rows, kv_heads, size)) for size in sizes]
+        outputs = [prepared.output((order.rows, kv_heads, size), rounded and order.natural) for size in sizes]
         arrays = [*self._segments, *gradients, *_arrays(before, 2)]
         dk, dv = prepared.run(dkv_kernel, arrays, outputs, _source("BEFORE", before), order)
         return Rows(order, (prepared.summed(dk), prepared.summed(dv)))
@@ -234,14 +242,11 @@ class _Prepared:
     programs: int
     splits: int
 
-    def output(self, order: RowOrder | None, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
-        """An output, a part for each of the splits.
-
-        Results of all tokens are kept in the dtype of the query, also between passes; all else is float32.
-        """
+    def output(self, shape: Sequence[int], rounded: bool) -> jax.ShapeDtypeStruct:
+        """An output, a part for each of the splits; in the dtype of the query if it may be rounded, else in float32."""
         query = self.link.operands.query
-        whole = order is not None and order.complete and self.splits == 1
-        return jax.ShapeDtypeStruct((self.splits, query.shape[0], *shape), query.dtype if whole else jnp.float32)
+        dtype = query.dtype if rounded and self.splits == 1 else jnp.float32
+        return jax.ShapeDtypeStruct((self.splits, query.shape[0], *shape), dtype)
 
     def summed(self, parts: jax.Array) -> jax.Array:
         """The sum of the splits' parts."""

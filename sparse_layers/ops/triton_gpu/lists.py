@@ -57,7 +57,7 @@ class Lists:
     Attributes:
       entries: int32 [LB, LH, blocks, 2 + 2 * width]: for each major block the number of its free ones and of all, then
         (minor block, tile of bits) of each; batch entry b and head h read list (b % LB, h % LH).
-    bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
+      bits: int32 [tiles, rows, words], rows of the major side; bit c of word w is column 32 * w + c.
       most: an upper bound of the work of each major block, numpy [blocks].
       any_free: whether there may be free blocks.
       any_masked: whether there may be masked blocks.
@@ -111,6 +111,12 @@ def begin_order(most: np.ndarray, heads: int, few: int) -> np.ndarray | None:
 @functools.lru_cache(maxsize=64)
 def static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
     """The lists of passes that differ in their masks only: heads take them in turn."""
+    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return _static_lists(passes, major, minor, dkv)
+
+
+def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
     distinct: dict[bytes, int] = {}
     _number(distinct, np.ones((1, major.block, minor.block), bool), major, minor)  # tile 0: everything
     found = [_listed(one, major, minor, dkv, distinct) for one in passes]
@@ -183,8 +189,7 @@ def with_segments(lists: Lists, major: Side, minor: Side, major_ids: jax.Array, 
     """Drops blocks whose segments cannot meet; a block stays free if it lies in one segment only. Ids: [B, tokens]."""
     a, b = (_extent(side, ids) for side, ids in ((major, major_ids), (minor, minor_ids)))
     a = [x[:, None, :, None] for x in a]
-    b = [x[:, lists.index] if lists.index.shape[0] == 1 else jnp.take_along_axis(x, lists.index, 1) for x in b]
-    b = [x.reshape(x.shape[0], *lists.index.shape[1:]) for x in b]
+    b = [x[:, lists.index[0]] for x in b]  # static lists, which do not differ by batch entry
     place = np.arange(lists.index.shape[-1])
     live = (place < lists.counts[..., 1:]) & (a[0] <= b[2]) & (b[0] <= a[2])
     free = (place < lists.counts[..., :1]) & (a[1] == a[2]) & (b[1] == b[2]) & (a[1] == b[1])

@@ -48,6 +48,8 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
+# Each split has outputs of its own, which are summed up at the end.
+MOST_SPLITS = 256
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
 
@@ -65,15 +67,19 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     return int(itemsize * (held + buffers * loaded + scores)) + _SPARE
 
 
-def misfit(itemsize: int, sizes: tuple[int, int], device: Device) -> str | None:
-    """Why not even the smallest tiles fit a device, or None."""
+def misfit(
+    itemsize: int, sizes: tuple[int, int], params: tuple[KernelParams, KernelParams], device: Device
+) -> str | None:
+    """Why not even the smallest tiles that forward and backward parameters leave open fit a device, or None."""
     for kernel in ("forward", "dq", "dkv"):
-        least = choose(kernel, itemsize, sizes, (16, 32), KernelParams(), device)
+        own = params[kernel != "forward"]
+        least = choose(kernel, itemsize, sizes, (16, 32), own, device)
         needed = shared_memory(kernel, least, itemsize, sizes, device.capability)
         if needed > device.shared_memory:
+            explicit = "".join(f", {name}={value}" for name, value in dataclasses.asdict(own).items() if value)
             return (
-                f"head sizes of {max(sizes)} with {itemsize} bytes an element need {needed} bytes of shared memory, "
-                f"and this GPU has {device.shared_memory}"
+                f"head sizes of {max(sizes)} with {itemsize} bytes an element{explicit} need about {needed} bytes of "
+                f"shared memory, and this GPU has {device.shared_memory}"
             )
     return None
 
@@ -109,23 +115,17 @@ def choose(
         min(default, max(least, 1 << (block - 1).bit_length()))
         for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
     )
-    settings = dataclasses.replace(settings, major=major, minor=minor)
+    fields = (params.blocksize_m, params.blocksize_n, params.num_warps, params.num_stages)
+    given = {x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None}
+    settings = dataclasses.replace(settings, **({"major": major, "minor": minor} | given))
     while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
-        if settings.num_stages > 1:
-            settings = dataclasses.replace(settings, num_stages=settings.num_stages - 1)
-        elif settings.minor > 32:
-            settings = dataclasses.replace(settings, minor=settings.minor // 2)
-        elif settings.major > 16:
-            settings = dataclasses.replace(settings, major=settings.major // 2)
-        else:
+        smaller = {"num_stages": settings.num_stages - 1, "minor": settings.minor // 2, "major": settings.major // 2}
+        least = {"num_stages": 1, "minor": 32, "major": 16}
+        name = next((x for x in smaller if x not in given and smaller[x] >= least[x]), None)
+        if name is None:
             break
-    given = {
-        "major": params.blocksize_m,
-        "minor": params.blocksize_n,
-        "num_warps": params.num_warps,
-        "num_stages": params.num_stages,
-    }
-    return dataclasses.replace(settings, **{name: value for name, value in given.items() if value is not None})
+        settings = dataclasses.replace(settings, **{name: smaller[name]})
+    return settings
 
 
 def splits(params: KernelParams, minor: Side, steps: int, programs: int, device: Device) -> int:
@@ -133,6 +133,6 @@ def splits(params: KernelParams, minor: Side, steps: int, programs: int, device:
     if params.num_key_splits is not None:
         return params.num_key_splits
     if params.blocksize_keys is not None:
-        return -(-minor.order.rows // params.blocksize_keys)
+        return min(MOST_SPLITS, -(-minor.order.rows // params.blocksize_keys))
     # A program that walks less than 8 steps takes longer to start, and to be merged, than to walk.
     return max(1, min(2 * device.processors // max(1, programs), steps // 8))
