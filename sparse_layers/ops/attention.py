@@ -91,7 +91,7 @@ def block_sparse_attention(
     if logits_soft_cap is not None:
         logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
         if not 0 < logits_soft_cap <= 1e30:
-            raise ValueError(f"logits_soft_cap must be > 0 and at most 1e30, or None, got {logits_soft_cap}")
+            raise ValueError(f"logits_soft_cap must be > 0 or None, and at most 1e30, got {logits_soft_cap}")
     if sinks is not None:
         sinks = jnp.asarray(sinks)
         if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):

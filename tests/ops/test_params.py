@@ -12,8 +12,8 @@ KINDS = [sl.FwdParams, sl.BwdParams]
 RANGES = {
     "q_blocksize": (8, 8192, [24, 128], [12, 100]),
     "kv_blocksize": (8, 8192, [40, 512], [9, 129]),
-    "blocksize_m": (16, 512, [64], [24, 96]),
-    "blocksize_n": (16, 512, [64], [48]),
+    "blocksize_m": (16, 256, [64], [24, 96]),
+    "blocksize_n": (32, 128, [64], [48]),
     "blocksize_k": (16, 512, [32], [33]),
     "blocksize_heads": (1, 256, [2, 8], [3]),
     "blocksize_keys": (16, 1 << 20, [4096], [5000]),

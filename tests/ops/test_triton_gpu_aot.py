@@ -106,9 +106,12 @@ def test_compiles_and_fits(case):
 def test_tiles_that_are_too_large_do_not_fit():
     params = sl.FwdParams(blocksize_m=64, blocksize_n=128, num_stages=4, num_warps=4)
     options = {"sizes": (256, 256), "fwd_params": params}
-    one = next(x for x in launches(TARGETS[90], sl.Full(), (512, 512), **options) if x.name == "forward")
+    roomy = TARGETS[90]._replace(shared_memory=1 << 20)  # the real one would be refused
+    one = next(x for x in launches(roomy, sl.Full(), (512, 512), **options) if x.name == "forward")
     assert (one.constants["M"], one.constants["N"], one.num_stages) == (64, 128, 4)
-    assert one.device.shared_memory < resources(compiled(one)).shared <= one.estimate
+    assert TARGETS[90].shared_memory < resources(compiled(one)).shared <= one.estimate
+    with pytest.raises(NotImplementedError, match="blocksize_m=64, blocksize_n=128.* need about .* of shared memory"):
+        launches(TARGETS[90], sl.Full(), (512, 512), **options)
 
 
 # Constants that switch parts of the kernels on, and the values at which they do not.
