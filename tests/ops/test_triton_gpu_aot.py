@@ -110,7 +110,7 @@ def test_tiles_that_are_too_large_do_not_fit():
     one = next(x for x in launches(roomy, sl.Full(), (512, 512), **options) if x.name == "forward")
     assert (one.constants["M"], one.constants["N"], one.num_stages) == (64, 128, 4)
     assert TARGETS[90].shared_memory < resources(compiled(one)).shared <= one.estimate
-    with pytest.raises(NotImplementedError, match="blocksize_m=64, blocksize_n=128.* need about .* of shared memory"):
+    with pytest.raises(NotImplementedError, match=r"blocksize_m=64, blocksize_n=128.* need about .* of shared memory"):
         launches(TARGETS[90], sl.Full(), (512, 512), **options)
 
 
