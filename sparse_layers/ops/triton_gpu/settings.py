@@ -64,6 +64,9 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
     if capability >= 100:  # tensor cores read scores from shared memory, too
         scores *= 2
+    elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel != "fused":
+        # They read the left side of a product from registers; only fused needs all its tiles on either side.
+        held, scores = (0, scores) if kernel == "forward" else (held / 2, scores / 2)
     return int(itemsize * (held + buffers * loaded + scores)) + _SPARE
 
 
@@ -119,12 +122,17 @@ def choose(
     given = {x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None}
     settings = dataclasses.replace(settings, **({"major": major, "minor": minor} | given))
     while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
-        smaller = {"num_stages": settings.num_stages - 1, "minor": settings.minor // 2, "major": settings.major // 2}
-        least = {"num_stages": 1, "minor": 32, "major": 16}
-        name = next((x for x in smaller if x not in given and smaller[x] >= least[x]), None)
-        if name is None:
+        # Two stages are given up last but for the tile itself: without them, loads wait for products.
+        steps = (
+            ("num_stages", settings.num_stages - 1, 2),
+            ("minor", settings.minor // 2, 32),
+            ("num_stages", settings.num_stages - 1, 1),
+            ("major", settings.major // 2, 16),
+        )
+        step = next(((name, value) for name, value, least in steps if name not in given and value >= least), None)
+        if step is None:
             break
-        settings = dataclasses.replace(settings, **{name: smaller[name]})
+        settings = dataclasses.replace(settings, **{step[0]: step[1]})
     return settings
 
 
