@@ -42,7 +42,7 @@ def _device(capability: int, number: int) -> Device | str:
     if capability < 80:
         return f"it needs compute capability 8.0, and this GPU has {capability / 10}"
     try:
-        import jax_triton  # noqa: F401
+        import jax_triton  # noqa: F401  # pyright: ignore[reportMissingImports]
         import triton  # noqa: F401
     except ImportError as error:
         return f"it needs jax-triton and triton, the extra 'gpu' installs them ({error})"
@@ -77,7 +77,7 @@ def call(
     num_stages: int,
 ) -> Sequence[jax.Array]:
     """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants."""
-    import jax_triton
+    import jax_triton  # pyright: ignore[reportMissingImports]
 
     options: dict[str, Any] = {"grid": tuple(grid), "num_warps": num_warps, "num_stages": num_stages}
     # jax-triton renamed arguments in 0.4. Fused multiply-add is asked for: Triton is about to change its default.
