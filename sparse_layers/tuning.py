@@ -21,7 +21,8 @@ from .adapters import as_masks
 from .ops.attention import block_sparse_attention, implementations
 from .ops.params import BwdParams, FwdParams, KernelParams
 from .ops.plan import Plan, make_plan
-from .ops.platforms import FALLBACK, PREFERRED, platform
+from .ops.platforms import candidates as in_order
+from .ops.platforms import platform
 
 # A candidate has to save more than this share of the time: less is within what two measurements of one program differ.
 GAIN = 0.02
@@ -288,7 +289,7 @@ def _random(shapes: dict[str, jax.ShapeDtypeStruct], sizes: dict[str, int], dtyp
 def _tunable(name: str | None, shapes: dict, others: dict, constants: dict) -> str | None:
     """The implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
     jax.eval_shape(_programs(constants, FwdParams(), BwdParams())[0], shapes, others)
-    for one in (*PREFERRED.get(platform(), ()), *FALLBACK) if name is None else (name,):
+    for one in in_order(platform()) if name is None else (name,):
         attend = _programs(constants | {"implementation": one}, FwdParams(q_blocksize=128), BwdParams())[0]
         try:
             jax.eval_shape(attend, shapes, others)

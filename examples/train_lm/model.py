@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 import sparse_layers as sl
+from sparse_layers.ops.platforms import platform
 
 from .config import Config, Refusal
 
@@ -49,7 +50,7 @@ def _dtype(config: Config) -> Any:
     """The dtype of the computation; weights are float32 in any case."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return jnp.float32 if platform() == "cpu" else jnp.bfloat16
 
 
 def _causal(pattern: Any) -> Any:

@@ -15,7 +15,7 @@ from . import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .call import Call, Operands, sharded_as
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
-from .platforms import FALLBACK, PREFERRED, TUNING, first_choice, platform
+from .platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
 
 _log = logging.getLogger(__name__)
 
@@ -192,9 +192,8 @@ def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
       NotImplementedError: the given one cannot; says why.
     """
     here = platform()
-    candidates = (*PREFERRED.get(here, ()), *FALLBACK) if implementation is None else (implementation,)
     reasons = [] if PREFERRED.get(here) else [f"no kernels for {here} yet"]
-    for name in candidates:
+    for name in candidates(here) if implementation is None else (implementation,):
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
         if reason is None and implementation is None and hasattr(backend, "outdone"):

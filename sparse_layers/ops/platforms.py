@@ -64,6 +64,11 @@ def platform() -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
+def candidates(platform: str) -> tuple[str, ...]:
+    """What `implementation=None` tries on a platform, in this order."""
+    return *PREFERRED.get(platform, ()), *FALLBACK
+
+
 def first_choice() -> str:
     """The implementation that this platform tries first."""
-    return (*PREFERRED.get(platform(), ()), *FALLBACK)[0]
+    return candidates(platform())[0]

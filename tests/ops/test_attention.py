@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, reference
+from sparse_layers.ops import attention, platforms, reference
 from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
 
 FIXED = sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"])
@@ -479,7 +479,7 @@ def test_the_first_implementation_that_can_is_taken(monkeypatch):
     monkeypatch.setitem(attention.TUNING, "never", attention.TUNING["xla"])
     monkeypatch.setitem(attention.PREFERRED, jax.default_backend(), ("never",))
     assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
-    monkeypatch.setattr(attention, "FALLBACK", ("never",))
+    monkeypatch.setattr(platforms, "FALLBACK", ("never",))
     with pytest.raises(NotImplementedError, match="never: it never does; never: it never does"):
         sl.block_sparse_attention(Q, K, V, sl.Causal())
 
