@@ -38,11 +38,12 @@ from .presets import from_deepspeed, preset, preset_options, presets
 from .tuning import Tuned, load_tuned, tune
 
 if typing.TYPE_CHECKING:
-    from .modules import SparseSelfAttention, SparseTransformer, SparseTransformerBlock
+    from .modules import AttentionFn, SparseSelfAttention, SparseTransformer, SparseTransformerBlock, make_attention_fn
 
 __all__ = [
     "And",
     "Array",
+    "AttentionFn",
     "BlockDiagonal",
     "Blocks",
     "BwdParams",
@@ -77,6 +78,7 @@ __all__ = [
     "from_mask_mod",
     "implementations",
     "load_tuned",
+    "make_attention_fn",
     "make_plan",
     "picture",
     "preset",
@@ -90,9 +92,12 @@ __all__ = [
 ]
 
 
+_LAYERS = ("AttentionFn", "SparseSelfAttention", "SparseTransformer", "SparseTransformerBlock", "make_attention_fn")
+
+
 def __getattr__(name: str) -> typing.Any:
     # The layers come with flax.nnx, which takes several times as long to import as all the rest: at their first use.
-    if name in ("SparseSelfAttention", "SparseTransformer", "SparseTransformerBlock"):
+    if name in _LAYERS:
         from . import modules
 
         return getattr(modules, name)

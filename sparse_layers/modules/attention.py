@@ -1,27 +1,20 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from ..adapters import as_masks
 from ..masks import Mask
-from ..ops.attention import block_sparse_attention
 from ..ops.call import accumulator
 from ..ops.params import BwdParams, FwdParams
-from ..ops.plan import Plan, make_plan
-from ..presets import preset
-
-Pattern = str | Mask | np.ndarray | Sequence[Any]
+from ..ops.plan import Plan
+from .attention_fn import AttentionFn, Pattern, resolved_masks
 
 
-class _Call(NamedTuple):
+class Extras(NamedTuple):
     """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
 
     segment_ids: jax.Array | None
@@ -29,50 +22,96 @@ class _Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Attention:
-    """The ``attention_fn`` of one pattern.
+class AttentionStep:
+    """The attention step of a layer: rotary embeddings, then the pattern.
 
-    A value and not a closure: layers with equal settings then have equal graph definitions, so they share one trace.
+    Attributes:
+      fn: attention over the pattern.
+      rope_theta: base of the rotary embeddings, or None.
     """
 
-    masks: tuple[Mask, ...]
-    seq_len: int
+    fn: AttentionFn
     rope_theta: float | None
-    scale: float | None
-    logits_soft_cap: float | None
-    implementation: str | None
-    fwd_params: FwdParams | None
-    bwd_params: BwdParams | None
 
-    def plan(self, length: int) -> Plan:
-        return make_plan(
-            self.masks,
-            length,
-            fwd_params=self.fwd_params,
-            bwd_params=self.bwd_params,
-            implementation=self.implementation,
-        )
-
-    def __call__(self, query, key, value, *, mask: _Call, dtype=None, **_):
+    def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         if self.rope_theta is not None:
             query, key = rotary(query, self.rope_theta), rotary(key, self.rope_theta)
-        batch, length = query.shape[:-3], query.shape[-3]
-        rows = math.prod(batch)  # not -1: a batch may be empty
-        query, key, value = (x.astype(dtype).reshape(rows, *x.shape[-3:]) for x in (query, key, value))
-        out = block_sparse_attention(
-            query,
-            key,
-            value,
-            self.plan(length),
-            segment_ids=None if mask.segment_ids is None else mask.segment_ids.reshape(rows, length),
-            scale=self.scale,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=mask.sinks,
-            implementation=self.implementation,
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        return self.fn.attend(query, key, value, segment_ids=mask.segment_ids, sinks=mask.sinks)
+
+
+def attention_step(
+    pattern: Pattern,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: Any,
+    *,
+    rope_theta: float | None,
+    dropout_rate: float,
+    **settings: Any,
+) -> AttentionStep:
+    """The attention step of `SparseSelfAttention`, NNX or Linen, its settings checked.
+
+    Args:
+      pattern, seq_len, rope_theta, dropout_rate: see `SparseSelfAttention`.
+      num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
+      **settings: the other fields of `AttentionFn`.
+
+    Raises:
+      ValueError, NotImplementedError: see `SparseSelfAttention`.
+    """
+    if dropout_rate:
+        raise ValueError(
+            f"dropout_rate must be 0, got {dropout_rate}: block-sparse attention never forms the attention "
+            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
         )
-        return out.reshape(*batch, *out.shape[1:])
+    masks = resolved_masks(pattern, seq_len)
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be >= 1, got {num_heads}")
+    if num_heads % len(masks):
+        raise ValueError(
+            f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
+            f"num_heads={num_heads}"
+        )
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    if rope_theta is not None and (head_size % 2 or rope_theta <= 0):
+        raise ValueError(
+            f"rope_theta={rope_theta}: must be > 0 and needs an even head size, got a head size of {head_size}"
+        )
+    step = AttentionStep(AttentionFn(masks, int(seq_len), **settings), rope_theta)
+    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
+    query, key = (
+        jax.ShapeDtypeStruct((1, seq_len, heads, head_size), dtype or jnp.float32)
+        for heads in (num_heads, num_kv_heads)
+    )
+    jax.eval_shape(step, query, key, key, mask=Extras(None, None))
+    return step
+
+
+def check_inputs(inputs: jax.Array, segment_ids: jax.Array | None, features: int, seq_len: int) -> None:
+    """Refuses inputs that a layer for ``seq_len`` tokens cannot take.
+
+    Raises:
+      ValueError: see `SparseSelfAttention.__call__`.
+    """
+    if inputs.ndim < 2:
+        raise ValueError(f"inputs must have shape [..., T, {features}], got {inputs.shape}")
+    if inputs.shape[-2] == 0:
+        raise ValueError(f"inputs must have at least one token, got shape {inputs.shape}")
+    if inputs.shape[-2] > seq_len:
+        raise ValueError(
+            f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
+            f"seq_len={seq_len}: an input must not be longer"
+        )
+    if segment_ids is not None and jnp.shape(segment_ids) != inputs.shape[:-1]:
+        raise ValueError(
+            f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {jnp.shape(segment_ids)}"
+        )
 
 
 def rotary(x: jax.Array, theta: float) -> jax.Array:
@@ -100,15 +139,6 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
         second * jnp.cos(angles) + first * jnp.sin(angles),
     )
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _resolved(pattern: Pattern) -> Any:
-    """The pattern with its names replaced by what they mean."""
-    if isinstance(pattern, str):
-        return preset(pattern)
-    if isinstance(pattern, Sequence):
-        return tuple(map(_resolved, pattern))
-    return pattern
 
 
 def _refuse_decode(decode: bool | None) -> None:
@@ -189,59 +219,43 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         **options: Any,
     ):
         _refuse_decode(decode)
-        if dropout_rate:
-            raise ValueError(
-                f"dropout_rate must be 0, got {dropout_rate}: block-sparse attention never forms the attention "
-                "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
-            )
-        if not isinstance(seq_len, int | np.integer) or seq_len < 1:
-            raise ValueError(f"seq_len must be an integer >= 1, got {seq_len!r}")
-        shape = getattr(pattern, "shape", None)
-        if shape is not None and tuple(shape[-2:]) != (seq_len, seq_len):
-            raise ValueError(
-                f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
-            )
-        masks = as_masks(_resolved(pattern))
         if num_heads < 1:
             raise ValueError(f"num_heads must be >= 1, got {num_heads}")
-        if num_heads % len(masks):
-            raise ValueError(
-                f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
-                f"num_heads={num_heads}"
-            )
-        head_size = (in_features if qkv_features is None else qkv_features) // num_heads
-        if rope_theta is not None and (head_size % 2 or rope_theta <= 0):
-            raise ValueError(
-                f"rope_theta={rope_theta}: must be > 0 and needs an even head size, got a head size of {head_size}"
-            )
+        step = attention_step(
+            pattern,
+            seq_len,
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            (in_features if qkv_features is None else qkv_features) // num_heads,
+            options.get("dtype"),
+            rope_theta=rope_theta,
+            dropout_rate=dropout_rate,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            implementation=implementation,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+        )
         super().__init__(
             num_heads,
             in_features,
             qkv_features,
             out_features,
             num_kv_heads,
-            attention_fn=_Attention(
-                masks, seq_len, rope_theta, scale, logits_soft_cap, implementation, fwd_params, bwd_params
-            ),
+            attention_fn=step,
             decode=False,
             rngs=rngs,
             **options,
         )
         # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
-        self.pattern = pattern if isinstance(pattern, str | Mask) else masks
+        self.pattern = pattern if isinstance(pattern, str | Mask) else step.fn.masks
         self.seq_len = seq_len
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
-        # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
-        query, key = (
-            jax.ShapeDtypeStruct((1, seq_len, heads, self.head_dim), dtype=self.dtype or jnp.float32)
-            for heads in (self.num_heads, self.num_kv_heads)
-        )
-        jax.eval_shape(self.attention_fn, query, key, key, mask=_Call(None, None))
 
     @property
     def plan(self) -> Plan:
         """The compiled pattern for ``seq_len`` tokens (cached)."""
-        return self.attention_fn.plan(self.seq_len)
+        return self.attention_fn.fn.plan(self.seq_len)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
@@ -276,23 +290,11 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             raise ValueError(
                 "sow_weights must be False: block-sparse attention never forms the attention probabilities"
             )
-        if inputs.ndim < 2:
-            raise ValueError(f"inputs must have shape [..., T, {self.in_features}], got {inputs.shape}")
-        if inputs.shape[-2] == 0:
-            raise ValueError(f"inputs must have at least one token, got shape {inputs.shape}")
-        if inputs.shape[-2] > self.seq_len:
-            raise ValueError(
-                f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
-                f"seq_len={self.seq_len}: an input must not be longer"
-            )
-        if segment_ids is not None and jnp.shape(segment_ids) != inputs.shape[:-1]:
-            raise ValueError(
-                f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {jnp.shape(segment_ids)}"
-            )
-        call = _Call(segment_ids, None if self.sinks is None else self.sinks[...])
+        check_inputs(inputs, segment_ids, self.in_features, self.seq_len)
+        extras = Extras(segment_ids, None if self.sinks is None else self.sinks[...])
         return super().__call__(
             inputs,
-            mask=call,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
             decode=False,
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,

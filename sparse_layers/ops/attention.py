@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from . import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .call import Call, Operands, sharded_as
@@ -18,6 +19,9 @@ from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
 
 _log = logging.getLogger(__name__)
+
+# Names of out and lse for policies of `jax.checkpoint`: whoever keeps these two does not compute the forward twice.
+SAVED = ("sparse_attention_out", "sparse_attention_lse")
 
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "cudnn": cudnn, "xla": xla, "reference": reference}
@@ -155,7 +159,9 @@ _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
 
 
 def _attend_fwd(implementation, call, operands):
-    out, lse = _forward(implementation, call, operands)
+    out, lse = (
+        checkpoint_name(x, name) for x, name in zip(_forward(implementation, call, operands), SAVED, strict=True)
+    )
     return (out, lse), (operands, out, lse)
 
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ..adapters import Array, as_masks
-from ..masks import PARTIAL, And, Blocks, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
+from ..masks import PARTIAL, And, Blocks, Causal, Columns, Global, Mask, Not, Or, Prefix, Strided, Transposed
 from .blocks import active_blocks
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
@@ -167,6 +167,18 @@ def make_plan(
     # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
     with jax.ensure_compile_time_eval():
         return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+
+
+@functools.lru_cache(maxsize=256)
+def is_causal(mask: Mask, length: int) -> bool:
+    """Whether no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
+      (True, False)
+    """
+    return not make_plan(mask & Not(Causal()), length).chains[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,290 @@
+"""`make_attention_fn`: sparse attention as the ``attention_fn`` of somebody else's multi-head attention."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..adapters import as_masks
+from ..masks import Causal, Mask
+from ..ops.attention import block_sparse_attention
+from ..ops.params import BwdParams, FwdParams
+from ..ops.plan import Plan, is_causal, make_plan
+from ..presets import preset
+
+Pattern = str | Mask | np.ndarray | Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionFn:
+    """What `make_attention_fn` returns: attention over a pattern, with the parameters of Flax's own.
+
+    A value and not a closure: equal settings are equal functions, so layers that hold them share one trace.
+
+    Attributes:
+      masks: the masks that the heads take in turn.
+      seq_len: the longest input, in tokens.
+      recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
+    """
+
+    masks: tuple[Mask, ...]
+    seq_len: int
+    recompute: bool = False
+    implementation: str | None = None
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
+
+    def plan(self, length: int, causal: bool = False) -> Plan:
+        """The compiled pattern for ``length`` tokens (cached); with ``causal``, without what lies in the future."""
+        masks = self.masks
+        if causal:
+            masks = tuple(mask if is_causal(mask, length) else mask & Causal() for mask in masks)
+        return make_plan(
+            masks,
+            length,
+            fwd_params=self.fwd_params,
+            bwd_params=self.bwd_params,
+            implementation=self.implementation,
+        )
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        segment_ids: Any = None,
+        sinks: jax.Array | None = None,
+        causal: bool = False,
+    ) -> jax.Array:
+        """The op on arrays [..., T, heads, size] with any leading axes.
+
+        Args:
+          query, key, value: of one dtype and length T; as in `block_sparse_attention` but for the leading axes.
+          segment_ids: int [..., T], or a pair of those for queries and keys.
+          sinks: [N] logits.
+          causal: also hide what lies in the future.
+
+        Returns:
+          An array like query, its last axis that of value.
+        """
+        batch, length = query.shape[:-3], query.shape[-3]
+        rows = math.prod(batch)  # not -1: a batch may be empty
+        query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
+        segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, length), segment_ids)
+        plan = self.plan(length, causal)
+
+        def op(query, key, value, segment_ids, sinks):
+            return block_sparse_attention(
+                query,
+                key,
+                value,
+                plan,
+                segment_ids=segment_ids,
+                scale=self.scale,
+                logits_soft_cap=self.logits_soft_cap,
+                sinks=sinks,
+                implementation=self.implementation,
+            )
+
+        out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, segment_ids, sinks)
+        return out.reshape(*batch, *out.shape[1:])
+
+    # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+        is_causal: bool = False,
+        input_positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention as `flax.nnx.dot_product_attention` and Linen's compute it, over the pattern.
+
+        Args:
+          query: [..., T, N, H].
+          key: [..., T, K, H], K dividing N.
+          value: [..., T, K, Hv].
+          mask: key padding, broadcastable to [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query that is
+            left without any key gets 0.
+          dtype: of the computation; None for that of the arrays together.
+          is_causal: also hide what lies in the future, whatever the pattern says.
+          segment_ids: int [..., T], see `block_sparse_attention`.
+          deterministic, dropout_rate: dropout is refused unless one of them switches it off.
+          broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax: without effect: nothing is dropped, and
+            logits, softmax and sums are float32 at least.
+          bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions: refused, see Raises.
+
+        Returns:
+          [..., T, N, Hv] in the dtype of the computation.
+
+        Raises:
+          ValueError: what cannot be honoured, with the reason: a bias, dropout while training, weights to be sown, an
+            einsum of one's own, positions, a mask that differs by query or head, queries and keys of different
+            lengths, more tokens than ``seq_len``; and what `block_sparse_attention` refuses.
+        """
+        never = "block-sparse attention never forms the attention weights"
+        if bias is not None:
+            raise ValueError(
+                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits"
+            )
+        if dropout_rate > 0 and not deterministic:
+            raise ValueError(
+                f"dropout_rate must be 0 while training, got {dropout_rate}: {never}, so none can be dropped; "
+                "apply dropout to the output (the residual) instead"
+            )
+        if module is not None:
+            raise ValueError(f"sow_weights must be False: {never}")
+        for name, einsum in (("qk", qk_attn_weights_einsum), ("attn_weights_value", attn_weights_value_einsum)):
+            if einsum is not None:
+                raise ValueError(f"{name} einsum must be None, got {einsum!r}: {never}, and kernels multiply by blocks")
+        if input_positions is not None:
+            raise ValueError(
+                "input_positions must be None: positions count from the first token, and this function turns nothing; "
+                "for rotary embeddings, apply them to query and key before, or use SparseSelfAttention(rope_theta=)"
+            )
+        if query.ndim < 3 or key.shape[:-2] != query.shape[:-2] or value.shape[:-2] != query.shape[:-2]:
+            raise ValueError(
+                "query, key and value must have shapes [..., T, heads, size] with equal T (self-attention), got "
+                f"{query.shape}, {key.shape} and {value.shape}; with decode=True of Flax's layers the position of the "
+                "query is not known here: decode with sl.KVCache"
+            )
+        length = query.shape[-3]
+        if length > self.seq_len:
+            raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
+        if segment_ids is not None and jnp.shape(segment_ids) != query.shape[:-2]:
+            raise ValueError(
+                f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {jnp.shape(segment_ids)}"
+            )
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        ids: Any = segment_ids if mask is None else _padded(mask, query.shape[:-2], segment_ids)
+        return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
+
+
+def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Segment ids of queries and keys [..., T] from a key padding mask [..., 1, 1, T]."""
+    shape = jnp.shape(mask)
+    shape = (1,) * (len(tokens) + 2 - len(shape)) + shape
+    *batch, heads, queries, keys = shape
+    fits = keys == tokens[-1] and len(batch) == len(tokens) - 1
+    if not fits or (heads, queries) != (1, 1) or any(a not in (1, b) for a, b in zip(batch, tokens, strict=False)):
+        raise ValueError(
+            f"mask must be key padding of shape [..., 1, 1, T] that broadcasts to {(*tokens[:-1], 1, 1, tokens[-1])}, "
+            f"got {jnp.shape(mask)}: who attends to whom is said by the pattern (causality, too), documents by "
+            "segment_ids; of a mask made by make_attention_mask(valid, valid), pass valid[..., None, None, :]"
+        )
+    keep = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
+    ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
+    return ids, jnp.where(keep, ids, -1)
+
+
+def make_attention_fn(
+    pattern: Pattern,
+    seq_len: int,
+    *,
+    recompute: bool = False,
+    implementation: str | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    segment_ids: jax.Array | None = None,
+) -> Any:
+    """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
+
+    The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs see
+    the pattern's upper left corner.
+
+    Args:
+      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+        sequence of those that the heads take in turn (head h uses entry h % len; len must divide the heads), or a numpy
+        bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
+      seq_len: the longest input, in tokens.
+      recompute: compute the attention again in the backward pass (`jax.checkpoint`) instead of keeping its output and
+        log-sum-exp. These are named "sparse_attention_out" and "sparse_attention_lse" in any case, so that a
+        remat policy over a whole layer may keep them: ``jax.checkpoint_policies.save_only_these_names(...)``.
+      implementation: None for the best that the platform offers, or the name of one.
+      scale: factor of the logits; None for head size ** -0.5.
+      logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
+      fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
+        is then one for this batch: make it inside the model's ``__call__``, which costs a look-up.
+
+    Returns:
+      An `AttentionFn`; with ``segment_ids``, a `functools.partial` of it.
+
+    Raises:
+      ValueError: an unknown preset, option or implementation; an array whose lengths are not seq_len; seq_len < 1.
+      TypeError: pattern is none of the above.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> sparse = sl.make_attention_fn("local:local_attn_ctx=64", 256)
+      >>> layer = nnx.MultiHeadAttention(2, 8, attention_fn=sparse, decode=False, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 256, 8))).shape
+      (1, 256, 8)
+
+    References:
+      openai/sparse_attention (the recompute decorator, which built and kept one function for each configuration).
+    """
+    masks = resolved_masks(pattern, seq_len)
+    settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params
+    fn = _attention_fn(masks, int(seq_len), *settings)
+    return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
+
+
+@functools.lru_cache(maxsize=256)
+def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
+    fn = AttentionFn(masks, seq_len, *settings)
+    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
+    like = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
+    jax.eval_shape(fn, like, like, like)
+    return fn
+
+
+def resolved_masks(pattern: Pattern, seq_len: int) -> tuple[Mask, ...]:
+    """The masks that the heads take in turn.
+
+    Raises:
+      ValueError: seq_len < 1, an unknown preset or option, an array of another length.
+      TypeError: pattern is no pattern.
+    """
+    if isinstance(seq_len, bool) or not isinstance(seq_len, int | np.integer) or seq_len < 1:
+        raise ValueError(f"seq_len must be an integer >= 1, got {seq_len!r}")
+    shape = getattr(pattern, "shape", None)
+    if shape is not None and tuple(shape[-2:]) != (seq_len, seq_len):
+        raise ValueError(
+            f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
+        )
+    return as_masks(_resolved(pattern))
+
+
+def _resolved(pattern: Pattern) -> Any:
+    """The pattern with its names replaced by what they mean."""
+    if isinstance(pattern, str):
+        return preset(pattern)
+    if isinstance(pattern, Sequence):
+        return tuple(map(_resolved, pattern))
+    return pattern
