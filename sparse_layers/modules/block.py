@@ -23,8 +23,9 @@ class SparseTransformerBlock(nnx.Module):
       pattern, seq_len: see `SparseSelfAttention`.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: "gelu" (the paper's x * sigmoid(1.702 x)) or "swiglu" (silu(gate(x)) * in(x)).
+      mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
       norm: "layer" or "rms".
+      norm_epsilon: added to the variance in both norms.
       dropout_rate: share of values dropped at the branches' ends; uses the ``dropout`` stream of rngs.
       use_bias: whether attention and MLP projections have biases.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
@@ -58,6 +59,7 @@ class SparseTransformerBlock(nnx.Module):
         mlp_features: int | None = None,
         mlp: str = "gelu",
         norm: str = "layer",
+        norm_epsilon: float = 1e-6,
         dropout_rate: float = 0.0,
         use_bias: bool = True,
         remat: bool = False,
@@ -66,8 +68,8 @@ class SparseTransformerBlock(nnx.Module):
         rngs: nnx.Rngs,
         **attention: Any,
     ):
-        if mlp not in ("gelu", "swiglu"):
-            raise ValueError(f"mlp must be 'gelu' or 'swiglu', got {mlp!r}")
+        if mlp not in ("gelu", "gelu_tanh", "swiglu"):
+            raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {mlp!r}")
         if num_layers < 1:
             raise ValueError(f"num_layers must be >= 1, got {num_layers}")
         if not 0 <= dropout_rate < 1:
@@ -75,7 +77,7 @@ class SparseTransformerBlock(nnx.Module):
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
         hidden = 4 * features if mlp_features is None else mlp_features
-        self.attention_norm = make_norm(norm, features, **shared)
+        self.attention_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.attention = SparseSelfAttention(
             num_heads,
             features,
@@ -86,11 +88,12 @@ class SparseTransformerBlock(nnx.Module):
             **shared,
             **attention,
         )
-        self.mlp_norm = make_norm(norm, features, **shared)
+        self.mlp_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.mlp_in = nnx.Linear(features, hidden, use_bias=use_bias, **shared)
         self.mlp_gate = nnx.Linear(features, hidden, use_bias=use_bias, **shared) if mlp == "swiglu" else nnx.data(None)
         self.mlp_out = nnx.Linear(hidden, features, use_bias=use_bias, kernel_init=out_init, **shared)
         # Without dropout the block keeps no random state, so that its whole state is parameters.
+        self.mlp = mlp
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
         self.remat = remat
 
@@ -115,14 +118,29 @@ class SparseTransformerBlock(nnx.Module):
 
 def _forward(block, x, segment_ids, deterministic):
     attended = block.attention(block.attention_norm(x), segment_ids=segment_ids)
+    return _rest(block, x, attended, deterministic)
+
+
+def _rest(block, x, attended, deterministic):
+    """What comes after attention, token by token."""
     x = x + block.dropout(attended, deterministic=deterministic)
     normed = block.mlp_norm(x)
     hidden = block.mlp_in(normed)
-    if block.mlp_gate is None:
-        hidden = hidden * nnx.sigmoid(1.702 * hidden)
-    else:
-        hidden = nnx.silu(block.mlp_gate(normed)) * hidden
-    return x + block.dropout(block.mlp_out(hidden), deterministic=deterministic)
+    gate = None if block.mlp_gate is None else block.mlp_gate(normed)
+    return x + block.dropout(block.mlp_out(activate(block.mlp, hidden, gate)), deterministic=deterministic)
+
+
+def activate(mlp: str, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    """The hidden layer of an MLP of `SparseTransformerBlock`; ``gate`` is an array like hidden, for "swiglu" only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> activate("gelu", jnp.zeros(2)).tolist()
+      [0.0, 0.0]
+    """
+    if gate is not None:
+        return nnx.silu(gate) * hidden
+    return nnx.gelu(hidden, approximate=True) if mlp == "gelu_tanh" else hidden * nnx.sigmoid(1.702 * hidden)
 
 
 _rematerialized = nnx.remat(_forward, static_argnums=(3,))

@@ -28,12 +28,14 @@ class SparseTransformer(nnx.Module):
       patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
       seq_len: the longest input, in tokens.
       positions: "row_column": two learned tables, added, for the row t // position_stride and the column
-        t % position_stride of token t; "rope": rotary embeddings in every layer; "none".
+        t % position_stride of token t; "learned": one learned table (GPT-2); "rope": rotary embeddings in every layer;
+        "none".
       position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
       rope_theta: base of the rotary embeddings, with positions="rope" only; None for 10000.
       tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
         starts at zero (as in the paper), so that the first loss is log(V).
       norm: "layer" or "rms", of the blocks and before the head.
+      norm_epsilon: added to the variance in all norms.
       dtype: of the computation; None: from the parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
@@ -68,6 +70,7 @@ class SparseTransformer(nnx.Module):
         rope_theta: float | None = None,
         tie_embeddings: bool = False,
         norm: str = "layer",
+        norm_epsilon: float = 1e-6,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -81,8 +84,8 @@ class SparseTransformer(nnx.Module):
                 f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
                 f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
             )
-        if positions not in ("row_column", "rope", "none"):
-            raise ValueError(f"positions must be 'row_column', 'rope' or 'none', got {positions!r}")
+        if positions not in ("row_column", "learned", "rope", "none"):
+            raise ValueError(f"positions must be 'row_column', 'learned', 'rope' or 'none', got {positions!r}")
         if position_stride is not None and positions != "row_column":
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
@@ -97,6 +100,7 @@ class SparseTransformer(nnx.Module):
             return nnx.Embed(size, features, embedding_init=nnx.initializers.normal(variance**0.5), **shared)
 
         self.token_embedding = table(vocab_size, 1 / features)
+        self.position_embedding = table(seq_len, 1 / features) if positions == "learned" else nnx.data(None)
         self.row_embedding = self.column_embedding = nnx.data(None)
         if positions == "row_column":
             stride = math.ceil(math.sqrt(seq_len)) if position_stride is None else position_stride
@@ -113,13 +117,14 @@ class SparseTransformer(nnx.Module):
                 seq_len=seq_len,
                 num_layers=num_layers,
                 norm=norm,
+                norm_epsilon=norm_epsilon,
                 rope_theta=rope_theta,
                 **shared,
                 **options,
             )
             for layer in range(num_layers)
         )
-        self.final_norm = make_norm(norm, features, **shared)
+        self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.head = (
             nnx.data(None)
             if tie_embeddings
@@ -142,12 +147,21 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
         """
-        x = self.token_embedding(tokens)
-        if self.row_embedding is not None and self.column_embedding is not None:
-            row, column = jnp.divmod(jnp.arange(tokens.shape[-1]), self.column_embedding.num_embeddings)
-            x = x + self.row_embedding(row) + self.column_embedding(column)
+        x = self._embed(tokens, jnp.arange(tokens.shape[-1]))
         for block in self.blocks:
             x = block(x, segment_ids=segment_ids, deterministic=deterministic)
+        return self._logits(x)
+
+    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.token_embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        if self.row_embedding is not None and self.column_embedding is not None:
+            row, column = jnp.divmod(positions, self.column_embedding.num_embeddings)
+            x = x + self.row_embedding(row) + self.column_embedding(column)
+        return x
+
+    def _logits(self, x: jax.Array) -> jax.Array:
         x = self.final_norm(x)
         kernel = self.token_embedding.embedding[...].T if self.head is None else self.head.kernel[...]
         # Products in the compute dtype, sums and logits in float32: the loss needs the digits.
