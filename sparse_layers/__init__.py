@@ -24,6 +24,7 @@ from .masks import (
     Window,
 )
 from .ops.attention import block_sparse_attention, implementations
+from .ops.decode import KVCache
 from .ops.mask_info import (
     MaskInfo,
     bind,
@@ -53,6 +54,7 @@ __all__ = [
     "Full",
     "FwdParams",
     "Global",
+    "KVCache",
     "LogSparse",
     "Mask",
     "MaskInfo",

@@ -193,7 +193,7 @@ def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> 
 def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
     """The cheapest chain for one mask, and what was weighed."""
     weighed = []
-    for number, (name, groups) in enumerate(_candidates(mask, q_len, kv_len)):
+    for number, (name, groups) in enumerate(splits(mask, q_len, kv_len)):
         passes = [_Draft(Reordered(part, *wish), fwd_params, tuned) for wish, part in groups]
         passes = [draft for draft in passes if draft.blocks]
         weighed.append((sum(draft.cost for draft in passes), number, name, passes))
@@ -312,7 +312,7 @@ def _round_up(n: int, block: int) -> int:
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def _candidates(mask: Mask, q_len: int, kv_len: int):
+def splits(mask: Mask, q_len: int, kv_len: int):
     """Yields (description, [(row orders, part of the mask)]), the parts disjoint and their union the mask."""
     natural: Wish = (RowOrder(q_len), RowOrder(kv_len))
     yield str(natural[0]), [(natural, mask)]

@@ -127,7 +127,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     by_mask = []
     for one in sl.as_masks(mask):
         chains = []
-        for _, groups in plans._candidates(one, q_len, kv_len):
+        for _, groups in plans.splits(one, q_len, kv_len):
             drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)

@@ -141,7 +141,7 @@ def test_the_chosen_plan_is_a_candidate_and_exact(name):
     plan = sl.make_plan(sl.preset(name), 300, 270)
     assert_exact(plan)
     for mask, weighed in zip(plan.masks, plan.candidates, strict=True):
-        assert {name for name, _ in weighed} == {name for name, _ in plans._candidates(mask, 300, 270)}
+        assert {name for name, _ in weighed} == {name for name, _ in plans.splits(mask, 300, 270)}
         assert [cost for _, cost in weighed] == sorted(cost for _, cost in weighed)
 
 
@@ -282,7 +282,7 @@ def test_plans_know_for_whom_they_were_made():
 
 
 def names(mask, q_len=4096, kv_len=None):
-    return [name for name, _ in plans._candidates(mask, q_len, kv_len or q_len)]
+    return [name for name, _ in plans.splits(mask, q_len, kv_len or q_len)]
 
 
 def test_blocks_for_gpus_are_fine_where_little_is_kept():
