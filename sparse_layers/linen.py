@@ -1,0 +1,303 @@
+"""Linen versions of `SparseSelfAttention` and `SparseTransformerBlock`: same attributes, parameters and numbers."""
+
+# Classes of their own, not `flax.nnx.bridge.to_linen` of the NNX ones: the bridge's module lacks the attributes that were
+# not given, wants in_features, cannot be hashed or compared when the pattern is an array, wants a dropout key even to
+# initialise a deterministic block, and draws new parameters at every apply only to replace them.
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from .masks import Mask
+from .modules.attention import Extras, attention_step, check_inputs
+from .modules.attention_fn import AttentionFn, Pattern, resolved_masks
+from .modules.block import _forward
+from .ops.params import BwdParams, FwdParams
+from .ops.plan import Plan
+
+
+class _Settings(nn.Module, kw_only=True):
+    """What a layer and the block around it have in common; see `SparseSelfAttention`."""
+
+    pattern: Pattern
+    seq_len: int
+    qkv_features: int | None = None
+    num_kv_heads: int | None = None
+    rope_theta: float | None = None
+    use_sinks: bool = False
+    scale: float | None = None
+    logits_soft_cap: float | None = None
+    implementation: str | None = None
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
+    normalize_qk: bool = False
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros
+    out_bias_init: Initializer | None = None
+
+    def __post_init__(self):
+        masks = resolved_masks(self.pattern, self.seq_len)
+        # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
+        if not isinstance(self.pattern, str | Mask):
+            self.pattern = masks
+        super().__post_init__()
+
+
+class SparseSelfAttention(_Settings):
+    """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
+
+    Names, shapes and numbers are those of the NNX layer, so that ``nnx.to_pure_dict(nnx.state(layer, nnx.Param))`` is
+    the ``"params"`` of this one, and the other way round. The features F of the input are those that it comes with. In
+    half precision, Flax's own norms round in different places, by one unit or two (``normalize_qk``).
+
+    Args:
+      num_heads: number of query heads N.
+      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+        sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
+        bool array [seq_len, seq_len] or [entries, seq_len, seq_len]. Sequences and arrays are kept as the tuple of
+        masks that they stand for: the module stays hashable and comparable.
+      seq_len: the longest input, in tokens.
+      qkv_features: features of all query heads together; defaults to F.
+      out_features: features of the output; defaults to F.
+      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
+        and adds nothing to the output, so that a query may attend to nothing.
+      scale: factor of the logits; None for head size ** -0.5.
+      logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
+      implementation: None for the best that the platform offers, or the name of one.
+      fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without bias.
+      use_bias: whether the four projections have biases.
+      dtype: of the computation; None: from inputs and parameters.
+      param_dtype: of the parameters.
+      precision: of the four projections.
+      kernel_init, bias_init: initial projections.
+      out_kernel_init, out_bias_init: those of the last projection; None for kernel_init and bias_init.
+      dropout_rate: must be 0, see Raises.
+      decode: must be False, see Raises.
+
+    Raises:
+      ValueError: at construction: an unknown preset or option; an array whose lengths are not seq_len; seq_len < 1. At
+        ``init`` and ``apply``, before any work, since F is not known earlier: a number of patterns or key-value heads
+        that does not divide num_heads; num_heads that does not divide qkv_features; RoPE with an odd head size;
+        whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0
+        (probabilities are never formed, so there is nothing to drop: use dropout on the residual).
+      NotImplementedError: decode=True (no key-value cache), or an implementation that cannot serve the layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from sparse_layers import linen
+      >>> layer = linen.SparseSelfAttention(2, pattern=sl.Causal() & sl.Window(3), seq_len=16)
+      >>> x = jnp.ones((1, 16, 8))
+      >>> variables = layer.init(jax.random.key(0), x)
+      >>> variables["params"]["query"]["kernel"].shape
+      (8, 2, 4)
+      >>> layer.apply(variables, x).shape
+      (1, 16, 8)
+    """
+
+    num_heads: int
+    out_features: int | None = dataclasses.field(default=None, kw_only=True)
+    out_kernel_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
+    dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
+    decode: bool | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
+        return AttentionFn(resolved_masks(self.pattern, self.seq_len), self.seq_len, **settings).plan(self.seq_len)
+
+    @nn.compact
+    def __call__(
+        self, inputs: jax.Array, *, segment_ids: jax.Array | None = None, sow_weights: bool = False
+    ) -> jax.Array:
+        """Applies attention to the inputs.
+
+        Args:
+          inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
+          segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
+            padding, which attends to nothing.
+          sow_weights: must be False, see Raises.
+
+        Returns:
+          [..., T, out_features] in the layer's dtype.
+
+        Raises:
+          ValueError: an input longer than seq_len or without a token axis; segment_ids of another shape than the
+            tokens'; sow_weights=True (the probabilities are never formed); the settings, see the class.
+          NotImplementedError: see the class.
+        """
+        if self.decode:
+            raise NotImplementedError("decode=True: Linen layers have no key-value cache; pass the whole prefix")
+        if sow_weights:
+            raise ValueError(
+                "sow_weights must be False: block-sparse attention never forms the attention probabilities"
+            )
+        features = inputs.shape[-1] if inputs.ndim else 0
+        check_inputs(inputs, segment_ids, features, self.seq_len)
+        qkv_features = features if self.qkv_features is None else self.qkv_features
+        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        head_size = qkv_features // max(self.num_heads, 1)  # num_heads < 1 is for attention_step to refuse
+        step = attention_step(
+            self.pattern,
+            self.seq_len,
+            self.num_heads,
+            num_kv_heads,
+            head_size,
+            self.dtype,
+            rope_theta=self.rope_theta,
+            dropout_rate=self.dropout_rate,
+            scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+            fwd_params=self.fwd_params,
+            bwd_params=self.bwd_params,
+        )
+        if qkv_features % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} must divide qkv_features={qkv_features}")
+        shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        dense = functools.partial(nn.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **shared)
+        project = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
+        query = project((self.num_heads, head_size), name="query")(inputs)
+        key = project((num_kv_heads, head_size), name="key")(inputs)
+        value = project((num_kv_heads, head_size), name="value")(inputs)
+        if self.normalize_qk:
+            query = nn.LayerNorm(use_bias=False, name="query_ln", **shared)(query)
+            key = nn.LayerNorm(use_bias=False, name="key_ln", **shared)(key)
+        sinks = None
+        if self.use_sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
+        return dense(
+            features if self.out_features is None else self.out_features,
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            name="out",
+        )(step(query, key, value, mask=Extras(segment_ids, sinks), dtype=self.dtype))
+
+
+class SparseTransformerBlock(_Settings):
+    """The pre-activation residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
+
+    ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
+    1/sqrt(2 * num_layers) times smaller than Flax's default. Names, shapes and numbers are those of the NNX block, but
+    for the roundings of Flax's norms in half precision.
+
+    Args:
+      features: features F of the residual stream.
+      num_heads: number of query heads.
+      num_layers: blocks in the whole stack (scales the initial output projections).
+      mlp_features: hidden features of the MLP; defaults to 4 * features.
+      mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
+      norm: "layer" or "rms".
+      norm_epsilon: added to the variance in both norms.
+      dropout_rate: share of values dropped at the branches' ends; uses the ``"dropout"`` rng collection.
+      deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only.
+      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
+      use_bias: whether attention and MLP projections have biases.
+      pattern, seq_len, qkv_features, num_kv_heads, rope_theta, use_sinks, scale, logits_soft_cap, implementation,
+        fwd_params, bwd_params, normalize_qk, dtype, param_dtype, precision, kernel_init, bias_init, out_bias_init: see
+        `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the last four only attention's.
+
+    Raises:
+      ValueError: at construction: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), a bad pattern;
+        at ``init`` and ``apply``: `SparseSelfAttention`'s.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import linen as nn
+      >>> from sparse_layers import linen
+      >>> class Stack(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         block = linen.SparseTransformerBlock(8, 2, pattern=sl.Causal(), seq_len=16, num_layers=3)
+      ...         step = lambda block, x, _: (block(x), None)
+      ...         stack = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+      ...         return stack(block, x, None)[0]
+      >>> x = jnp.ones((1, 16, 8))
+      >>> variables = Stack().init(jax.random.key(0), x)
+      >>> variables["params"]["SparseTransformerBlock_0"]["mlp_in"]["kernel"].shape
+      (3, 8, 32)
+      >>> Stack().apply(variables, x).shape
+      (1, 16, 8)
+
+    References:
+      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
+    """
+
+    features: int
+    num_heads: int
+    num_layers: int = dataclasses.field(default=1, kw_only=True)
+    mlp_features: int | None = dataclasses.field(default=None, kw_only=True)
+    mlp: str = dataclasses.field(default="gelu", kw_only=True)
+    norm: str = dataclasses.field(default="layer", kw_only=True)
+    norm_epsilon: float = dataclasses.field(default=1e-6, kw_only=True)
+    dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
+    deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
+    remat: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self):
+        if self.mlp not in ("gelu", "gelu_tanh", "swiglu"):
+            raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {self.mlp!r}")
+        if self.norm not in ("layer", "rms"):
+            raise ValueError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers must be >= 1, got {self.num_layers}")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"dropout_rate must lie in [0, 1), got {self.dropout_rate}")
+        super().__post_init__()
+
+    def setup(self):
+        shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        norm = functools.partial(
+            nn.LayerNorm if self.norm == "layer" else nn.RMSNorm, epsilon=self.norm_epsilon, **shared
+        )
+        dense = functools.partial(nn.Dense, use_bias=self.use_bias, **shared)
+        out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
+        hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
+        names = {field.name for field in dataclasses.fields(_Settings)} - {"parent", "name"}  # these two are Linen's
+        settings = {name: getattr(self, name) for name in names}
+        # The names are those of the NNX block: its forward function, which both share, and its parameters go by them.
+        self.attention_norm = norm()
+        self.attention = SparseSelfAttention(self.num_heads, out_kernel_init=out_init, **settings)
+        self.mlp_norm = norm()
+        self.mlp_in = dense(hidden)
+        self.mlp_gate = dense(hidden) if self.mlp == "swiglu" else None
+        self.mlp_out = dense(self.features, kernel_init=out_init)
+        self.dropout = nn.Dropout(self.dropout_rate)
+
+    def __call__(
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Applies the block.
+
+        Args:
+          x: [..., T, features] with T <= seq_len.
+          segment_ids: int [..., T], see `SparseSelfAttention`.
+          deterministic: True switches dropout off, False on; None: as the module's attribute says.
+
+        Returns:
+          [..., T, features].
+
+        Raises:
+          ValueError: x of other features, or dropout that is neither switched on nor off; `SparseSelfAttention`'s.
+        """
+        if jnp.shape(x)[-1:] != (self.features,):
+            raise ValueError(f"x must have shape [..., T, {self.features}], got {jnp.shape(x)}")
+        # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
+        off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
+        return (_rematerialized if self.remat else _forward)(self, x, segment_ids, off)
+
+
+_rematerialized: Any = nn.remat(_forward, static_argnums=(3,))
