@@ -81,7 +81,8 @@ class AttentionFn:
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, length), segment_ids)
         plan = self.plan(length, causal)
 
-        def op(query, key, value, segment_ids, sinks):
+        # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
+        def op(query, key, value, sinks):
             return block_sparse_attention(
                 query,
                 key,
@@ -94,7 +95,7 @@ class AttentionFn:
                 implementation=self.implementation,
             )
 
-        out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, segment_ids, sinks)
+        out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
         return out.reshape(*batch, *out.shape[1:])
 
     # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
@@ -155,9 +156,12 @@ class AttentionFn:
             )
         if module is not None:
             raise ValueError(f"sow_weights must be False: {never}")
-        for name, einsum in (("qk", qk_attn_weights_einsum), ("attn_weights_value", attn_weights_value_einsum)):
+        for name, einsum in (
+            ("qk_attn_weights", qk_attn_weights_einsum),
+            ("attn_weights_value", attn_weights_value_einsum),
+        ):
             if einsum is not None:
-                raise ValueError(f"{name} einsum must be None, got {einsum!r}: {never}, and kernels multiply by blocks")
+                raise ValueError(f"{name}_einsum must be None, got {einsum!r}: {never}, and kernels multiply by blocks")
         if input_positions is not None:
             raise ValueError(
                 "input_positions must be None: positions count from the first token, and this function turns nothing; "
@@ -172,17 +176,19 @@ class AttentionFn:
         length = query.shape[-3]
         if length > self.seq_len:
             raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
-        if segment_ids is not None and jnp.shape(segment_ids) != query.shape[:-2]:
-            raise ValueError(
-                f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {jnp.shape(segment_ids)}"
-            )
+        if segment_ids is not None:
+            segment_ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
+            if segment_ids.shape != query.shape[:-2]:
+                raise ValueError(
+                    f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {segment_ids.shape}"
+                )
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         ids: Any = segment_ids if mask is None else _padded(mask, query.shape[:-2], segment_ids)
         return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
 
 
-def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
     """Segment ids of queries and keys [..., T] from a key padding mask [..., 1, 1, T]."""
     shape = jnp.shape(mask)
     shape = (1,) * (len(tokens) + 2 - len(shape)) + shape
@@ -195,8 +201,9 @@ def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: jax.Array | N
             "segment_ids; of a mask made by make_attention_mask(valid, valid), pass valid[..., None, None, :]"
         )
     keep = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
-    ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else jnp.asarray(segment_ids)
-    return ids, jnp.where(keep, ids, -1)
+    ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else segment_ids
+    # Those of the queries stay as they are, for the op to check: cut off to 32 bits, two documents could become one.
+    return ids, jnp.where(keep, jnp.asarray(ids).astype(jnp.int32), -1)
 
 
 def make_attention_fn(
@@ -223,13 +230,16 @@ def make_attention_fn(
       seq_len: the longest input, in tokens.
       recompute: compute the attention again in the backward pass (`jax.checkpoint`) instead of keeping its output and
         log-sum-exp. These are named "sparse_attention_out" and "sparse_attention_lse" in any case, so that a
-        remat policy over a whole layer may keep them: ``jax.checkpoint_policies.save_only_these_names(...)``.
+        remat policy over a whole layer may keep them: ``jax.checkpoint_policies.save_only_these_names(...)``. The
+        implementation "cudnn" has no such names. In a layer that is itself under `jax.checkpoint`, leave recompute
+        False: without that policy the attention would be computed three times.
       implementation: None for the best that the platform offers, or the name of one.
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
-        is then one for this batch: make it inside the model's ``__call__``, which costs a look-up.
+        is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps
+        its function, so give it to a copy of the layer (``copy = nnx.clone(layer)``), lest a traced array stay behind.
 
     Returns:
       An `AttentionFn`; with ``segment_ids``, a `functools.partial` of it.
@@ -237,6 +247,7 @@ def make_attention_fn(
     Raises:
       ValueError: an unknown preset, option or implementation; an array whose lengths are not seq_len; seq_len < 1.
       TypeError: pattern is none of the above.
+      NotImplementedError: the named implementation cannot serve the pattern here; says why.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -250,6 +261,9 @@ def make_attention_fn(
       openai/sparse_attention (the recompute decorator, which built and kept one function for each configuration).
     """
     masks = resolved_masks(pattern, seq_len)
+    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
+        if isinstance(number, jax.Array):
+            raise ValueError(f"{name} must be a finite Python number, got {number!r}: it is part of the function")
     settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
