@@ -1,0 +1,531 @@
+"""Dense weights in sparse layers: equal to the dense model where the pattern is dense, to the formula where not."""
+
+import builtins
+import json
+import re
+
+import flax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import linen, nnx
+
+import sparse_layers as sl
+from sparse_layers.modules.loading import from_gpt2, from_linen, from_nnx
+
+T, F, N, V = 24, 16, 4, 40
+BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
+BACK = np.arange(T)[:, None] - np.arange(T)  # how far the key lies before the query
+CAUSAL = BACK >= 0
+# The pattern's name, and the pairs that it allows by a formula of its own.
+PATTERNS = {
+    "window": ("sliding_window:window=7", CAUSAL & (BACK < 7)),
+    "strided": ("sparse_transformer_strided:stride=5", CAUSAL & ((BACK < 5) | (BACK % 5 == 0))),
+}
+
+
+def arrays(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@nnx.jit
+def run(layer, x):
+    return layer(x)
+
+
+def perturbed(tree, seed=1):
+    """Parameters away from their initial zeros and ones."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(p + 0.3 * rng.normal(size=p.shape), p.dtype), tree)
+
+
+def attention(x, p, mask):
+    """Multi-head attention in float64 numpy: x [B, T, F], Flax's parameters as nested dicts, mask bool [T, T]."""
+    x, p = np.asarray(x, np.float64), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), p)
+    q, k, v = (
+        np.einsum("btf,fnh->bnth", x, p[name]["kernel"]) + p[name].get("bias", np.zeros((1, 1)))[:, None, :]
+        for name in ("query", "key", "value")
+    )
+    if "query_ln" in p:
+        q, k = (
+            (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-6) * p[name]["scale"]
+            for y, name in ((q, "query_ln"), (k, "key_ln"))
+        )
+    k, v = (np.repeat(y, q.shape[1] // y.shape[1], 1) for y in (k, v))
+    weights = np.where(mask, np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])), 0)
+    out = weights / weights.sum(-1, keepdims=True) @ v
+    return np.einsum("bnth,nhf->btf", out, p["out"]["kernel"]) + p["out"].get("bias", 0)
+
+
+# --- Flax NNX --------------------------------------------------------------------------------------------------------
+
+NNX = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2},
+    "one key head, QK norm": {"num_kv_heads": 1, "normalize_qk": True},
+    "no bias": {"use_bias": False},
+    "sizes": {"qkv_features": 8, "out_features": 12},
+}
+
+
+def nnx_layer(seed=3, **options):
+    dense = nnx.MultiHeadAttention(N, F, **{"decode": False, "rngs": nnx.Rngs(seed)} | options)
+    nnx.update(dense, perturbed(nnx.state(dense, nnx.Param)))
+    return dense
+
+
+@nnx.jit
+def run_dense(layer, x):
+    return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
+
+
+def pure(layer):
+    return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+
+
+@pytest.mark.parametrize("name", NNX)
+def test_nnx_outputs_and_gradients_are_the_dense_layers(name):
+    dense, x = nnx_layer(**NNX[name]), arrays(2, T, F)
+    layer = from_nnx(dense, pattern="all", seq_len=T, fwd_params=BLOCKS)
+    np.testing.assert_allclose(run(layer, x), run_dense(dense, x), atol=5e-6)
+    weights = arrays(*run(layer, x).shape, seed=7)
+    grads = [
+        nnx.jit(nnx.grad(lambda m, x, f=f: (f(m, x) * weights).sum()))(m, x)
+        for m, f in ((layer, run), (dense, run_dense))
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *map(nnx.to_pure_dict, grads))
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads[0]))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_nnx_under_a_sparse_pattern(name):
+    pattern, mask = PATTERNS[name]
+    dense, x = nnx_layer(num_kv_heads=2, normalize_qk=True), arrays(2, T, F)
+    layer = from_nnx(dense, pattern=pattern, seq_len=T, fwd_params=BLOCKS)
+    np.testing.assert_allclose(run(layer, x), attention(x, pure(dense), mask), atol=1e-5)
+    assert np.abs(run(layer, x) - run_dense(dense, x)).max() > 0.01
+
+
+def test_nnx_dtypes_and_metadata_are_kept():
+    metadata = {"out_sharding": None, "kind": "mine"}
+    dense = nnx_layer(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, precision="highest", kernel_metadata=metadata)
+    layer = from_nnx(dense, pattern="all", seq_len=T, use_sinks=True)
+    assert layer.precision == "highest" and layer.query.kernel.get_metadata()["kind"] == "mine"
+    x = arrays(1, T, F).astype(jnp.bfloat16)
+    assert run(layer, x).dtype == jnp.bfloat16
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {"bfloat16"}
+    np.testing.assert_array_equal(layer.sinks[...], 0)
+    without = from_nnx(dense, pattern="all", seq_len=T)
+    expected = np.asarray(run_dense(dense, x), np.float32)
+    error = np.abs(np.asarray(run(without, x), np.float32) - expected).max()
+    assert error < 0.02 * np.abs(expected).max()
+    wide = from_nnx(dense, pattern="all", seq_len=T, dtype=jnp.float32, param_dtype=jnp.float32)
+    np.testing.assert_allclose(run(wide, x), attention(x, pure(dense), CAUSAL), atol=5e-6)
+
+
+def test_nnx_parameters_are_copies():
+    dense = nnx_layer()
+    before = jax.tree.map(np.array, pure(dense))
+    layer = from_nnx(dense, pattern="all", seq_len=T)
+    pointers = [{leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pure(m))} for m in (dense, layer)]
+    assert not pointers[0] & pointers[1], "a buffer that one of them donates must not be the other's"
+    layer.query.kernel[...] = layer.query.kernel[...] + 1
+    jax.tree.map(np.testing.assert_array_equal, pure(dense), before)
+
+
+def with_adapter():
+    dense = nnx_layer()
+    dense.query = nnx.LoRALinear(F, F, lora_rank=2, rngs=nnx.Rngs(0))
+    return dense
+
+
+@pytest.mark.parametrize(
+    "dense, options, error, reason",
+    [
+        (lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}, TypeError, "MultiHeadAttention, got Linear"),
+        (lambda: nnx_layer(dropout_rate=0.1), {}, ValueError, "drops attention weights.*the residual"),
+        (lambda: nnx_layer(in_kv_features=8), {}, ValueError, "in_kv_features=8 differs from in_features=16"),
+        (lambda: nnx_layer(attention_fn=print), {}, ValueError, "attention_fn: .*print.*rope_theta"),
+        (with_adapter, {}, ValueError, "dense layer: unknown .*query.lora.lora_a"),
+        (nnx_layer, {"use_bias": False}, ValueError, "use_bias: comes from the dense layer"),
+        (nnx_layer, {"pattern": "strieded"}, ValueError, "strieded"),
+    ],
+)
+def test_nnx_refusals(dense, options, error, reason):
+    with pytest.raises(error, match=reason):
+        from_nnx(dense(), **{"pattern": "all", "seq_len": T} | options)
+
+
+# --- Linen -----------------------------------------------------------------------------------------------------------
+
+LINEN = {
+    "plain": (linen.MultiHeadDotProductAttention, {}),
+    "QK norm": (linen.MultiHeadDotProductAttention, {"normalize_qk": True}),
+    "no bias": (linen.MultiHeadAttention, {"use_bias": False}),
+    "sizes": (linen.MultiHeadDotProductAttention, {"qkv_features": 8, "out_features": 12}),
+}
+
+
+def linen_layer(kind=linen.MultiHeadDotProductAttention, **options):
+    layer = kind(num_heads=N, **options)
+    return layer, perturbed(layer.init(jax.random.key(0), jnp.ones((1, T, F)))["params"])
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_linen_outputs_and_gradients_are_the_dense_layers(name):
+    kind, options = LINEN[name]
+    (dense, params), x = linen_layer(kind, **options), arrays(2, T, F)
+    layer = from_linen(params, pattern="all", seq_len=T, fwd_params=BLOCKS)
+    apply = jax.jit(lambda params: dense.apply({"params": params}, x, mask=linen.make_causal_mask(x[..., 0])))
+    np.testing.assert_allclose(run(layer, x), apply(params), atol=5e-6)
+    weights = arrays(*run(layer, x).shape, seed=7)
+    found = nnx.jit(nnx.grad(lambda layer: (layer(x) * weights).sum()))(layer)
+    expected = jax.jit(jax.grad(lambda params: (apply(params) * weights).sum()))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), nnx.to_pure_dict(found), expected)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_linen_under_a_sparse_pattern(name):
+    pattern, mask = PATTERNS[name]
+    (_, params), x = linen_layer(), arrays(2, T, F)
+    layer = from_linen(params, pattern=pattern, seq_len=T, fwd_params=BLOCKS)
+    np.testing.assert_allclose(run(layer, x), attention(x, params, mask), atol=1e-5)
+
+
+def test_linen_dtypes():
+    _, params = linen_layer(param_dtype=jnp.bfloat16)
+    x = arrays(1, T, F)
+    kept = from_linen(params, pattern="all", seq_len=T, dtype=jnp.bfloat16)
+    assert kept.query.kernel[...].dtype == jnp.bfloat16 == run(kept, x).dtype
+    wide = from_linen(flax.core.freeze(params), pattern="all", seq_len=T, param_dtype=jnp.float32)
+    np.testing.assert_allclose(run(wide, x), attention(x, params, CAUSAL), atol=5e-6)
+
+
+def test_linen_grouped_heads_and_boxes():
+    # Linen has no grouped heads, but the layout says it all; boxes carry the axes' names.
+    params = pure(nnx_layer(num_kv_heads=2))
+    boxed = jax.tree.map(lambda leaf: linen.Partitioned(leaf, names=(None,) * leaf.ndim), params)
+    x = arrays(1, T, F)
+    layer = from_linen(boxed, pattern="all", seq_len=T)
+    np.testing.assert_allclose(run(layer, x), attention(x, params, CAUSAL), atol=5e-6)
+
+
+def changed(tree, path, value):
+    """The nested dict with another leaf at path, or without it where value is None."""
+    head, *rest = path.split(".", 1)
+    tree = dict(tree)
+    tree[head] = changed(tree.get(head, {}), rest[0], value) if rest else value
+    return {name: leaf for name, leaf in tree.items() if leaf is not None}
+
+
+@pytest.mark.parametrize(
+    "path, shape, reason",
+    [
+        ("query.kernel", None, "missing query.kernel"),
+        ("key.bias", None, "missing key.bias"),
+        ("query_ln.scale", (4,), "missing key_ln.scale"),
+        ("gate.kernel", (16, 4), "unknown gate.kernel"),
+        ("extra", (16, 4), "unknown extra"),
+        ("query.kernel", (16, 16), "query.kernel must have three axes"),
+        ("key.kernel", (16, 3, 4), "the 3 heads of key.kernel must divide the 4"),
+        ("key.kernel", (8, 4, 4), re.escape("key.kernel (8, 4, 4), not (16, 4, 4)")),
+        ("value.kernel", (16, 4, 5), re.escape("value.kernel (16, 4, 5), not (16, 4, 4)")),
+        ("query.bias", (16,), re.escape("query.bias (16,), not (4, 4)")),
+        ("out.kernel", (2, 4, 16), re.escape("out.kernel (2, 4, 16), not (4, 4, 16)")),
+        ("out.bias", (3,), re.escape("out.bias (3,), not (16,)")),
+    ],
+)
+def test_linen_refusals(path, shape, reason):
+    _, params = linen_layer()
+    params = changed(params, path, None if shape is None else jnp.ones(shape))
+    with pytest.raises(ValueError, match=reason):
+        from_linen(params, pattern="all", seq_len=T)
+
+
+def test_linen_refuses_variables_and_fixed_options():
+    _, params = linen_layer()
+    with pytest.raises(ValueError, match=r"pass variables\['params'\]"):
+        from_linen({"params": params}, pattern="all", seq_len=T)
+    with pytest.raises(ValueError, match="num_heads: comes from the parameters"):
+        from_linen(params, pattern="all", seq_len=T, num_heads=2)
+
+
+# --- GPT-2 -----------------------------------------------------------------------------------------------------------
+
+G, LAYERS = 32, 2  # features of the stream
+
+
+def gpt2_file(features=G, seed=0, layers=LAYERS, hidden=None):
+    """Random weights under Hugging Face's names, in its layout, float32."""
+    rng, hidden = np.random.default_rng(seed), hidden or 4 * features
+    shapes = {"wte.weight": (V, features), "wpe.weight": (T, features), "ln_f": (features,)}
+    for i in range(layers):
+        shapes |= {f"h.{i}.ln_1": (features,), f"h.{i}.ln_2": (features,)}
+        shapes |= {f"h.{i}.attn.c_attn": (features, 3 * features), f"h.{i}.attn.c_proj": (features, features)}
+        shapes |= {f"h.{i}.mlp.c_fc": (features, hidden), f"h.{i}.mlp.c_proj": (hidden, features)}
+    tensors = {}
+    for name, shape in shapes.items():
+        size = 1.0 if name.endswith("weight") else 1.5 * shape[0] ** -0.5
+        if len(shape) == 1:
+            tensors[f"{name}.weight"] = 1 + 0.3 * rng.normal(size=shape)
+        else:
+            tensors[name if name.endswith("weight") else f"{name}.weight"] = size * rng.normal(size=shape)
+        if not name.endswith("weight"):
+            tensors[f"{name}.bias"] = 0.3 * rng.normal(size=shape[-1:])
+    return {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def gpt2(p, tokens, masks, heads=2, epsilon=1e-5, xp=np):
+    """GPT-2 from its description: p holds the file's tensors, masks one bool [T, T] or [heads, T, T] a layer."""
+
+    def norm(x, name):
+        centred = x - x.mean(-1, keepdims=True)
+        variance = (centred**2).mean(-1, keepdims=True)
+        return centred / xp.sqrt(variance + epsilon) * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    def conv1d(x, name):  # Hugging Face's name of a linear layer with weights [in, out]
+        return x @ p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    x = p["wte.weight"][tokens] + p["wpe.weight"][: tokens.shape[1]]
+    for i, mask in enumerate(masks):
+        qkv = xp.split(conv1d(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1)
+        q, k, v = (y.reshape(*y.shape[:2], heads, -1).swapaxes(1, 2) for y in qkv)
+        logits = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        weights = xp.where(mask, xp.exp(logits - logits.max(-1, keepdims=True)), 0)
+        out = (weights / weights.sum(-1, keepdims=True)) @ v
+        x = x + conv1d(out.swapaxes(1, 2).reshape(x.shape), f"h.{i}.attn.c_proj")
+        y = conv1d(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        y = 0.5 * y * (1 + xp.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+        x = x + conv1d(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ p.get("lm_head.weight", p["wte.weight"]).T
+
+
+def oracle(tensors, tokens, masks=(CAUSAL,) * LAYERS, **options):
+    return gpt2({name: tensor.astype(np.float64) for name, tensor in tensors.items()}, tokens, masks, **options)
+
+
+def tokens(length=T):
+    return np.random.default_rng(5).integers(0, V, (2, length))
+
+
+def write(folder, tensors, **config):
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder / "model.safetensors"
+
+
+def load(path, **options):
+    return from_gpt2(path, **{"num_heads": 2, "fwd_params": BLOCKS} | options)
+
+
+def test_gpt2_logits_are_the_dense_models(tmp_path):
+    tensors = gpt2_file()
+    model = load(write(tmp_path, tensors))
+    expected = oracle(tensors, tokens())
+    assert expected.std() > 1, "logits that are nearly nothing would prove nothing"
+    np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
+    np.testing.assert_allclose(run(model, tokens(10)), expected_of_prefix(tensors, 10), atol=5e-5)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
+
+
+def expected_of_prefix(tensors, length):
+    return oracle(tensors, tokens(length), (CAUSAL[:length, :length],) * LAYERS)
+
+
+@pytest.mark.parametrize("name", [*PATTERNS, "per layer", "per head"])
+def test_gpt2_under_sparse_patterns(name, tmp_path):
+    names, pairs = zip(*PATTERNS.values(), strict=True)
+    patterns, masks = {
+        "per layer": (names, pairs),
+        "per head": ((names,), (np.stack(pairs),) * LAYERS),
+    }.get(name) or (PATTERNS[name][0], (PATTERNS[name][1],) * LAYERS)
+    tensors = gpt2_file()
+    model = load(write(tmp_path, tensors), patterns=patterns)
+    expected = oracle(tensors, tokens(), masks)
+    assert np.abs(expected - oracle(tensors, tokens())).max() > 0.1
+    np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["all", "strided"])
+def test_gpt2_gradients_are_the_dense_models(name, tmp_path):
+    pattern, mask = PATTERNS.get(name, (name, CAUSAL))
+    tensors, weights = gpt2_file(layers=1), arrays(2, T, V, seed=7)
+    model = load(write(tmp_path, tensors), patterns=pattern)
+    found = nnx.jit(nnx.grad(lambda model: (model(tokens()) * weights).mean()))(model)
+    expected = jax.jit(jax.grad(lambda p: (gpt2(p, tokens(), (mask,), xp=jnp) * weights).mean()))(tensors)
+    # The gradient has the file's names: written as a file and loaded, it has the model's.
+    (tmp_path / "gradient").mkdir()
+    expected = load(write(tmp_path / "gradient", {name: np.array(g) for name, g in expected.items()}))
+    found, expected = nnx.to_pure_dict(found), pure(expected)
+    assert all(np.abs(g).max() > 1e-4 for path, g in nnx.traversals.flatten_mapping(found).items() if "key" not in path)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_gpt2_half_precision_files(dtype, tmp_path):
+    tensors = {name: tensor.astype(dtype) for name, tensor in gpt2_file(layers=1).items()}
+    file = write(tmp_path, tensors)
+    np.testing.assert_allclose(run(load(file), tokens()), oracle(tensors, tokens(), (CAUSAL,)), atol=5e-5)
+    model = load(file, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
+    assert model.blocks[0].mlp_in.dtype == jnp.bfloat16 and run(model, tokens()).dtype == jnp.float32
+    if dtype is ml_dtypes.bfloat16:
+        np.testing.assert_array_equal(model.token_embedding.embedding[...], tensors["wte.weight"])
+
+
+def test_gpt2_prefix_buffers_and_tied_head_change_nothing(tmp_path):
+    tensors = gpt2_file()
+    more = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    for i in range(LAYERS):
+        more[f"transformer.h.{i}.attn.bias"] = np.tril(np.ones((1, 1, T, T), bool))
+        more[f"transformer.h.{i}.attn.masked_bias"] = np.asarray(-1e4, np.float32)
+    more["lm_head.weight"] = tensors["wte.weight"]
+    model = load(write(tmp_path, more))
+    assert model.head is None
+    np.testing.assert_allclose(run(model, tokens()), oracle(tensors, tokens()), atol=5e-5)
+
+
+def test_gpt2_head_of_its_own(tmp_path):
+    tensors = gpt2_file() | {"lm_head.weight": arrays(V, G, seed=9)}
+    model = load(write(tmp_path, tensors))
+    expected = oracle(tensors, tokens())
+    assert np.abs(expected - oracle(gpt2_file(), tokens())).max() > 1
+    np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
+
+
+def test_gpt2_configuration(tmp_path):
+    tensors = gpt2_file(hidden=40)
+    write(tmp_path, tensors, n_head=4, layer_norm_epsilon=0.1, activation_function="gelu_new", n_layer=2)
+    expected = oracle(tensors, tokens(), heads=4, epsilon=0.1)
+    for path in (tmp_path, str(tmp_path / "model.safetensors")):
+        np.testing.assert_allclose(run(from_gpt2(path), tokens()), expected, atol=5e-5)
+    expected = oracle(tensors, tokens(), heads=8, epsilon=0.1)
+    np.testing.assert_allclose(run(from_gpt2(tmp_path, num_heads=8), tokens()), expected, atol=5e-5)
+
+
+def test_gpt2_heads_of_64_and_options(tmp_path):
+    tensors = gpt2_file(features=128, layers=1)
+    file = write(tmp_path, tensors)
+    model = from_gpt2(file, dropout_rate=0.5, use_sinks=True, rngs=nnx.Rngs(1))
+    assert model.blocks[0].attention.num_heads == 2
+    np.testing.assert_array_equal(model.blocks[0].attention.sinks[...], np.zeros(2))
+    assert np.abs(run(model, tokens()) - run(model, tokens())).max() > 0, "dropout is on and draws anew"
+    with pytest.raises(ValueError, match="rope_theta"):
+        from_gpt2(file, rope_theta=1e4)
+
+
+def test_gpt2_fewer_positions(tmp_path):
+    tensors = gpt2_file()
+    model = load(write(tmp_path, tensors), seq_len=10)
+    assert model.position_embedding.num_embeddings == 10
+    np.testing.assert_allclose(run(model, tokens(10)), expected_of_prefix(tensors, 10), atol=5e-5)
+    with pytest.raises(ValueError, match="11 tokens"):
+        model(tokens(11))
+
+
+@pytest.mark.parametrize(
+    "name, tensor, reason",
+    [
+        ("wte.weight", None, "missing wte.weight"),
+        ("h.1.mlp.c_proj.bias", None, "missing h.1.mlp.c_proj.bias"),
+        ("h.3.ln_1.bias", (32,), r"missing h.2.ln_1.weight, .* and \d+ more"),
+        ("h.0.crossattention.c_attn.weight", (32, 64), "unknown h.0.crossattention.c_attn.weight"),
+        ("transformer.wpe.weight", (24, 32), r"unknown h.0.*bias \(without transformer.\).*missing wte.weight"),
+        ("score.weight", (2, 32), "unknown score.weight"),
+        ("wte.weight", (32,), "wte.weight must have two axes"),
+        ("wpe.weight", (24, 16), r"wpe.weight \(24, 16\), not \(24, 32\)"),
+        ("h.1.attn.c_attn.weight", (96, 32), r"h.1.attn.c_attn.weight \(96, 32\), not \(32, 96\)"),
+        ("h.1.mlp.c_fc.bias", (64,), r"h.1.mlp.c_fc.bias \(64,\), not \(128,\)"),
+        ("ln_f.bias", (16,), r"ln_f.bias \(16,\), not \(32,\)"),
+        ("lm_head.weight", (41, 32), r"lm_head.weight \(41, 32\), not \(40, 32\)"),
+        ("ln_f.bias", np.zeros(32, np.int32), r"float32, float16 or bfloat16, got ln_f.bias \(I32\)"),
+    ],
+)
+def test_gpt2_refuses_tensors_by_name(name, tensor, reason, tmp_path, monkeypatch):
+    def no_model(*_, **__):
+        raise AssertionError("refused before any model is built")
+
+    monkeypatch.setattr("sparse_layers.modules.loading.SparseTransformer", no_model)
+    tensors = changed_file(gpt2_file(), name, tensor)
+    with pytest.raises(ValueError, match=f"model.safetensors: .*{reason}"):
+        load(write(tmp_path, tensors))
+
+
+def changed_file(tensors, name, tensor):
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = np.ones(tensor, np.float32) if isinstance(tensor, tuple) else tensor
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        ({"activation_function": "relu"}, "activation_function='relu' is not served, only 'gelu_new' or"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not served"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=False is not served"),
+        ({"model_type": "llama"}, "model_type='llama' is not served"),
+        ({"n_layer": 3}, "missing h.2.ln_1.weight"),
+        ({"n_layer": 1}, "unknown h.1.attn.c_attn.bias"),
+        ({"n_layer": 0}, "n_layer must be an integer >= 1, got 0"),
+        ({"tie_word_embeddings": False}, "missing lm_head.weight"),
+        ({"n_head": 5}, "num_heads=5 must divide the 32 features"),
+    ],
+)
+def test_gpt2_refuses_configurations(config, reason, tmp_path):
+    write(tmp_path, gpt2_file(), **config)
+    with pytest.raises(ValueError, match=reason):
+        from_gpt2(tmp_path, num_heads=None if "n_head" in config else 2)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"seq_len": 25}, "seq_len=25: .* has 24 positions"),
+        ({"seq_len": 0}, "seq_len"),
+        ({"num_heads": 3}, "num_heads=3 must divide"),
+        ({"num_heads": 0}, "num_heads=0 must divide"),
+        ({"num_heads": None}, "32 features are no multiple of 64; pass num_heads"),
+        ({"mlp": "gelu"}, "mlp: comes from the file"),
+        ({"patterns": ("all",) * 3}, "patterns: a tuple is cycled over the layers"),
+    ],
+)
+def test_gpt2_refuses_options(options, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        load(write(tmp_path, gpt2_file()), **options)
+
+
+def test_gpt2_missing_and_damaged_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere: no such file$"):
+        load(tmp_path / "nowhere")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors: no such file; .* several files"):
+        load(tmp_path)
+    file = write(tmp_path, gpt2_file())
+    whole = file.read_bytes()
+    for damaged in (b"", b"no tensors here, only words", whole[: len(whole) // 2], b"\xff" * 8 + whole[8:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as a safetensors file: "):
+            load(file)
+    file.write_bytes(whole)
+    for text, reason in (("{", "cannot be read as JSON"), ("[]", "must hold an object, got list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.json: {reason}"):
+            load(file)
+
+
+def test_gpt2_says_how_to_get_safetensors(tmp_path, monkeypatch):
+    file, real = write(tmp_path, gpt2_file()), builtins.__import__
+
+    def without(name, *rest, **options):
+        if name.partition(".")[0] == "safetensors":
+            raise ImportError(name)
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        load(file)
