@@ -24,7 +24,7 @@ from .masks import (
     Window,
 )
 from .ops.attention import block_sparse_attention, implementations
-from .ops.decode import KVCache
+from .ops.cache import KVCache
 from .ops.mask_info import (
     MaskInfo,
     bind,
@@ -39,7 +39,14 @@ from .presets import from_deepspeed, preset, preset_options, presets
 from .tuning import Tuned, load_tuned, tune
 
 if typing.TYPE_CHECKING:
-    from .modules import AttentionFn, SparseSelfAttention, SparseTransformer, SparseTransformerBlock, make_attention_fn
+    from .modules import (
+        AttentionFn,
+        SparseSelfAttention,
+        SparseTransformer,
+        SparseTransformerBlock,
+        generate,
+        make_attention_fn,
+    )
 
 __all__ = [
     "And",
@@ -78,6 +85,7 @@ __all__ = [
     "draw",
     "from_deepspeed",
     "from_mask_mod",
+    "generate",
     "implementations",
     "load_tuned",
     "make_attention_fn",
@@ -94,7 +102,14 @@ __all__ = [
 ]
 
 
-_LAYERS = ("AttentionFn", "SparseSelfAttention", "SparseTransformer", "SparseTransformerBlock", "make_attention_fn")
+_LAYERS = (
+    "AttentionFn",
+    "SparseSelfAttention",
+    "SparseTransformer",
+    "SparseTransformerBlock",
+    "generate",
+    "make_attention_fn",
+)
 
 
 def __getattr__(name: str) -> typing.Any:

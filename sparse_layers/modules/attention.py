@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from flax import nnx
 
 from ..masks import Mask
+from ..ops.cache import KVCache
 from ..ops.call import accumulator
 from ..ops.params import BwdParams, FwdParams
 from ..ops.plan import Plan
@@ -35,11 +37,15 @@ class AttentionStep:
 
     def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
+        query, key, value = self.placed(query, key, value, dtype)
+        return self.fn.attend(query, key, value, segment_ids=mask.segment_ids, sinks=mask.sinks)
+
+    def placed(self, query, key, value, dtype, positions=None):
+        """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         if self.rope_theta is not None:
-            query, key = rotary(query, self.rope_theta), rotary(key, self.rope_theta)
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
-        return self.fn.attend(query, key, value, segment_ids=mask.segment_ids, sinks=mask.sinks)
+            query, key = (rotary(x, self.rope_theta, positions) for x in (query, key))
+        return tuple(x.astype(dtype) for x in (query, key, value))
 
 
 def attention_step(
@@ -114,12 +120,13 @@ def check_inputs(inputs: jax.Array, segment_ids: jax.Array | None, features: int
         )
 
 
-def rotary(x: jax.Array, theta: float) -> jax.Array:
+def rotary(x: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
     """Rotary position embedding, half-split: feature i turns with feature i + H/2 by position * theta**(-2i/H).
 
     Args:
-      x: queries or keys [..., T, N, H], H even; position t is the index along T.
+      x: queries or keys [..., T, N, H], H even.
       theta: base of the wavelengths, which run from 2*pi to about 2*pi*theta tokens.
+      positions: [..., T] of the tokens; None for the index along T.
 
     Returns:
       An array like x. Angles and products are float32 at least.
@@ -132,7 +139,8 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
     """
     half, dtype = x.shape[-1] // 2, accumulator(x.dtype)
     frequencies = theta ** (-jnp.arange(half, dtype=dtype) / half)
-    angles = (jnp.arange(x.shape[-3], dtype=dtype)[:, None] * frequencies)[:, None, :]
+    positions = jnp.arange(x.shape[-3]) if positions is None else positions
+    angles = (positions.astype(dtype)[..., None] * frequencies)[..., None, :]
     first, second = x[..., :half], x[..., half:]
     turned = (
         first * jnp.cos(angles) - second * jnp.sin(angles),
@@ -143,7 +151,10 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
 
 def _refuse_decode(decode: bool | None) -> None:
     if decode:
-        raise NotImplementedError("decode=True: SparseSelfAttention has no key-value cache yet; pass the whole prefix")
+        raise NotImplementedError(
+            "decode=True: a sparse pattern's cache is not Flax's dense one; call prefill(prompt, lengths), then "
+            "decode_step(token, cache, position)"
+        )
 
 
 class SparseSelfAttention(nnx.MultiHeadAttention):
@@ -172,7 +183,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       implementation: None for the best that the platform offers, or the name of one.
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       dropout_rate: must be 0, see Raises.
-      decode: must be False or None, see Raises.
+      decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
       **options: all other arguments of ``flax.nnx.MultiHeadAttention``: ``dtype``, ``param_dtype``, ``use_bias``,
         ``normalize_qk``, ``kernel_init``, ... (``precision`` is that of the four projections).
@@ -186,7 +197,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         lengths are not seq_len; seq_len < 1; RoPE with an odd head size; whatever `block_sparse_attention` refuses
         (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never
         formed, so there is nothing to drop: use dropout on the residual, as the Sparse Transformer does).
-      NotImplementedError: decode=True (no key-value cache yet), or an implementation that cannot serve the layer.
+      NotImplementedError: decode=True (the cache is not Flax's dense one), or an implementation that cannot serve the
+        layer.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -291,7 +303,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
                 "sow_weights must be False: block-sparse attention never forms the attention probabilities"
             )
         check_inputs(inputs, segment_ids, self.in_features, self.seq_len)
-        extras = Extras(segment_ids, None if self.sinks is None else self.sinks[...])
+        extras = Extras(segment_ids, self._sinks)
         return super().__call__(
             inputs,
             mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
@@ -299,3 +311,85 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
         )
+
+    def prefill(self, inputs: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
+        """Applies attention to prompts, and keeps their keys and values for `decode_step`.
+
+        Args:
+          inputs: [B, T, F] with T <= seq_len.
+          lengths: int [B], tokens of each prompt, what follows is padding; None for T.
+
+        Returns:
+          (out [B, T, out_features] as of a call, the cache). The output of padding means nothing.
+
+        Raises:
+          ValueError: as a call's, inputs that are not three-dimensional, lengths (outside of jit) that are not in 0..T,
+            and a pattern that is not causal.
+        """
+        check_inputs(inputs, None, self.in_features, self.seq_len)
+        if inputs.ndim != 3:
+            raise ValueError(f"inputs must have shape [B, T, {self.in_features}], got {inputs.shape}")
+        lengths = checked_lengths(lengths, *inputs.shape[:2])
+        query, key, value = self._heads(inputs)
+        cache = KVCache.empty(
+            self.attention_fn.fn.masks,
+            self.seq_len,
+            batch=inputs.shape[0],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=key.dtype,
+        ).filled(key, value, lengths)
+        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks)
+        return self.out(out), cache
+
+    def decode_step(self, inputs: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Applies attention to one more token of each sequence, at the cost of the pattern's row.
+
+        Args:
+          inputs: [B, F].
+          cache: of `prefill` or an earlier step.
+          position: int [B], the position of each token: the number of tokens before it.
+
+        Returns:
+          (out [B, out_features], the new cache).
+
+        Raises:
+          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not below seq_len.
+        """
+        if inputs.ndim != 2:
+            raise ValueError(
+                f"inputs must have shape [B, {self.in_features}], one token a sequence, got {inputs.shape}"
+            )
+        query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], jnp.asarray(position)[:, None]))
+        fn = self.attention_fn.fn
+        options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
+        out, cache = cache.step(query, key, value, position, **options)
+        return self.out(out[:, None])[:, 0], cache
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
+
+    def _heads(self, inputs, positions=None):
+        """Query, key and value of tokens [B, T, F], as attention takes them."""
+        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        return self.attention_fn.placed(query, key, value, self.dtype, positions)
+
+
+def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
+    """The lengths of prompts, int32 [batch]; None for ``longest``.
+
+    Raises:
+      ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.
+    """
+    if lengths is None:
+        return jnp.full(batch, longest, jnp.int32)
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers of shape {(batch,)}, got {lengths.dtype} of shape {lengths.shape}")
+    if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= longest)).all():
+        raise ValueError(f"lengths must lie in 0..{longest}, the tokens that are there, got {lengths}")
+    return lengths.astype(jnp.int32)

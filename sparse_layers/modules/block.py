@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
+from ..ops.cache import KVCache
 from .attention import Pattern, SparseSelfAttention
 
 
@@ -114,6 +115,16 @@ class SparseTransformerBlock(nnx.Module):
           ValueError: as `SparseSelfAttention`'s.
         """
         return (_rematerialized if self.remat else _forward)(self, x, segment_ids, deterministic)
+
+    def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
+        """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
+        attended, cache = self.attention.prefill(self.attention_norm(x), lengths)
+        return _rest(self, x, attended, True), cache
+
+    def decode_step(self, x: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+        """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
+        attended, cache = self.attention.decode_step(self.attention_norm(x), cache, position)
+        return _rest(self, x, attended, True), cache
 
 
 def _forward(block, x, segment_ids, deterministic):

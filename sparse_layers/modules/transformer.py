@@ -1,6 +1,8 @@
 """`SparseTransformer`: a language model out of sparse blocks."""
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from .attention import Pattern
+from ..ops.cache import KVCache
+from .attention import Pattern, checked_lengths
 from .block import SparseTransformerBlock, make_norm
 
 
@@ -36,6 +39,9 @@ class SparseTransformer(nnx.Module):
         starts at zero (as in the paper), so that the first loss is log(V).
       norm: "layer" or "rms", of the blocks and before the head.
       norm_epsilon: added to the variance in all norms.
+      scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
+        along a first axis: compile time and program size do not grow with the depth. The number of patterns must
+        divide num_layers.
       dtype: of the computation; None: from the parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
@@ -44,7 +50,8 @@ class SparseTransformer(nnx.Module):
 
     Raises:
       ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column";
-        num_layers < 1; an empty tuple of patterns or one longer than num_layers; and the layers' own.
+        num_layers < 1; an empty tuple of patterns or one longer than num_layers, or with scan_layers one whose length
+        does not divide num_layers; and the layers' own.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -71,6 +78,7 @@ class SparseTransformer(nnx.Module):
         tie_embeddings: bool = False,
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
+        scan_layers: bool = False,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -83,6 +91,10 @@ class SparseTransformer(nnx.Module):
             raise ValueError(
                 f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
                 f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
+            )
+        if scan_layers and num_layers % len(layers):
+            raise ValueError(
+                f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
             )
         if positions not in ("row_column", "learned", "rope", "none"):
             raise ValueError(f"positions must be 'row_column', 'learned', 'rope' or 'none', got {positions!r}")
@@ -109,21 +121,28 @@ class SparseTransformer(nnx.Module):
             # Both tables together add as much variance as the tokens do.
             self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
             self.column_embedding = table(stride, 1 / (2 * features))
-        self.blocks = nnx.List(
-            SparseTransformerBlock(
+
+        def block(pattern: Any, rngs: nnx.Rngs) -> SparseTransformerBlock:
+            return SparseTransformerBlock(
                 features,
                 num_heads,
-                pattern=layers[layer % len(layers)],
+                pattern=pattern,
                 seq_len=seq_len,
                 num_layers=num_layers,
                 norm=norm,
                 norm_epsilon=norm_epsilon,
                 rope_theta=rope_theta,
-                **shared,
+                **shared | {"rngs": rngs},
                 **options,
             )
-            for layer in range(num_layers)
-        )
+
+        self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
+        if scan_layers:
+            turns = num_layers // len(layers)
+            stacked = (nnx.vmap(functools.partial(block, pattern))(rngs.fork(split=turns)) for pattern in layers)
+            self.blocks = nnx.List(stacked)
+        else:
+            self.blocks = nnx.List(block(layers[layer % len(layers)], rngs) for layer in range(num_layers))
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.head = (
             nnx.data(None)
@@ -148,9 +167,69 @@ class SparseTransformer(nnx.Module):
           ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
         """
         x = self._embed(tokens, jnp.arange(tokens.shape[-1]))
-        for block in self.blocks:
-            x = block(x, segment_ids=segment_ids, deterministic=deterministic)
-        return self._logits(x)
+
+        def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
+            for block in blocks:
+                x = block(x, segment_ids=segment_ids, deterministic=deterministic)
+            return x
+
+        if self.scan_layers:
+            turn = nnx.scan(turn, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self._logits(turn(self.blocks, x))
+
+    @property
+    def layers(self) -> list[SparseTransformerBlock]:
+        """The blocks one by one, also where they are scanned over (then as copies)."""
+        if not self.scan_layers:
+            return list(self.blocks)
+        split = [nnx.split(block) for block in self.blocks]
+        turns = range(self.num_layers // len(split))
+        return [
+            nnx.merge(graph, jax.tree.map(operator.itemgetter(turn), state)) for turn in turns for graph, state in split
+        ]
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, tuple[KVCache, ...]]:
+        """Reads prompts: the logits after each, and the caches for `decode_step`. No dropout.
+
+        Args:
+          tokens: int [B, T] with 1 <= T <= seq_len.
+          lengths: int [B] in 1..T, tokens of each prompt, what follows is padding; None for T.
+
+        Returns:
+          (logits [B, V], float32, of the token after each prompt; one cache for each layer).
+
+        Raises:
+          ValueError: as `SparseSelfAttention.prefill`.
+        """
+        lengths = checked_lengths(lengths, *tokens.shape)
+        x, caches = self._embed(tokens, jnp.arange(tokens.shape[-1])), []
+        for block in self.layers:
+            x, cache = block.prefill(x, lengths)
+            caches.append(cache)
+        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        return self._logits(last), tuple(caches)
+
+    def decode_step(
+        self, tokens: jax.Array, caches: tuple[KVCache, ...], position: jax.Array
+    ) -> tuple[jax.Array, tuple[KVCache, ...]]:
+        """Reads one more token of each sequence, at the cost of the patterns' rows. No dropout.
+
+        Args:
+          tokens: int [B].
+          caches: of `prefill` or an earlier step.
+          position: int [B], the position of each token: the number of tokens before it.
+
+        Returns:
+          (logits [B, V], float32, of the token after these; the new caches).
+
+        Raises:
+          ValueError: as `SparseSelfAttention.decode_step`.
+        """
+        x, new = self._embed(tokens, position), []
+        for block, cache in zip(self.layers, caches, strict=True):
+            x, cache = block.decode_step(x, cache, position)
+            new.append(cache)
+        return self._logits(x), tuple(new)
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)

@@ -1,4 +1,4 @@
-"""Decoding: a key-value cache whose step reads only the rows that the pattern allows for one position.
+"""Which keys a step of decoding reads, and where they are kept: only what the pattern allows for one position.
 
 The planner's idea of a chain carries over: a union of patterns is a set of disjoint parts, each with the row order of
 keys that suits it. Here every part keeps its keys in that order and reads one contiguous piece of them:
@@ -8,24 +8,19 @@ keys that suits it. Here every part keeps its keys in that order and reads one c
 * residue-major order: a ring for each residue class, of which the query's own is read (a stride);
 * gathered order: the gathered rows alone are kept, and read as a whole or by a table (summary columns, a prefix).
 
-Positions are arithmetic, so that every token of a batch may stand elsewhere. Softmax runs over all pieces together.
+Positions are arithmetic, so that every token of a batch may stand elsewhere. `KVCache` holds the arrays.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..adapters import as_masks
 from ..masks import FULL, PARTIAL, Mask
 from .blocks import active_blocks, masked_tiles
-from .call import accumulator
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import bind, process_mask
 from .plan import MAX_CELLS, is_causal, splits
@@ -189,7 +184,8 @@ def _part(mask: Mask, order: RowOrder, length: int) -> list[Part]:
     every = order.rows // order.stride if isinstance(order, ResidueMajor) else order.rows
     kept = every if isinstance(order, Gathered) else min(_reach(view, grid, block) + 1, every)
     widest = int(np.bincount(grid.rows).max())
-    if mask.computable and (strided or kept <= widest * block):
+    # Rows that are picked out are copied before they are multiplied: the whole is read as fast as half of it is picked.
+    if mask.computable and (strided or kept <= 2 * widest * block):
         return [Part(mask, Store(order, kept, kept), None)]
     info = process_mask(bind(view, 1, rows * block, columns * block), (block, block))[0]
     runs = np.where(info.block_mask[0] > 0, info.data_next[0], -1).astype(np.int32)
@@ -224,283 +220,3 @@ def _reach(view: Reordered, grid: Any, block: int) -> int:
 
 def _round_up(n: int, block: int) -> int:
     return -(-n // block) * block
-
-
-# --- heads -----------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Heads:
-    """The query heads of one mask, with its parts.
-
-    Attributes:
-      queries: query heads, those of one key head side by side and equally many of each.
-      keys: their key heads; once for each query head where they are not equally many.
-      parts: of the mask.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-
-class Layout:
-    """The stores of a cache, and who reads them.
-
-    Args:
-      masks: the masks that the heads take in turn.
-      length: the most tokens.
-      num_heads, num_kv_heads: of the queries and of the keys.
-
-    Attributes:
-      heads: the query heads, by mask.
-      stores: (store, key heads in it), for each array of keys.
-    """
-
-    def __init__(self, masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int):
-        group = num_heads // num_kv_heads
-        self.heads = []
-        held: dict[Store, set[int]] = {}
-        for mask in dict.fromkeys(masks):
-            queries = tuple(h for h in range(num_heads) if masks[h % len(masks)] == mask)
-            keys = tuple(h // group for h in queries)
-            counts = {keys.count(k) for k in keys}
-            self.heads.append(Heads(queries, tuple(dict.fromkeys(keys)) if len(counts) == 1 else keys, parts(mask, length)))
-            for part in self.heads[-1].parts:
-                held.setdefault(part.store, set()).update(keys)
-        self.stores = [(store, tuple(sorted(heads))) for store, heads in held.items()]
-
-    def find(self, store: Store) -> tuple[int, tuple[int, ...]]:
-        """The index of a store, and the key heads in it."""
-        index = [s for s, _ in self.stores].index(store)
-        return index, self.stores[index][1]
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(masks, length, num_heads, num_kv_heads) -> Layout:
-    return Layout(masks, length, num_heads, num_kv_heads)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["keys", "values"],
-    meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
-)
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
-
-    Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds one token and attends from it. A window keeps
-    as many rows as it is wide, a stride reads one residue class, summary columns keep nothing else: a step costs what
-    the pattern's row costs, and the result is that of `block_sparse_attention` in that row.
-
-    Attributes:
-      keys, values: arrays [B, heads, pieces, rows, size], one for each way in which keys are kept.
-      masks: the masks that the heads take in turn.
-      seq_len: the most tokens.
-      num_heads, num_kv_heads: of the queries and of the keys.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, sparse_layers as sl
-      >>> mask, (q, k, v) = sl.Causal() & sl.Window(7), jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
-      >>> cache = sl.KVCache.empty(mask, 40, batch=1, num_heads=2, head_size=16)
-      >>> cache.num_reads, cache.nbytes  # keys a step and head; 8 keys and values of 2 heads, 16 floats each
-      (8, 2048)
-      >>> cache = cache.filled(k[:, :39], v[:, :39], jnp.array([39]))
-      >>> out, cache = cache.step(q[:, 39], k[:, 39], v[:, 39], jnp.array([39]))
-      >>> bool(jnp.allclose(out, sl.block_sparse_attention(q, k, v, mask)[:, 39], atol=1e-5))
-      True
-    """
-
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    masks: tuple[Mask, ...]
-    seq_len: int
-    num_heads: int
-    num_kv_heads: int
-
-    @classmethod
-    def empty(
-        cls,
-        pattern: Mask | Sequence[Mask] | np.ndarray,
-        seq_len: int,
-        *,
-        batch: int,
-        num_heads: int,
-        head_size: int,
-        num_kv_heads: int | None = None,
-        value_size: int | None = None,
-        dtype: Any = jnp.float32,
-    ) -> "KVCache":
-        """A cache without tokens.
-
-        Args:
-          pattern: whatever `as_masks` takes, causal.
-          seq_len: the most tokens, >= 1.
-          batch: number of sequences B.
-          num_heads: of the queries, N.
-          head_size: H of the keys.
-          num_kv_heads: K, a divisor of N; defaults to N.
-          value_size: Hv of the values; defaults to H.
-          dtype: of keys and values.
-
-        Raises:
-          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
-          TypeError: the pattern is no mask.
-        """
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        value_size = head_size if value_size is None else value_size
-        sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
-        sizes |= {"num_kv_heads": num_kv_heads, "value_size": value_size}
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
-        masks = as_masks(pattern)
-        if num_heads % num_kv_heads or num_heads % len(masks):
-            raise ValueError(
-                f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
-            )
-        stores = _layout(masks, seq_len, num_heads, num_kv_heads).stores
-        keys, values = (
-            tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
-            for size in (head_size, value_size)
-        )
-        return cls(keys, values, masks, int(seq_len), int(num_heads), int(num_kv_heads))
-
-    @property
-    def _parts(self) -> Layout:
-        return _layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
-
-    @property
-    def num_reads(self) -> int:
-        """Keys that a step reads for a query head, of the mask that reads the most."""
-        return max(sum(part.reads for part in heads.parts) for heads in self._parts.heads)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.keys, *self.values))
-
-    def filled(self, key: jax.Array, value: jax.Array, lengths: jax.Array) -> "KVCache":
-        """The cache after a prompt: what `step` would have made of its tokens, one after the other.
-
-        Args:
-          key: [B, P, K, H], P <= seq_len.
-          value: [B, P, K, Hv].
-          lengths: int [B], tokens of each sequence; keys from there on are padding.
-
-        Returns:
-          A new cache.
-        """
-        last = lengths[:, None] - 1
-
-        def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            filled = []
-            for array, (store, heads) in zip(arrays, self._parts.stores, strict=True):
-                token = store.token(jnp.arange(store.runs * store.run), last)
-                rows = jnp.broadcast_to(jnp.clip(token, 0, new.shape[1] - 1), (len(last), token.shape[-1]))
-                taken = jnp.take_along_axis(new[:, :, list(heads)], rows[:, :, None, None], axis=1)
-                filled.append(jnp.swapaxes(taken, 1, 2).reshape(array.shape).astype(array.dtype))
-            return tuple(filled)
-
-        return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))
-
-    def step(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        position: jax.Array,
-        *,
-        scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, "KVCache"]:
-        """Adds a token to each sequence, and attends from it.
-
-        Args:
-          query: [B, N, H].
-          key: [B, K, H], of the same tokens.
-          value: [B, K, Hv].
-          position: int [B], the tokens' positions, each one more than at the sequence's last step and < seq_len.
-          scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
-
-        Returns:
-          (out [B, N, Hv] in the dtype of query, the new cache).
-
-        Raises:
-          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
-        """
-        self._check(query, key, value, position)
-        position = jnp.asarray(position)
-        keys, values = self._written(self.keys, key, position), self._written(self.values, value, position)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        outs, order = [], []
-        for heads in self._parts.heads:
-            out = self._attend(heads, keys, values, query, position, scale, logits_soft_cap, sinks)
-            outs.append(out)
-            order += heads.queries
-        out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
-        return out.astype(query.dtype), dataclasses.replace(self, keys=keys, values=values)
-
-    def _written(self, arrays, new, position):
-        batch, written = jnp.arange(len(position)), []
-        for array, (store, heads) in zip(arrays, self._parts.stores, strict=True):
-            run, row = jnp.divmod(store.slot(position), store.run)
-            update = new[:, list(heads)].astype(array.dtype)
-            written.append(array.at[batch, :, run, row].set(update, mode="drop"))
-        return tuple(written)
-
-    def _attend(self, heads, keys, values, query, position, scale, cap, sinks):
-        """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least."""
-        dtype = accumulator(query.dtype)
-        query = query[:, list(heads.queries)]
-        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
-        logits, gathered = [], []
-        for part in heads.parts:
-            index, held = self._parts.find(part.store)
-            pieces, _, allowed = part.places(position)
-            k, v = (_read(arrays[index], [held.index(h) for h in heads.keys], pieces) for arrays in (keys, values))
-            x = jnp.einsum("bkgh,bklh->bkgl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
-            x = x if cap is None else cap * jnp.tanh(x / cap)
-            logits.append(jnp.where(allowed[:, None, None], x, -jnp.inf))
-            gathered.append(v)
-        start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
-        if sinks is not None:
-            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(query.shape[1:3])
-            start = jnp.broadcast_to(of_heads[None, :, :, None], start.shape)
-        highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits), start)
-        highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
-        weights = [jnp.exp(x - highest) for x in logits]
-        total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
-        out = sum(
-            jnp.einsum("bkgl,bklh->bkgh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
-            for w, v in zip(weights, gathered, strict=True)
-        )
-        out = out / jnp.where(total == 0, 1, total)
-        return out.reshape(len(out), len(heads.queries), -1)
-
-    def _check(self, query, key, value, position) -> None:
-        batch, size, value_size = self.keys[0].shape[0], self.keys[0].shape[-1], self.values[0].shape[-1]
-        wanted = {
-            "query": (query, (batch, self.num_heads, size)),
-            "key": (key, (batch, self.num_kv_heads, size)),
-            "value": (value, (batch, self.num_kv_heads, value_size)),
-            "position": (position, (batch,)),
-        }
-        for name, (x, shape) in wanted.items():
-            if jnp.shape(x) != shape:
-                raise ValueError(f"{name} must have shape {shape} for this cache, got {jnp.shape(x)}")
-        if not isinstance(position, jax.core.Tracer) and not ((0 <= position) & (position < self.seq_len)).all():
-            raise ValueError(f"position must lie in 0..seq_len - 1 = {self.seq_len - 1}, got {np.asarray(position)}")
-
-
-def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
-    """Pieces [B, n] (None for all) of some heads: [B, heads, pieces, rows, size] -> [B, len(heads), n * rows, size]."""
-    if pieces is None:
-        taken = array if heads == list(range(array.shape[1])) else array[:, np.array(heads)]
-    else:
-        batch = jnp.arange(len(array))[:, None, None]
-        where = batch, jnp.array(heads)[None, :, None], pieces[:, None, :]
-        taken = array.at[where].get(mode="promise_in_bounds")
-    return taken.reshape(*taken.shape[:2], -1, taken.shape[-1])
