@@ -176,15 +176,14 @@ class AttentionFn:
         length = query.shape[-3]
         if length > self.seq_len:
             raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
-        if segment_ids is not None:
-            segment_ids = segment_ids if isinstance(segment_ids, jax.Array) else np.asarray(segment_ids)
-            if segment_ids.shape != query.shape[:-2]:
-                raise ValueError(
-                    f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {segment_ids.shape}"
-                )
+        ids: Any = segment_ids
+        if ids is not None:
+            ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+            if ids.shape != query.shape[:-2]:
+                raise ValueError(f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        ids: Any = segment_ids if mask is None else _padded(mask, query.shape[:-2], segment_ids)
+        ids = ids if mask is None else _padded(mask, query.shape[:-2], ids)
         return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
 
 
@@ -229,10 +228,12 @@ def make_attention_fn(
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens.
       recompute: compute the attention again in the backward pass (`jax.checkpoint`) instead of keeping its output and
-        log-sum-exp. These are named "sparse_attention_out" and "sparse_attention_lse" in any case, so that a
-        remat policy over a whole layer may keep them: ``jax.checkpoint_policies.save_only_these_names(...)``. The
-        implementation "cudnn" has no such names. In a layer that is itself under `jax.checkpoint`, leave recompute
-        False: without that policy the attention would be computed three times.
+        log-sum-exp. A projection that follows keeps the output for its own gradient, so inside Flax's layers this costs
+        time and saves the log-sum-exp only. What saves memory is `jax.checkpoint` around whole layers, and there the
+        attention need not be computed twice: whatever recompute is, the two are named "sparse_attention_out" and
+        "sparse_attention_lse", and ``policy=jax.checkpoint_policies.save_only_these_names(...)`` keeps them (the
+        implementation "cudnn" names nothing). Leave recompute False there: without that policy, the attention would
+        be computed three times.
       implementation: None for the best that the platform offers, or the name of one.
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).

@@ -65,12 +65,8 @@ def flax_layer(kind, attention_fn=None, **options):
     return perturbed(params), nn.MultiHeadDotProductAttention(num_heads=N, **options, **functions).apply
 
 
-# Compiled without optimisations, which takes a third of the time.
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False},
-)
+# Compiled without optimisations, which is faster.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def out_and_grads(apply, params, x, weights, call):
     """The output of a layer, and the gradients of a loss that is not linear in it."""
 
@@ -156,8 +152,9 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
 
 def test_the_dtype_is_that_of_the_arrays_together_or_the_given_one():
     q = inputs(1, T, N, 8)
-    assert sparse(UNION)(q.astype(jnp.bfloat16), q, q).dtype == jnp.float32
-    assert sparse(UNION)(q, q, q, dtype=jnp.float16).dtype == jnp.float16
+    fn = sparse(UNION)
+    assert jax.eval_shape(lambda q: fn(q.astype(jnp.bfloat16), q, q), q).dtype == jnp.float32
+    assert jax.eval_shape(lambda q: fn(q, q, q, dtype=jnp.float16), q).dtype == jnp.float16
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,13 +164,12 @@ def test_any_leading_axes_and_shorter_inputs(kind):
     x = inputs(2, 3, T, F)
     out = run(params, x)
     assert out.shape == x.shape
-    assert_close(out[1, 2], run(params, x[1, 2]))
-    assert_close(out[1, :, :13], run(params, x[1, :, :13]))  # causal: the pattern's upper left corner
+    assert_close(out[1, 2, :13], run(params, x[1, 2, :13]))  # causal: the pattern's upper left corner
     assert run(params, x[:0]).shape == (0, 3, T, F)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vmap_over_layers_and_over_the_batch(kind):
+def test_vmap_over_layers_and_over_the_batch():
+    kind = "linen"
     params, apply = flax_layer(kind, sparse(UNION, recompute=True))
     both = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
     x, padding = inputs(2, 3, T, F), jnp.arange(T) < jnp.array([20, 9, 24])[:, None]
@@ -341,19 +337,21 @@ def test_a_query_without_keys_gets_zero_and_finite_gradients():
     q, k, v = inputs(3, 1, T, N, 8)
     mask = (jnp.arange(T) >= 6)[None, None, None]  # under a causal pattern, queries 0 to 5 are left without keys
 
-    def loss(q, k, v, mask):
-        return (sparse(UNION, recompute=True)(q, k, v, mask=mask) ** 2).sum()
+    @jax.jit
+    def run(q, k, v, mask):
+        def loss(q, k, v):
+            out = sparse(UNION, recompute=True)(q, k, v, mask=mask)
+            return (out**2).sum(), out
 
-    out = sparse(UNION)(q, k, v, mask=mask)
-    np.testing.assert_array_equal(out[:, :6], 0)
-    assert float(jnp.abs(out[:, 6:]).min(-1).max()) > 0
-    dq, dk, dv = jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v, mask)
-    assert all(bool(jnp.isfinite(g).all()) and float(jnp.abs(g).max()) > 1e-3 for g in (dq, dk, dv))
-    np.testing.assert_array_equal(dq[:, :6], 0)
-    np.testing.assert_array_equal(dk[:, :6], 0)
-    np.testing.assert_array_equal(dv[:, :6], 0)
-    nothing = jnp.zeros((1, 1, 1, T))
-    for leaf in (sparse(UNION)(q, k, v, mask=nothing), *jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v, nothing)):
+        gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return out, *gradients
+
+    out, *gradients = run(q, k, v, mask)
+    assert float(jnp.abs(out[:, 6:]).max(-1).min()) > 0
+    for leaf in (out, *gradients):
+        np.testing.assert_array_equal(leaf[:, :6], 0)
+        assert bool(jnp.isfinite(leaf).all()) and float(jnp.abs(leaf).max()) > 1e-3
+    for leaf in run(q, k, v, jnp.zeros_like(mask)):
         np.testing.assert_array_equal(leaf, 0)
 
 
