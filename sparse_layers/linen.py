@@ -92,7 +92,7 @@ class SparseSelfAttention(_Settings):
         that does not divide num_heads; num_heads that does not divide qkv_features; RoPE with an odd head size;
         whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0
         (probabilities are never formed, so there is nothing to drop: use dropout on the residual).
-      NotImplementedError: decode=True (no key-value cache), or an implementation that cannot serve the layer.
+      NotImplementedError: decode=True (the NNX layer has the cache), or an implementation that cannot serve the layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -139,7 +139,10 @@ class SparseSelfAttention(_Settings):
           NotImplementedError: see the class.
         """
         if self.decode:
-            raise NotImplementedError("decode=True: Linen layers have no key-value cache; pass the whole prefix")
+            raise NotImplementedError(
+                "decode=True: the Linen layers have no key-value cache; those of NNX, which take the same parameters, "
+                "have prefill(prompt, lengths) and decode_step(token, cache, position)"
+            )
         if sow_weights:
             raise ValueError(
                 "sow_weights must be False: block-sparse attention never forms the attention probabilities"
@@ -184,7 +187,7 @@ class SparseSelfAttention(_Settings):
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
             name="out",
-        )(step(query, key, value, mask=Extras(segment_ids, sinks), dtype=self.dtype))
+        )(step(query, key, value, mask=Extras(segment_ids, sinks)))
 
 
 class SparseTransformerBlock(_Settings):
