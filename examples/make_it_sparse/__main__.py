@@ -15,10 +15,12 @@ from .training import Run, train
 
 
 def models(pattern: str, seq_len: int) -> dict[str, Decoder]:
-    """The decoder as it is, and with the pattern."""
-    dense = DecoderConfig(max_len=seq_len)
-    sparse = dataclasses.replace(dense, attention_fn=sl.make_attention_fn(pattern, seq_len), causal_mask=False)
-    return {"dense": Decoder(dense), "sparse": Decoder(sparse)}
+    """The decoder as it is, with plain causal attention by this library ("all"), and with the pattern."""
+    found = {"dense": DecoderConfig(max_len=seq_len)}
+    for name, of in (("all", "all"), ("sparse", pattern)):
+        attention_fn = sl.make_attention_fn(of, seq_len)
+        found[name] = dataclasses.replace(found["dense"], attention_fn=attention_fn, causal_mask=False)
+    return {name: Decoder(config) for name, config in found.items()}
 
 
 def kept(pattern: str, seq_len: int) -> float:
@@ -65,13 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:8}{run.step_seconds:10.4f}{loss:8.3f}{share if name == 'sparse' else 1:12.1%}")
 
     times = {}
-    print(f"\n{'T':8}{'dense':>10}{'sparse':>10}{'faster':>10}{'pairs kept':>12}")
+    print(f"\n{'T':8}{'dense':>10}{'all':>10}{'sparse':>10}{'faster':>10}{'pairs kept':>12}")
     for length in map(int, options.lengths.split(",")):
         again = length != options.seq_len  # that one was timed in training
         timed = train(models(options.pattern, length), length, options.repeats) if again else runs
         times[length] = {name: run.step_seconds for name, run in timed.items()}
-        dense, sparse = times[length].values()
-        print(f"{length:<8}{dense:10.4f}{sparse:10.4f}{dense / sparse:9.1f}x{kept(options.pattern, length):12.1%}")
+        dense, every, sparse = times[length].values()
+        share = kept(options.pattern, length)
+        print(f"{length:<8}{dense:10.4f}{every:10.4f}{sparse:10.4f}{dense / sparse:9.1f}x{share:12.1%}")
     draw(runs, times, options.pattern, options.out)
     print(f"\n{options.out}")
     return 0

@@ -98,8 +98,8 @@ def test_the_pages_commands(tmp_path, monkeypatch, capsys):
         picture = arguments[arguments.index("--out") + 1]
         assert pathlib.Path(picture).read_bytes().startswith(PNG)
         assert printed.splitlines()[-1] == picture
-        rows = re.findall(r"^(dense|sparse|32) +(.*)$", printed, re.M)
-        assert [name for name, _ in rows] == ["dense", "sparse", "32"]
+        rows = re.findall(r"^(dense|all|sparse|32) +(.*)$", printed, re.M)
+        assert [name for name, _ in rows] == ["dense", "all", "sparse", "32"]
         assert all(float(number) > 0 for _, row in rows for number in re.findall(r"[\d.]+", row))
 
 
