@@ -16,7 +16,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from .masks import Mask
 from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import AttentionFn, Pattern, resolved_masks
-from .modules.block import _forward
+from .modules.block import check_settings, forward
 from .ops.params import BwdParams, FwdParams
 from .ops.plan import Plan
 
@@ -251,14 +251,7 @@ class SparseTransformerBlock(_Settings):
     remat: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        if self.mlp not in ("gelu", "gelu_tanh", "swiglu"):
-            raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {self.mlp!r}")
-        if self.norm not in ("layer", "rms"):
-            raise ValueError(f"norm must be 'layer' or 'rms', got {self.norm!r}")
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers must be >= 1, got {self.num_layers}")
-        if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f"dropout_rate must lie in [0, 1), got {self.dropout_rate}")
+        check_settings(self.mlp, self.norm, self.num_layers, self.dropout_rate)
         super().__post_init__()
 
     def setup(self):
@@ -300,7 +293,7 @@ class SparseTransformerBlock(_Settings):
             raise ValueError(f"x must have shape [..., T, {self.features}], got {jnp.shape(x)}")
         # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        return (_rematerialized if self.remat else _forward)(self, x, segment_ids, off)
+        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off)
 
 
-_rematerialized: Any = nn.remat(_forward, static_argnums=(3,))
+_rematerialized: Any = nn.remat(forward, static_argnums=(3,))

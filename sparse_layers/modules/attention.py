@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ..masks import Mask
@@ -387,9 +388,10 @@ def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
     """
     if lengths is None:
         return jnp.full(batch, longest, jnp.int32)
-    lengths = jnp.asarray(lengths)
+    if lengths_known := not isinstance(lengths, jax.core.Tracer):
+        lengths = np.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths must be integers of shape {(batch,)}, got {lengths.dtype} of shape {lengths.shape}")
-    if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= longest)).all():
+    if lengths_known and batch and not 0 <= lengths.min() <= lengths.max() <= longest:
         raise ValueError(f"lengths must lie in 0..{longest}, the tokens that are there, got {lengths}")
-    return lengths.astype(jnp.int32)
+    return jnp.asarray(lengths, jnp.int32)

@@ -69,12 +69,7 @@ class SparseTransformerBlock(nnx.Module):
         rngs: nnx.Rngs,
         **attention: Any,
     ):
-        if mlp not in ("gelu", "gelu_tanh", "swiglu"):
-            raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {mlp!r}")
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be >= 1, got {num_layers}")
-        if not 0 <= dropout_rate < 1:
-            raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+        check_settings(mlp, norm, num_layers, dropout_rate)
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
         hidden = 4 * features if mlp_features is None else mlp_features
@@ -114,7 +109,7 @@ class SparseTransformerBlock(nnx.Module):
         Raises:
           ValueError: as `SparseSelfAttention`'s.
         """
-        return (_rematerialized if self.remat else _forward)(self, x, segment_ids, deterministic)
+        return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic)
 
     def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
@@ -127,7 +122,29 @@ class SparseTransformerBlock(nnx.Module):
         return _rest(self, x, attended, True), cache
 
 
-def _forward(block, x, segment_ids, deterministic):
+def check_settings(mlp: str, norm: str, num_layers: int, dropout_rate: float) -> None:
+    """Refuses settings of `SparseTransformerBlock`, NNX or Linen.
+
+    Raises:
+      ValueError: see there.
+    """
+    if mlp not in ("gelu", "gelu_tanh", "swiglu"):
+        raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {mlp!r}")
+    check_norm(norm)
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be >= 1, got {num_layers}")
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+
+
+def check_norm(norm: str) -> None:
+    """Raises ValueError for an unknown norm."""
+    if norm not in ("layer", "rms"):
+        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+
+
+def forward(block: Any, x: jax.Array, segment_ids: jax.Array | None, deterministic: bool | None) -> jax.Array:
+    """What a block computes, NNX or Linen: its layers have the same names."""
     attended = block.attention(block.attention_norm(x), segment_ids=segment_ids)
     return _rest(block, x, attended, deterministic)
 
@@ -154,7 +171,7 @@ def activate(mlp: str, hidden: jax.Array, gate: jax.Array | None = None) -> jax.
     return nnx.gelu(hidden, approximate=True) if mlp == "gelu_tanh" else hidden * nnx.sigmoid(1.702 * hidden)
 
 
-_rematerialized = nnx.remat(_forward, static_argnums=(3,))
+_rematerialized = nnx.remat(forward, static_argnums=(3,))
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:
@@ -168,6 +185,5 @@ def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.R
       >>> type(make_norm("rms", 8, rngs=nnx.Rngs(0))).__name__
       'RMSNorm'
     """
-    if norm not in ("layer", "rms"):
-        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+    check_norm(norm)
     return (nnx.LayerNorm if norm == "layer" else nnx.RMSNorm)(features, **options)

@@ -60,7 +60,7 @@ def generate(
     vocab_size = model.token_embedding.num_embeddings
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer) or num_tokens < 1:
         raise ValueError(f"num_tokens must be an integer >= 1, got {num_tokens!r}")
-    longest = tokens.shape[1] if isinstance(lengths, jax.core.Tracer) else int(lengths.max())
+    longest = tokens.shape[1] if isinstance(lengths, jax.core.Tracer) else int(np.max(lengths))
     if longest + num_tokens > model.seq_len:
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={model.seq_len}"
@@ -101,10 +101,9 @@ def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
         raise ValueError(
             f"prompts must be integers of shape [B, P], P >= 1, got {tokens.dtype} of shape {tokens.shape}"
         )
-    lengths = checked_lengths(lengths, *tokens.shape)
-    if not isinstance(lengths, jax.core.Tracer) and not (lengths >= 1).all():
+    if not isinstance(lengths, jax.core.Tracer | None) and np.min(lengths, initial=1) < 1:
         raise ValueError(f"lengths must be >= 1, got {lengths}")
-    return tokens, lengths
+    return tokens, checked_lengths(lengths, *tokens.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))

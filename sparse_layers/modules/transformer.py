@@ -139,7 +139,7 @@ class SparseTransformer(nnx.Module):
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         if scan_layers:
             turns = num_layers // len(layers)
-            stacked = (nnx.vmap(functools.partial(block, pattern))(rngs.fork(split=turns)) for pattern in layers)
+            stacked = (nnx.vmap(functools.partial(block, pattern))(rngs.split(turns)) for pattern in layers)
             self.blocks = nnx.List(stacked)
         else:
             self.blocks = nnx.List(block(layers[layer % len(layers)], rngs) for layer in range(num_layers))

@@ -67,7 +67,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(masks, length, num_heads, num_kv_heads) -> Layout:
+def _made(masks, length, num_heads, num_kv_heads) -> Layout:
     return Layout(masks, length, num_heads, num_kv_heads)
 
 
@@ -153,7 +153,7 @@ class KVCache:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
             )
-        stores = _layout(masks, seq_len, num_heads, num_kv_heads).stores
+        stores = _made(masks, seq_len, num_heads, num_kv_heads).stores
         keys, values = (
             tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
             for size in (head_size, value_size)
@@ -161,13 +161,13 @@ class KVCache:
         return cls(keys, values, masks, int(seq_len), int(num_heads), int(num_kv_heads))
 
     @property
-    def _parts(self) -> Layout:
-        return _layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
+    def _layout(self) -> Layout:
+        return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
 
     @property
     def num_reads(self) -> int:
         """Keys that a step reads for a query head, of the mask that reads the most."""
-        return max(sum(part.reads for part in heads.parts) for heads in self._parts.heads)
+        return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +189,7 @@ class KVCache:
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             filled = []
-            for array, (store, heads) in zip(arrays, self._parts.stores, strict=True):
+            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
                 token = store.token(jnp.arange(store.runs * store.run), last)
                 rows = jnp.broadcast_to(jnp.clip(token, 0, new.shape[1] - 1), (len(last), token.shape[-1]))
                 taken = jnp.take_along_axis(new[:, :, list(heads)], rows[:, :, None, None], axis=1)
@@ -199,101 +199,126 @@ class KVCache:
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))
 
     def step(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        position: jax.Array,
-        *,
-        scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, **options: Any
     ) -> tuple[jax.Array, "KVCache"]:
-        """Adds a token to each sequence, and attends from it.
-
-        Args:
-          query: [B, N, H].
-          key: [B, K, H], of the same tokens.
-          value: [B, K, Hv].
-          position: int [B], the tokens' positions, each one more than at the sequence's last step and < seq_len.
-          scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
+        """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
 
         Returns:
           (out [B, N, Hv] in the dtype of query, the new cache).
 
         Raises:
+          ValueError: as these.
+        """
+        # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
+        cache = jax.lax.optimization_barrier(self.written(key, value, position))
+        return cache.attend(query, position, **options), cache
+
+    def written(self, key: jax.Array, value: jax.Array, position: jax.Array) -> "KVCache":
+        """The cache with one more token in each sequence.
+
+        Args:
+          key: [B, K, H].
+          value: [B, K, Hv].
+          position: int [B], the tokens' positions, each one more than its sequence's last and < seq_len.
+
+        Raises:
           ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
         """
-        self._check(query, key, value, position)
+        self._check(position, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
         position = jnp.asarray(position)
-        keys, values = self._written(self.keys, key, position), self._written(self.values, value, position)
+
+        def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            done = []
+            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
+                update = new[:, list(heads)].astype(array.dtype).reshape(-1, array.shape[-1])
+                slot = jnp.repeat(store.slot(position), len(heads))
+                flat = array.reshape(len(array) * len(heads), -1, array.shape[-1])
+                done.append(flat.at[jnp.arange(len(flat)), slot].set(update, mode="drop").reshape(array.shape))
+            return tuple(done)
+
+        return dataclasses.replace(self, keys=write(self.keys, key), values=write(self.values, value))
+
+    def attend(
+        self,
+        query: jax.Array,
+        position: jax.Array,
+        *,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of one query a sequence, over the pattern's row.
+
+        Args:
+          query: [B, N, H].
+          position: int [B], the queries' positions, those of the tokens written last.
+          scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
+
+        Returns:
+          [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
+
+        Raises:
+          ValueError: as `written`.
+        """
+        self._check(position, query=(query, self.num_heads, self.keys))
+        position = jnp.asarray(position)
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        outs, order = [], []
-        for heads in self._parts.heads:
-            out = self._attend(heads, keys, values, query, position, scale, logits_soft_cap, sinks)
-            outs.append(out)
-            order += heads.queries
+        outs = [self._attend(h, query, position, scale, logits_soft_cap, sinks) for h in self._layout.heads]
+        order = [head for heads in self._layout.heads for head in heads.queries]
         out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
-        return out.astype(query.dtype), dataclasses.replace(self, keys=keys, values=values)
+        return out.astype(query.dtype)
 
-    def _written(self, arrays, new, position):
-        batch, written = jnp.arange(len(position)), []
-        for array, (store, heads) in zip(arrays, self._parts.stores, strict=True):
-            run, row = jnp.divmod(store.slot(position), store.run)
-            update = new[:, list(heads)].astype(array.dtype)
-            written.append(array.at[batch, :, run, row].set(update, mode="drop"))
-        return tuple(written)
-
-    def _attend(self, heads, keys, values, query, position, scale, cap, sinks):
+    def _attend(self, heads, query, position, scale, cap, sinks):
         """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least."""
-        dtype = accumulator(query.dtype)
-        query = query[:, list(heads.queries)]
-        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
+        dtype, batch, count = accumulator(query.dtype), len(query), len(heads.keys)
+        query = query[:, list(heads.queries)].reshape(batch * count, -1, query.shape[-1])
         logits, gathered = [], []
         for part in heads.parts:
-            index, held = self._parts.find(part.store)
+            index, held = self._layout.find(part.store)
             pieces, _, allowed = part.places(position)
-            k, v = (_read(arrays[index], [held.index(h) for h in heads.keys], pieces) for arrays in (keys, values))
-            x = jnp.einsum("bkgh,bklh->bkgl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
+            chosen = [held.index(h) for h in heads.keys]
+            k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
+            x = jnp.einsum("ngh,nlh->ngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
             x = x if cap is None else cap * jnp.tanh(x / cap)
-            logits.append(jnp.where(allowed[:, None, None], x, -jnp.inf))
+            x = jnp.where(allowed[:, None, None], x.reshape(batch, count, *x.shape[1:]), -jnp.inf)
+            logits.append(x.reshape(batch * count, *x.shape[2:]))
             gathered.append(v)
-        start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
+        start = jnp.full((*query.shape[:2], 1), -jnp.inf, dtype)
         if sinks is not None:
-            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(query.shape[1:3])
-            start = jnp.broadcast_to(of_heads[None, :, :, None], start.shape)
+            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(count, -1, 1)
+            start = jnp.tile(of_heads, (batch, 1, 1))
         highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits), start)
         highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
         weights = [jnp.exp(x - highest) for x in logits]
         total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
         out = sum(
-            jnp.einsum("bkgl,bklh->bkgh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
+            jnp.einsum("ngl,nlh->ngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
             for w, v in zip(weights, gathered, strict=True)
         )
         out = out / jnp.where(total == 0, 1, total)
-        return out.reshape(len(out), len(heads.queries), -1)
+        return out.reshape(batch, len(heads.queries), -1)
 
-    def _check(self, query, key, value, position) -> None:
-        batch, size, value_size = self.keys[0].shape[0], self.keys[0].shape[-1], self.values[0].shape[-1]
-        wanted = {
-            "query": (query, (batch, self.num_heads, size)),
-            "key": (key, (batch, self.num_kv_heads, size)),
-            "value": (value, (batch, self.num_kv_heads, value_size)),
-            "position": (position, (batch,)),
-        }
-        for name, (x, shape) in wanted.items():
+    def _check(self, position, **arrays) -> None:
+        batch = len(self.keys[0])
+        wanted = {name: (x, (batch, heads, like[0].shape[-1])) for name, (x, heads, like) in arrays.items()}
+        for name, (x, shape) in (wanted | {"position": (position, (batch,))}).items():
             if jnp.shape(x) != shape:
                 raise ValueError(f"{name} must have shape {shape} for this cache, got {jnp.shape(x)}")
-        if not isinstance(position, jax.core.Tracer) and not ((position >= 0) & (position < self.seq_len)).all():
-            raise ValueError(f"position must lie in 0..seq_len - 1 = {self.seq_len - 1}, got {np.asarray(position)}")
+        if not isinstance(position, jax.core.Tracer):
+            place = np.asarray(position)
+            if not ((place >= 0) & (place < self.seq_len)).all():
+                raise ValueError(f"position must lie in 0..seq_len - 1 = {self.seq_len - 1}, got {place}")
 
 
 def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
-    """Pieces [B, n] (None for all) of some heads: [B, heads, pieces, rows, size] -> [B, len(heads), n * rows, size]."""
-    if pieces is None:
-        taken = array if heads == list(range(array.shape[1])) else array[:, np.array(heads)]
-    else:
-        batch = jnp.arange(len(array))[:, None, None]
-        where = batch, jnp.array(heads)[None, :, None], pieces[:, None, :]
-        taken = array.at[where].get(mode="promise_in_bounds")
-    return taken.reshape(*taken.shape[:2], -1, taken.shape[-1])
+    """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
+
+    Returns:
+      [B * len(heads), n * rows, size].
+    """
+    if pieces is not None:
+        where = jnp.arange(len(array))[:, None, None], jnp.array(heads)[None, :, None], pieces[:, None, :]
+        array = array.at[where].get(mode="promise_in_bounds")
+    elif heads != list(range(array.shape[1])):
+        array = array[:, np.array(heads)]
+    return array.reshape(len(array) * len(heads), -1, array.shape[-1])

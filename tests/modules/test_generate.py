@@ -1,0 +1,197 @@
+"""Decoding through the layers equals the full forward token by token; `generate`, its samples and its refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers.modules.generate import sample
+
+T, F, V, N, B = 40, 16, 32, 4, 3
+MODELS = {
+    "interleaved": {"patterns": ("local:local_attn_ctx=6", "strided:local_attn_ctx=5")},
+    "merged, rope, grouped": {
+        "patterns": "sparse_transformer_fixed:stride=8,summary=2",
+        "positions": "rope",
+        "num_kv_heads": 2,
+        "normalize_qk": True,
+    },
+    "per head, sinks, soft cap": {
+        "patterns": (("local:local_attn_ctx=4", "strided:local_attn_ctx=6"),),
+        "positions": "learned",
+        "use_sinks": True,
+        "logits_soft_cap": 3.0,
+        "scale": 0.5,
+        "mlp": "swiglu",
+        "tie_embeddings": True,
+    },
+    "scanned": {"patterns": ("local:local_attn_ctx=6", "all"), "scan_layers": True, "num_layers": 4, "remat": True},
+    "dropout": {"patterns": "all", "dropout_rate": 0.5, "positions": "none"},
+    "no biases": {
+        "patterns": "longformer:window=5,global_tokens=2",
+        "use_bias": False,
+        "norm": "rms",
+        "mlp": "gelu_tanh",
+    },
+}
+
+
+def make(num_layers=2, seed=0, **options):
+    model = sl.SparseTransformer(V, F, N, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
+    rng = np.random.default_rng(seed)  # away from zeros, such as those of the head
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda p: p + jnp.asarray(0.2 * rng.normal(size=p.shape), p.dtype), state))
+    return model
+
+
+def tokens(seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, V, (B, T)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoding_equals_the_full_forward(name):
+    model, text, lengths = make(**MODELS[name]), tokens(), jnp.array([1, 9, 20])
+    model.eval()
+    full = nnx.jit(lambda model, text: model(text))(model, text)
+    graph, state = nnx.split(model)
+    padded = jnp.where(jnp.arange(20) < lengths[:, None], text[:, :20], (text[:, :20] + 7) % V)  # other text, not read
+    rows = jnp.arange(B)
+
+    @jax.jit
+    def decoded(state):
+        model = nnx.merge(graph, state)
+        logits, caches = model.prefill(padded, lengths)
+
+        def step(caches, position):
+            logits, caches = model.decode_step(text[rows, position], caches, position)
+            return caches, logits
+
+        positions = jnp.minimum(lengths + jnp.arange(T)[:, None], T - 1)
+        return logits, jax.lax.scan(step, caches, positions)[1], positions
+
+    first, later, positions = decoded(state)
+    np.testing.assert_allclose(first, full[rows, lengths - 1], atol=2e-5)
+    np.testing.assert_allclose(later, full[rows, positions], atol=2e-5)
+
+
+def test_a_layer_and_a_block_decode_as_they_compute():
+    block = sl.SparseTransformerBlock(F, N, pattern="local:local_attn_ctx=5", seq_len=T, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, F)), jnp.float32)
+    for layer in (block, block.attention):
+        want = layer(x)
+        out, cache = layer.prefill(x[:, :30])
+        np.testing.assert_allclose(out, want[:, :30], atol=2e-6)
+        for position in range(30, 33):
+            out, cache = layer.decode_step(x[:, position], cache, jnp.full(B, position))
+            np.testing.assert_allclose(out, want[:, position], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "scanned"])
+def test_greedy_generation_is_the_full_forwards_argmax(name):
+    model, prompts = make(**MODELS[name]), [[1, 2, 3], [7], list(range(12))]
+    made = np.asarray(sl.generate(model, prompts, 10))
+    forward = nnx.jit(lambda model, text: model(text, deterministic=True))
+    for prompt, new in zip(prompts, made, strict=True):
+        text = jnp.zeros((1, T), int).at[0, : len(prompt)].set(jnp.array(prompt))
+        for count, token in enumerate(new):
+            at = len(prompt) + count
+            assert int(forward(model, text)[0, at - 1].argmax()) == token
+            text = text.at[0, at].set(token)
+
+
+def test_padded_prompts_are_sequences_of_prompts():
+    model, key = make(**MODELS["interleaved"]), jax.random.key(3)
+    ragged = sl.generate(model, [[1, 2, 3], [4]], 5, temperature=1.0, key=key)
+    padded = sl.generate(
+        model, jnp.array([[1, 2, 3], [4, 9, 9]]), 5, lengths=jnp.array([3, 1]), temperature=1.0, key=key
+    )
+    np.testing.assert_array_equal(ragged, padded)
+    assert ragged.shape == (2, 5) and ragged.dtype == jnp.int32
+    again = sl.generate(model, [[1, 2, 3], [4]], 5, temperature=1.0, key=jax.random.key(4))
+    assert (again != ragged).any()
+
+
+def test_a_stop_token_ends_a_sequence():
+    model = make(**MODELS["interleaved"])
+    made = np.asarray(sl.generate(model, [[1, 2, 3], [7]], 12))
+    stop = int(made[0, 4])
+    stopped = np.asarray(sl.generate(model, [[1, 2, 3], [7]], 12, stop_token=stop))
+    for free, ended in zip(made, stopped, strict=True):
+        end = int(np.argmax(free == stop)) + 1 if (free == stop).any() else len(free)
+        np.testing.assert_array_equal(ended[:end], free[:end])
+        assert (ended[end:] == stop).all()
+
+
+def frequencies(logits, **options):
+    drawn = jax.vmap(lambda key: sample(logits, key, options.pop("temperature", 1.0), **options))(
+        jax.random.split(jax.random.key(0), 4000)
+    )
+    return np.bincount(np.asarray(drawn), minlength=len(logits)) / 4000
+
+
+def test_samples_follow_the_distribution():
+    logits = jnp.log(jnp.array([0.1, 0.4, 0.05, 0.3, 0.15]))
+    np.testing.assert_allclose(frequencies(logits), [0.1, 0.4, 0.05, 0.3, 0.15], atol=0.03)
+    hot = np.array([0.1, 0.4, 0.05, 0.3, 0.15]) ** 0.5
+    np.testing.assert_allclose(frequencies(logits, temperature=2.0), hot / hot.sum(), atol=0.03)
+    np.testing.assert_allclose(frequencies(logits, top_k=2), [0, 4 / 7, 0, 3 / 7, 0], atol=0.03)
+    # 0.4 + 0.3 do not reach 0.75, with 0.15 they do; the nucleus is counted among what top_k left.
+    np.testing.assert_allclose(frequencies(logits, top_p=0.75), np.array([0, 40, 0, 30, 15]) / 85, atol=0.03)
+    np.testing.assert_allclose(frequencies(logits, top_k=3, top_p=0.4), [0, 1, 0, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(frequencies(logits, top_p=1e-6), [0, 1, 0, 0, 0], atol=1e-9)
+
+
+def test_generation_is_compiled_once():
+    from sparse_layers.modules.generate import _generate
+
+    model = make(**MODELS["interleaved"])
+    sl.generate(model, [[1, 2]], 3)
+    before = _generate._cache_size()
+    sl.generate(model, [[3, 4]], 3)
+    sl.generate(make(seed=1, **MODELS["interleaved"]), [[3, 4]], 3, stop_token=1)
+    assert _generate._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    "arguments, options, words",
+    [
+        (([[1]], 0), {}, ["num_tokens", "0"]),
+        (([[1] * 30], 11), {}, ["30 tokens", "num_tokens=11", "seq_len=40"]),
+        (([], 3), {}, ["prompts", "one or more"]),
+        (([[1], []], 3), {}, ["prompts", "(0,)"]),
+        ((np.ones((2, 3)), 3), {}, ["prompts", "integers", "float"]),
+        ((np.ones(3, int), 3), {}, ["prompts", "[B, P]", "(3,)"]),
+        ((np.ones((2, 3), int), 3), {"lengths": [3, 4]}, ["lengths", "0..3", "4"]),
+        ((np.ones((2, 3), int), 3), {"lengths": [3, 0]}, ["lengths", ">= 1"]),
+        ((np.ones((2, 3), int), 3), {"lengths": [3]}, ["lengths", "(2,)", "(1,)"]),
+        (([[1]], 3), {"lengths": [1]}, ["lengths", "None"]),
+        (([[1]], 3), {"temperature": -1.0}, ["temperature", "-1.0"]),
+        (([[1]], 3), {"temperature": 1.0}, ["key", "temperature=1.0"]),
+        (([[1]], 3), {"top_k": 33}, ["top_k", "32", "33"]),
+        (([[1]], 3), {"top_p": 0.0}, ["top_p", "(0, 1]", "0.0"]),
+    ],
+)
+def test_refusals(arguments, options, words):
+    with pytest.raises(ValueError) as error:
+        sl.generate(make(patterns="all"), *arguments, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_pattern_that_is_not_causal_is_refused():
+    with pytest.raises(ValueError, match=r"decoding needs a causal one.*Prefix\(size=9\)"):
+        sl.generate(make(patterns="prefix_lm:prefix=9"), [[1]], 3)
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode_step"])
+def test_layers_refuse_other_shapes(method):
+    layer = sl.SparseSelfAttention(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
+    _, cache = layer.prefill(jnp.ones((B, 4, F)))
+    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 1, F)), cache, jnp.zeros(B, int))}[method]
+    with pytest.raises(ValueError, match="inputs must have shape"):
+        getattr(layer, method)(*wrong)
+    with pytest.raises(ValueError, match=f"seq_len={T}"):
+        layer.prefill(jnp.ones((B, T + 1, F)))
+    with pytest.raises(ValueError, match=f"position must lie in 0..seq_len - 1 = {T - 1}"):
+        layer.decode_step(jnp.ones((B, F)), cache, jnp.full(B, T))

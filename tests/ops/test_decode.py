@@ -1,0 +1,201 @@
+"""A step from the cache equals the full forward in its row, for every causal pattern, and reads that row only."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops.decode import parts
+
+T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
+RNG = np.random.default_rng(0)
+SMALL = {  # options under which 70 tokens show the pattern; a preset that is not listed runs with its defaults
+    "bigbird": {"block": 4, "global_blocks": 1, "random_blocks": 1},
+    "chunked": {"chunk": 12},
+    "dilated": {"window": 4, "dilation": 3},
+    "fixed": {"local_attn_ctx": 8, "num_verts": 2, "vertsize": 1, "blocksize": 2},
+    "local": {"local_attn_ctx": 7},
+    "longformer": {"window": 5, "global_tokens": 2},
+    "sliding_window": {"window": 6},
+    "sparse_transformer_fixed": {"stride": 8, "summary": 2},
+    "sparse_transformer_strided": {"stride": 7},
+    "streaming": {"window": 5, "sinks": 2},
+    "strided": {"local_attn_ctx": 6},
+}
+BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
+CASES = {name: sl.preset(name, **SMALL.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
+CASES |= {
+    "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),
+    "array and stride": sl.Causal() & sl.Strided(5) & sl.Array(RNG.random((T, T)) < 0.5),
+    "array of full blocks": sl.Array(np.kron(np.eye(5, k=-1), np.ones((16, 16))).astype(bool)[:T, :T]),
+    "mask_mod": sl.from_mask_mod(lambda b, h, q, k: (q >= k) & ((q - k) % 7 < 2)),
+    "differs by head": (sl.Window(4), sl.Causal() & sl.Strided(6), sl.Causal() & sl.Random(2)),
+    "a head without keys": (sl.Empty(), sl.Window(3)),
+    "empty rows": sl.Causal() & sl.Columns(9, 4, 6),
+    "four parts": sl.Causal() & (sl.Window(5) | sl.Strided(9) | sl.Columns(8, 6) | sl.Global(3)),
+    "rows of a prefix": sl.Causal() & sl.Prefix(9).T,
+    "two strides": sl.Causal() & (sl.Strided(4) | sl.Strided(6)),
+    "blocks of random keys": sl.Causal() & sl.Blocks(sl.Window(0) | sl.Random(1, seed=3), 4),
+}
+
+
+def arrays(dtype=jnp.float32, heads=(N, K, K)):
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (H, H, HV)
+    return [jax.random.normal(key, (B, T, n, h), dtype) for key, n, h in zip(keys, heads, sizes, strict=True)]
+
+
+def stepped(cache, q, k, v, start, **options):
+    """Steps each sequence from its start to the end (and stays there): out [T, B, N, Hv], positions [T, B]."""
+    batch, position = jnp.arange(B), jnp.minimum(start + jnp.arange(T)[:, None], T - 1)
+
+    def step(cache, at):
+        out, cache = cache.step(q[batch, at], k[batch, at], v[batch, at], at, **options)
+        return cache, out
+
+    _, out = jax.jit(lambda cache: jax.lax.scan(step, cache, position))(cache)
+    return out, position
+
+
+def empty(mask, dtype=jnp.float32, num_kv_heads=K):
+    return sl.KVCache.empty(
+        mask, T, batch=B, num_heads=N, num_kv_heads=num_kv_heads, head_size=H, value_size=HV, dtype=dtype
+    )
+
+
+def reference(q, k, v, mask, **options):
+    return sl.block_sparse_attention(q, k, v, mask, implementation="reference", **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_the_full_forward(name):
+    """Unequal prompts, one of them empty: what is filled at once and what is stepped give the same rows."""
+    mask, (q, k, v) = CASES[name], arrays()
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    start = jnp.array([0, T // 3, T - 2])
+    # Nothing beyond a prompt may count: keys from there on are poisoned, though finite.
+    padding = jnp.arange(T)[None, :] >= start[:, None]
+    poisoned = [jnp.where(padding[..., None, None], 1e6, x) for x in (k, v)]
+    out, position = stepped(empty(mask).filled(*poisoned, start), q, k, v, start, **options)
+    want = reference(q, k, v, mask, **options)[jnp.arange(B), position]
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+@pytest.mark.parametrize("name", ["differs by head", "fixed", "sparse_transformer_strided"])
+def test_grouped_heads(name, kv_heads):
+    mask, (q, k, v) = CASES[name], arrays(heads=(N, kv_heads, kv_heads))
+    start = jnp.zeros(B, jnp.int32)
+    out, position = stepped(empty(mask, num_kv_heads=kv_heads), q, k, v, start)
+    np.testing.assert_allclose(out, reference(q, k, v, mask)[jnp.arange(B), position], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+    mask, (q, k, v) = CASES["sparse_transformer_fixed"], arrays(dtype)
+    out, position = stepped(empty(mask, dtype), q, k, v, jnp.zeros(B, jnp.int32))
+    assert out.dtype == dtype
+    double = [x.astype(jnp.float32) for x in (q, k, v)]
+    want, same = (reference(*x, mask)[jnp.arange(B), position] for x in (double, (q, k, v)))
+    budget = 2 * np.abs(same.astype(jnp.float32) - want).max() + 2e-3
+    assert np.abs(out.astype(jnp.float32) - want).max() < budget
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "four parts", "array", "bigbird"])
+def test_filled_is_what_steps_make(name):
+    """In every place that holds a token the prompt's cache and the stepped one hold the same."""
+    mask, (_, k, v) = CASES[name], arrays()
+    lengths, batch = jnp.array([1, 33, T]), jnp.arange(B)
+    cache = empty(mask)
+    for position in range(T):
+        at = jnp.full(B, position)
+        _, new = cache.step(jnp.zeros((B, N, H)), k[batch, at], v[batch, at], at)
+        live = position < lengths
+
+        def chosen(new, old, live=live):
+            return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        cache = jax.tree.map(chosen, new, cache)
+    filled = empty(mask).filled(k, v, lengths)
+    for ours, theirs in zip(filled.keys + filled.values, cache.keys + cache.values, strict=True):
+        held = np.asarray(theirs) != 0
+        assert held.any()
+        np.testing.assert_array_equal(np.asarray(ours)[held], np.asarray(theirs)[held])
+
+
+READS = {  # keys a step, at 4096 tokens; and rows that are kept
+    "all": (4096, 4096),
+    "sliding_window:window=512": (512, 512),
+    "chunked:chunk=256": (256, 256),
+    "sparse_transformer_strided:stride=64": (65 + 64, 65 + 4096),
+    "sparse_transformer_fixed:stride=64,summary=4": (64 + 256, 64 + 256),
+    "streaming:window=128,sinks=4": (132, 132),
+    "longformer:window=128,global_tokens=16": (144, 144),
+    "dilated:window=64,dilation=4": (64, 256),
+    "strided:local_attn_ctx=64": (64, 4096),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_reads_the_patterns_row(name):
+    found = parts(sl.preset(name), 4096)
+    reads = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
+    assert reads == READS[name]
+    row = int(sl.preset(name).dense(4096).sum(1).max())
+    assert reads[0] >= row
+
+
+@pytest.mark.parametrize("name", ["bigbird:block=64", "logsparse"])
+def test_listed_rows_are_few(name):
+    """Blocks that a table lists: at most those of 16 keys that one of 16 neighbouring queries sees."""
+    allowed = sl.preset(name).dense(4096).reshape(256, 16, 256, 16).any((1, 3)).sum(1).max() * 16
+    assert sum(part.reads for part in parts(sl.preset(name), 4096)) <= allowed + 128
+    assert allowed < 1024
+
+
+def test_bytes_of_a_step():
+    """What the compiler counts follows the pattern's row, not the length."""
+
+    def bytes_read(name, length):
+        cache = jax.eval_shape(lambda: sl.KVCache.empty(sl.preset(name), length, batch=1, num_heads=2, head_size=64))
+        token, position = jax.ShapeDtypeStruct((1, 2, 64), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        # Before it is fused: of a fused gather, XLA counts all that could have been gathered.
+        return jax.jit(sl.KVCache.attend).lower(cache, token, position).cost_analysis()["bytes accessed"]
+
+    window = [bytes_read("sliding_window:window=512", length) for length in (2048, 16384)]
+    assert window[1] < 1.01 * window[0]
+    assert 30 * bytes_read("sparse_transformer_strided:stride=128", 16384) < bytes_read("all", 16384)
+    assert 20 * bytes_read("bigbird", 16384) < bytes_read("all", 16384)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"pattern: decoding needs a causal one.*Window\(left=2, right=1\)"):
+        sl.KVCache.empty(sl.Window(2, 1), 64, batch=1, num_heads=2, head_size=8)
+    make = functools.partial(sl.KVCache.empty, sl.Causal(), batch=2, num_heads=4, head_size=8)
+    for name, options in (("seq_len", {"seq_len": 0}), ("batch", {"seq_len": 8, "batch": 0})):
+        with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got 0"):
+            make(**options)
+    with pytest.raises(ValueError, match=r"num_kv_heads=3 .* must divide num_heads=4"):
+        make(8, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"the number of masks, 3, must divide num_heads=4"):
+        sl.KVCache.empty([sl.Window(i) for i in range(3)], 8, batch=2, num_heads=4, head_size=8)
+    cache, x = make(8), jnp.ones((2, 4, 8))
+    with pytest.raises(ValueError, match=r"key must have shape \(2, 4, 8\) for this cache, got \(2, 2, 8\)"):
+        cache.step(x, x[:, :2], x, jnp.zeros(2, int))
+    with pytest.raises(ValueError, match=r"position must have shape \(2,\)"):
+        cache.step(x, x, x, jnp.zeros((), int))
+    for position in (-1, 8):
+        with pytest.raises(ValueError, match=rf"position must lie in 0..seq_len - 1 = 7, got \[ ?0 +{position}\]"):
+            cache.step(x, x, x, jnp.array([0, position]))
+
+
+def test_a_query_without_keys_gets_0():
+    cache, x = (
+        sl.KVCache.empty(sl.Causal() & sl.Columns(4, 2), 8, batch=1, num_heads=1, head_size=8),
+        jnp.ones((1, 1, 8)),
+    )
+    out, _ = cache.step(x, x, x, jnp.zeros(1, int))
+    np.testing.assert_array_equal(out, 0)
