@@ -1,0 +1,151 @@
+"""Decoding: keys, bytes and time of one step from the cache, against the length.
+
+    python benchmarks/decode.py --out results/
+
+A step adds a token to each sequence and attends from it, at the end of a full cache. ``keys`` are those that a query
+head reads; ``bytes`` what XLA counts for the attention of the step (as written: it counts intermediate arrays, too, and
+of a fused gather all that could have been gathered, so the program is counted before it is fused); ``cache`` the bytes
+that are kept. Times are those of steps in one compiled loop, the median of some loops. Each result is first checked
+against float64 in its last row.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_layers as sl
+
+PATTERNS = {
+    "dense": "all",
+    "window": "sliding_window:window=1024",
+    "strided": "sparse_transformer_strided:stride=128",
+    "fixed": "sparse_transformer_fixed:stride=128,summary=8",
+    "bigbird": "bigbird",
+}
+
+
+def loop(cache: sl.KVCache, tokens: jax.Array) -> tuple[jax.Array, sl.KVCache]:
+    """Steps over the last positions: tokens [n, 3, B, N, H] -> out [n, B, N, H]."""
+    count, _, batch = tokens.shape[:3]
+
+    def step(cache, each):
+        position, (query, key, value) = each
+        out, cache = cache.step(query, key, value, jnp.full(batch, position))
+        return cache, out
+
+    cache, out = jax.lax.scan(step, cache, (cache.seq_len - count + jnp.arange(count), tokens))
+    return out, cache
+
+
+def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One cell of the table.
+
+    Raises:
+      AssertionError: the last step's result is not the pattern's row, computed in float64.
+    """
+    shape = options.batch, seq_len, options.heads, options.head_size
+    mask, dtype = sl.preset(PATTERNS[name]), jnp.dtype(options.dtype)
+    keys, values = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
+    empty = sl.KVCache.empty(mask, seq_len, batch=shape[0], num_heads=shape[2], head_size=shape[3], dtype=dtype)
+    cache = jax.jit(sl.KVCache.filled)(empty, keys, values, jnp.full(shape[0], seq_len - options.steps))
+    queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
+    last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
+    tokens = jnp.stack([queries, *last], axis=1)
+    run = jax.jit(loop, donate_argnums=0).lower(cache, tokens).compile()
+    attend = jax.jit(sl.KVCache.attend).lower(cache, queries[0], jnp.full(shape[0], 0))
+    analysis: Any = attend.cost_analysis()
+    facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
+    out, cache = jax.block_until_ready(run(cache, tokens))
+    check(out[-1, 0], queries[-1, 0], keys[0], values[0], mask, dtype)
+    times, start = [], time.perf_counter()
+    while len(times) < 3 or (time.perf_counter() - start < options.seconds and len(times) < 25):
+        before = time.perf_counter()
+        out, cache = jax.block_until_ready(run(cache, tokens))
+        times.append(time.perf_counter() - before)
+    return {"pattern": name, "T": seq_len, **facts, "us": statistics.median(times) / options.steps * 1e6}
+
+
+def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, mask: sl.Mask, dtype: Any) -> None:
+    """Compares the last row [N, H] with float64."""
+    length = len(keys)
+    allowed = np.flatnonzero(mask(np.array(length - 1), np.arange(length)))
+    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, keys[allowed], values[allowed]))
+    logits = np.einsum("nh,snh->ns", q, k) / np.sqrt(q.shape[-1])
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    want = np.einsum("ns,snh->nh", weights / weights.sum(-1, keepdims=True), v)
+    error = np.abs(np.asarray(out.astype(jnp.float32)) - want).max()
+    # Rounding of weights and result to the dtype, relative to the largest value.
+    budget = 4 * float(jnp.finfo(dtype).eps) * np.abs(v).max()
+    assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
+
+
+def plot(rows: list[dict], title: str, path: pathlib.Path) -> None:
+    """Time and bytes of a step against the length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    for axes, what, label in zip(figure.subplots(1, 2), ("us", "bytes"), ("µs a token", "bytes a token"), strict=True):
+        for name in dict.fromkeys(row["pattern"] for row in rows):
+            points = [(row["T"], row[what]) for row in rows if row["pattern"] == name]
+            style = "k^:" if name == "dense" else "o-"
+            axes.plot(*zip(*points, strict=True), style, label=name, ms=4)
+        axes.set(xscale="log", yscale="log", xlabel="T", ylabel=label)
+        lengths = sorted({row["T"] for row in rows})
+        axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=32, help="in one compiled loop")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for decode.json and decode.png")
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    environment = (
+        f"{jax.devices()[0].device_kind}, {datetime.date.today()}, {os.cpu_count()} host cores, "
+        f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}; B={options.batch} "
+        f"N={options.heads} H={options.head_size} {options.dtype}"
+    )
+    print(
+        f"{environment}\n\n| pattern | T | keys | bytes | cache | µs a token |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    rows = []
+    for name in options.patterns:
+        for seq_len in options.lengths:
+            rows.append(row := measured(name, seq_len, options))
+            sizes = " | ".join(f"{row[what] / 2**20:.2f} MiB" for what in ("bytes", "cache"))
+            print(f"| {name} | {seq_len} | {row['keys']} | {sizes} | {row['us']:.1f} |", flush=True)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "decode.json").write_text(
+            json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n"
+        )
+        plot(rows, environment, options.out / "decode.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
