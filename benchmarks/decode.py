@@ -17,7 +17,6 @@ import os
 import pathlib
 import platform
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -65,7 +64,7 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     tokens = jnp.stack([queries, *last], axis=1)
     run = jax.jit(loop, donate_argnums=0).lower(cache, tokens).compile()
     attend = jax.jit(sl.KVCache.attend).lower(cache, queries[0], jnp.full(shape[0], 0))
-    analysis: Any = attend.cost_analysis()
+    analysis: Any = attend.cost_analysis() or attend.compile().cost_analysis()  # the first is not there for GPUs
     facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
     out, cache = jax.block_until_ready(run(cache, tokens))
     check(out[-1, 0], queries[-1, 0], keys[0], values[0], mask, dtype)
@@ -91,23 +90,24 @@ def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, 
     assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
 
 
-def plot(rows: list[dict], title: str, path: pathlib.Path) -> None:
-    """Time and bytes of a step against the length."""
+def plot(results: list[dict], path: pathlib.Path) -> None:
+    """Bytes of a step (of the first results) and its time (of each) against the length."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    for axes, what, label in zip(figure.subplots(1, 2), ("us", "bytes"), ("µs a token", "bytes a token"), strict=True):
+    figure = Figure(figsize=(4.6 * (1 + len(results)), 4.2), layout="constrained")
+    panels = [("bytes", results[0]), *(("us", result) for result in results)]
+    for axes, (what, result) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        rows = result["rows"]
         for name in dict.fromkeys(row["pattern"] for row in rows):
             points = [(row["T"], row[what]) for row in rows if row["pattern"] == name]
-            style = "k^:" if name == "dense" else "o-"
-            axes.plot(*zip(*points, strict=True), style, label=name, ms=4)
-        axes.set(xscale="log", yscale="log", xlabel="T", ylabel=label)
+            axes.plot(*zip(*points, strict=True), "k^:" if name == "dense" else "o-", label=name, ms=4)
+        axes.set(xscale="log", yscale="log", xlabel="T", ylabel={"us": "µs a token", "bytes": "bytes a token"}[what])
+        axes.set_title(result["environment"].replace("; ", "\n"), fontsize=7)
         lengths = sorted({row["T"] for row in rows})
         axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=7)
     figure.savefig(path, dpi=130)
 
 
@@ -123,7 +123,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--out", type=pathlib.Path, help="folder for decode.json and decode.png")
+    parser.add_argument("--draw", type=pathlib.Path, nargs="+", help="only draw these decode.json into --out")
     options = parser.parse_args()
+    if options.draw:
+        if not options.out:
+            parser.error("--draw needs --out")
+        plot([json.loads(path.read_text()) for path in options.draw], options.out / "decode.png")
+        return
     options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     environment = (
         f"{jax.devices()[0].device_kind}, {datetime.date.today()}, {os.cpu_count()} host cores, "
@@ -144,8 +150,8 @@ def main() -> None:
         (options.out / "decode.json").write_text(
             json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n"
         )
-        plot(rows, environment, options.out / "decode.png")
+        plot([{"environment": environment, "rows": rows}], options.out / "decode.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
