@@ -93,7 +93,9 @@ def test_row_and_column_tables_give_each_token_its_place():
         np.testing.assert_allclose(logits[t], expected[:V], atol=1e-6)
 
 
-@pytest.mark.parametrize("positions, knows_order", [("row_column", True), ("rope", True), ("none", False)])
+@pytest.mark.parametrize(
+    "positions, knows_order", [("row_column", True), ("learned", True), ("rope", True), ("none", False)]
+)
 def test_positions_break_the_symmetry_of_the_tokens(positions, knows_order):
     model = with_head(make(2, sl.Full(), positions=positions))
     order = np.random.default_rng(1).permutation(T)
@@ -117,6 +119,50 @@ def test_segments_are_isolated_and_options_reach_the_blocks():
 def test_shorter_inputs_are_the_prefix_of_longer_ones():
     model = with_head(make(2, "strided:local_attn_ctx=4"))
     np.testing.assert_allclose(run(model, TOKENS[:, :7]), run(model, TOKENS)[:, :7], atol=1e-5)
+
+
+def unscanned(model, **options):
+    """A model without a scan, with the parameters of one that has it."""
+    plain = make(**options)
+    state = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state["blocks"] = dict(enumerate(nnx.to_pure_dict(nnx.state(layer, nnx.Param)) for layer in model.layers))
+    flat = nnx.to_flat_state(nnx.state(plain, nnx.Param))
+    new = nnx.traversals.flatten_mapping(state)
+    nnx.update(plain, nnx.from_flat_state([(path, leaf.replace(new[path])) for path, leaf in flat]))
+    return plain
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_over_layers_is_the_same_model(remat):
+    options = {"num_layers": 4, "patterns": ("local:local_attn_ctx=3", "strided:local_attn_ctx=4"), "remat": remat}
+    scanned = with_head(make(scan_layers=True, **options))
+    plain = unscanned(scanned, **options)
+    assert [layer.attention.pattern for layer in scanned.layers] == [layer.attention.pattern for layer in plain.layers]
+    first, second = (scanned.layers[i].mlp_in.kernel[...] for i in (0, 2))
+    assert (first != second).any(), "each layer starts with parameters of its own"
+
+    def loss(model):
+        return (model(TOKENS, segment_ids=(jnp.arange(T) // 9)[None].repeat(2, 0)) ** 2).mean()
+
+    (ours, gradients), (theirs, wanted) = (nnx.jit(nnx.value_and_grad(loss))(model) for model in (scanned, plain))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    nnx.update(scanned, gradients)  # so that `layers` takes the gradients apart
+    for layer, like in enumerate(unscanned(scanned, **options).blocks):
+        got, want = (
+            jax.tree.leaves(nnx.to_pure_dict(nnx.state(x, nnx.Param))) for x in (like, wanted["blocks"][layer])
+        )
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
+
+
+def test_scanned_layers_draw_dropout_of_their_own():
+    model = with_head(make(3, "all", scan_layers=True, dropout_rate=0.5))
+    first, second = run(model, TOKENS), run(model, TOKENS)
+    assert (first != second).any(), "the random state goes on"
+    counts = jax.tree.leaves(nnx.state(model.blocks, nnx.RngCount))
+    keys = [np.asarray(jax.random.key_data(k)) for k in jax.tree.leaves(nnx.state(model.blocks, nnx.RngKey))]
+    assert counts and all((count == count[0]).all() and count[0] > 0 for count in counts)
+    assert all(len(np.unique(key, axis=0)) == 3 for key in keys)
 
 
 def test_equal_models_share_one_trace_and_learn():
@@ -153,6 +199,10 @@ def test_equal_models_share_one_trace_and_learn():
         ({"positions": "rope", "position_stride": 4}, ["position_stride=4", "row_column", "rope"]),
         ({"position_stride": 0}, ["position_stride", "1..seq_len=20", "got 0"]),
         ({"position_stride": 21}, ["position_stride", "got 21"]),
+        (
+            {"num_layers": 3, "patterns": ("all", "local"), "scan_layers": True},
+            ["scan_layers", "num_layers=3", "2 patt"],
+        ),
         ({"num_layers": 0}, ["num_layers", "0"]),
     ],
 )
