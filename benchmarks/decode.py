@@ -55,7 +55,7 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
       AssertionError: the last step's result is not the pattern's row, computed in float64.
     """
     shape = options.batch, seq_len, options.heads, options.head_size
-    mask, dtype = sl.preset(PATTERNS[name]), jnp.dtype(options.dtype)
+    (mask,), dtype = sl.as_masks(sl.preset(PATTERNS[name])), jnp.dtype(options.dtype)
     keys, values = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
     empty = sl.KVCache.empty(mask, seq_len, batch=shape[0], num_heads=shape[2], head_size=shape[3], dtype=dtype)
     cache = jax.jit(sl.KVCache.filled)(empty, keys, values, jnp.full(shape[0], seq_len - options.steps))
