@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import linen, nnx
+from flax.nnx.nn import dtypes
 
 import sparse_layers as sl
-from sparse_layers.modules.loading import from_gpt2, from_linen, from_nnx
+import sparse_layers.linen
+from sparse_layers.modules.gpt2 import from_gpt2
+from sparse_layers.modules.loading import from_linen, from_nnx
 
 T, F, N, V = 24, 16, 4, 40
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -126,6 +129,35 @@ def test_nnx_dtypes_and_metadata_are_kept():
     np.testing.assert_allclose(run(wide, x), attention(x, pure(dense), CAUSAL), atol=5e-6)
 
 
+def calls_of(name, function, seen):
+    def called(*args, **options):
+        seen.add(name)
+        return function(*args, **options)
+
+    return called
+
+
+@pytest.mark.parametrize("kind", ["functions", "classes"])
+def test_nnx_takes_over_what_the_projections_and_norms_call(kind):
+    seen = set()
+    norms = {"ln_promote_dtype": dtypes.promote_dtype}
+    if kind == "functions":
+        products = {"qkv_dot_general": jax.lax.dot_general, "out_dot_general": jax.lax.dot_general}
+        products |= {"qkv_promote_dtype": dtypes.promote_dtype, "out_promote_dtype": dtypes.promote_dtype}
+        options = {name: calls_of(name, function, seen) for name, function in (products | norms).items()}
+    else:  # Flax makes one object of these for each call
+        names = ("qkv_dot_general_cls", "out_dot_general_cls")
+        options = {name: lambda name=name: calls_of(name, jax.lax.dot_general, seen) for name in names}
+        options |= {name: calls_of(name, function, seen) for name, function in norms.items()}
+    dense, x = nnx_layer(normalize_qk=True, **options), arrays(1, T, F)
+    expected = run_dense(dense, x)
+    assert seen == set(options)
+    seen.clear()
+    layer = from_nnx(dense, pattern="all", seq_len=T)
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), expected, atol=5e-6)
+    assert seen == set(options)
+
+
 def test_nnx_parameters_are_copies():
     dense = nnx_layer()
     before = jax.tree.map(np.array, pure(dense))
@@ -150,7 +182,9 @@ def with_adapter():
         (lambda: nnx_layer(in_kv_features=8), {}, ValueError, "in_kv_features=8 differs from in_features=16"),
         (lambda: nnx_layer(attention_fn=print), {}, ValueError, "attention_fn: .*print.*rope_theta"),
         (with_adapter, {}, ValueError, "dense layer: unknown .*query.lora.lora_a"),
+        (lambda: from_nnx(nnx_layer(), pattern="all", seq_len=T), {}, TypeError, "is a SparseSelfAttention already"),
         (nnx_layer, {"use_bias": False}, ValueError, "use_bias: comes from the dense layer"),
+        (nnx_layer, {"param_dtype": jnp.int32}, ValueError, "param_dtype must be a floating-point dtype"),
         (nnx_layer, {"pattern": "strieded"}, ValueError, "strieded"),
     ],
 )
@@ -204,6 +238,32 @@ def test_linen_dtypes():
     np.testing.assert_allclose(run(wide, x), attention(x, params, CAUSAL), atol=5e-6)
 
 
+def test_linen_arrays_keep_their_dtypes_of_their_own():
+    _, params = linen_layer(normalize_qk=True)
+    mixed = {name: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params[name]) for name in ("query", "key_ln")}
+    layer = from_linen(params | mixed, pattern="all", seq_len=T)
+    for path, leaf in flax.traverse_util.flatten_dict(pure(layer)).items():
+        expected = (params | mixed)[path[0]][path[1]]
+        assert leaf.dtype == expected.dtype, path
+        np.testing.assert_array_equal(leaf, expected)
+    wide = from_linen(params | mixed, pattern="all", seq_len=T, param_dtype=jnp.float32)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(pure(wide))} == {"float32"}
+
+
+def test_linen_sinks_of_the_sparse_layer():
+    settings = {"pattern": "sliding_window:window=7", "seq_len": T, "use_sinks": True}
+    sparse = sparse_layers.linen.SparseSelfAttention(N, **settings)
+    x = arrays(1, T, F)
+    params = perturbed(jax.jit(sparse.init)(jax.random.key(0), x)["params"])
+    layer = from_linen(params, **settings)
+    assert np.abs(layer.sinks[...]).max() > 0.1
+    np.testing.assert_allclose(run(layer, x), jax.jit(sparse.apply)({"params": params}, x), atol=5e-6)
+    with pytest.raises(ValueError, match="sinks, which need use_sinks=True"):
+        from_linen(params, **settings | {"use_sinks": False})
+    with pytest.raises(ValueError, match=re.escape("sinks (3,), not (4,)")):
+        from_linen(params | {"sinks": jnp.zeros(3)}, **settings)
+
+
 def test_linen_grouped_heads_and_boxes():
     # Linen has no grouped heads, but the layout says it all; boxes carry the axes' names.
     params = pure(nnx_layer(num_kv_heads=2))
@@ -247,8 +307,11 @@ def test_linen_refusals(path, shape, reason):
 
 def test_linen_refuses_variables_and_fixed_options():
     _, params = linen_layer()
-    with pytest.raises(ValueError, match=r"pass variables\['params'\]"):
-        from_linen({"params": params}, pattern="all", seq_len=T)
+    for variables in ({"params": params}, flax.core.freeze({"params": params, "intermediates": {"x": jnp.ones(3)}})):
+        with pytest.raises(ValueError, match=r"pass variables\['params'\]"):
+            from_linen(variables, pattern="all", seq_len=T)
+    with pytest.raises(ValueError, match="param_dtype must be a floating-point dtype, got 'int8'"):
+        from_linen(params, pattern="all", seq_len=T, param_dtype="int8")
     with pytest.raises(ValueError, match="num_heads: comes from the parameters"):
         from_linen(params, pattern="all", seq_len=T, num_heads=2)
 
@@ -392,9 +455,69 @@ def test_gpt2_head_of_its_own(tmp_path):
     np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
 
 
+def test_gpt2_head_and_what_the_configuration_says_of_it(tmp_path):
+    tensors = gpt2_file(layers=1)
+    other = tensors["wte.weight"].copy()
+    other[3, 5] *= 1 + 2**-20  # bfloat16 would not tell
+    same, differs = tensors | {"lm_head.weight": tensors["wte.weight"]}, tensors | {"lm_head.weight": other}
+    for file, said, own in ((same, True, False), (same, False, True), (differs, False, True), (tensors, True, False)):
+        model = load(write(tmp_path, file, tie_word_embeddings=said))
+        assert (model.head is not None) == own
+    write(tmp_path, differs, tie_word_embeddings=True)
+    for param_dtype in (jnp.float32, jnp.bfloat16):
+        with pytest.raises(ValueError, match=r"lm_head.weight differs .* tie_word_embeddings=true"):
+            load(tmp_path, param_dtype=param_dtype)
+
+
+@pytest.mark.parametrize("names", [("window",), ("window", "strided")])
+def test_gpt2_scanned_layers(names, tmp_path):
+    patterns, masks = zip(*(PATTERNS[name] for name in names), strict=True)
+    tensors = gpt2_file(layers=4)
+    model = load(write(tmp_path, tensors), patterns=patterns, scan_layers=True, use_sinks=True)
+    assert len(model.blocks) == len(names)
+    plain = load(tmp_path, patterns=patterns)
+    for i, (block, expected) in enumerate(zip(model.layers, plain.blocks, strict=True)):
+        found = pure(block)
+        np.testing.assert_array_equal(found["attention"].pop("sinks"), np.zeros(2), err_msg=str(i))
+        jax.tree.map(np.testing.assert_array_equal, found, pure(expected))
+    no_sinks = load(tmp_path, patterns=patterns, scan_layers=True)
+    expected = oracle(tensors, tokens(), masks * (4 // len(masks)))
+    np.testing.assert_allclose(run(no_sinks, tokens()), expected, atol=1e-4)
+
+
+def test_gpt2_scanned_layers_that_the_patterns_do_not_divide(tmp_path):
+    file = write(tmp_path, gpt2_file(layers=3))
+    with pytest.raises(ValueError, match="patterns must divide num_layers=3, got 2"):
+        load(file, patterns=("all", "sliding_window:window=7"), scan_layers=True)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_gpt2_draws_from_rngs_for_dropout_only(scan_layers, tmp_path):
+    file, options = write(tmp_path, gpt2_file()), {"scan_layers": scan_layers}
+
+    def counts(rngs):
+        return {name: int(stream.count[...]) for name, stream in rngs.items()}
+
+    rngs = nnx.Rngs(3, params=1, dropout=2)
+    load(file, rngs=rngs, **options)
+    assert counts(rngs) == {"default": 0, "params": 0, "dropout": 0}
+    load(file, rngs=rngs, dropout_rate=0.5, **options)
+    assert counts(rngs) == {"default": 0, "params": 0, "dropout": 1}
+    first, again, other = (
+        run(load(file, rngs=nnx.Rngs(dropout=seed), dropout_rate=0.5, **options), tokens()) for seed in (2, 2, 3)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+    load(file, rngs=nnx.Rngs(dropout=2), **options)
+    load(file, rngs=nnx.Rngs(params=2), **options)
+    with pytest.raises(ValueError, match="rngs must have a stream 'dropout'"):
+        load(file, rngs=nnx.Rngs(params=2), dropout_rate=0.5, **options)
+
+
 def test_gpt2_configuration(tmp_path):
     tensors = gpt2_file(hidden=40, layers=1)
-    write(tmp_path, tensors, n_head=4, layer_norm_epsilon=0.1, activation_function="gelu_new", n_layer=1)
+    sizes = {"n_embd": G, "vocab_size": V, "n_positions": T, "n_inner": None}
+    write(tmp_path, tensors, n_head=4, layer_norm_epsilon=0.1, activation_function="gelu_new", n_layer=1, **sizes)
     # The folder or the file, which find the configuration alike; what is asked for counts more than it.
     for path, heads, options in ((tmp_path, 4, {}), (str(tmp_path / "model.safetensors"), 8, {"num_heads": 8})):
         expected = oracle(tensors, tokens(), (CAUSAL,), heads=heads, epsilon=0.1)
@@ -445,7 +568,7 @@ def test_gpt2_refuses_tensors_by_name(name, tensor, reason, tmp_path, monkeypatc
     def no_model(*_, **__):
         raise AssertionError("refused before any model is built")
 
-    monkeypatch.setattr("sparse_layers.modules.loading.SparseTransformer", no_model)
+    monkeypatch.setattr("sparse_layers.modules.gpt2.SparseTransformer", no_model)
     tensors = changed_file(gpt2_file(), name, tensor)
     with pytest.raises(ValueError, match=f"model.safetensors: .*{reason}"):
         load(write(tmp_path, tensors))
@@ -470,6 +593,19 @@ def changed_file(tensors, name, tensor):
         ({"n_layer": 0}, "n_layer must be an integer >= 1, got 0"),
         ({"tie_word_embeddings": False}, "missing lm_head.weight"),
         ({"n_head": 5}, "num_heads=5 must divide the 32 features"),
+        ({"n_head": True}, "n_head must be an integer >= 1, got True"),
+        ({"n_head": 2.0}, "n_head must be an integer >= 1, got 2.0"),
+        ({"n_head": None}, "n_head must be an integer >= 1, got None"),
+        ({"add_cross_attention": True}, "add_cross_attention=True is not served, only False"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not served"),
+        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number > 0, got 0"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number > 0, got '1e-5'"),
+        ({"layer_norm_epsilon": True}, "layer_norm_epsilon must be a number > 0, got True"),
+        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a number > 0, got nan"),
+        ({"vocab_size": 41}, "vocab_size=41 in config.json, but the tensors have 40"),
+        ({"n_embd": 64}, "n_embd=64 in config.json, but the tensors have 32"),
+        ({"n_positions": 1024}, "n_positions=1024 in config.json, but the tensors have 24"),
+        ({"n_inner": 64}, "n_inner=64 in config.json, but the tensors have 128"),
     ],
 )
 def test_gpt2_refuses_configurations(config, reason, tmp_path):
@@ -484,7 +620,17 @@ def test_gpt2_refuses_configurations(config, reason, tmp_path):
         ({"seq_len": 25}, "seq_len=25: .* has 24 positions"),
         ({"seq_len": 0}, "seq_len"),
         ({"num_heads": 3}, "num_heads=3 must divide"),
-        ({"num_heads": 0}, "num_heads=0 must divide"),
+        ({"num_heads": 0}, "num_heads must be an integer >= 1, got 0"),
+        ({"num_heads": True}, "num_heads must be an integer >= 1, got True"),
+        ({"num_heads": 2.0}, "num_heads must be an integer >= 1, got 2.0"),
+        ({"seq_len": True}, "seq_len must be an integer >= 1, got True"),
+        ({"seq_len": 16.0}, "seq_len must be an integer >= 1, got 16.0"),
+        ({"param_dtype": jnp.int32}, "param_dtype must be a floating-point dtype"),
+        ({"param_dtype": "floaty"}, "param_dtype must be a floating-point dtype, got 'floaty'"),
+        ({"param_dtype": None}, "param_dtype must be a floating-point dtype, got None"),
+        ({"qkv_features": 16}, "qkv_features: comes from the file"),
+        ({"out_features": 16}, "out_features: comes from the file"),
+        ({"position_stride": 4}, "position_stride: comes from the file"),
         ({"num_heads": None}, "32 features are no multiple of 64; pass num_heads"),
         ({"mlp": "gelu"}, "mlp: comes from the file"),
         ({"patterns": ("all",) * 3}, "patterns: a tuple is cycled over the layers"),
@@ -501,6 +647,8 @@ def test_gpt2_missing_and_damaged_files(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors: no such file; .* several files"):
         load(tmp_path)
+    with pytest.raises(ValueError, match=r"index\.json: says that the model is in several files"):
+        load(tmp_path / "model.safetensors.index.json")
     file = write(tmp_path, gpt2_file())
     whole = file.read_bytes()
     for damaged in (b"", b"no tensors here, only words", whole[: len(whole) // 2], b"\xff" * 8 + whole[8:]):
