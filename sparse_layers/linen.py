@@ -206,7 +206,9 @@ class SparseTransformerBlock(_Settings):
       norm: "layer" or "rms".
       norm_epsilon: added to the variance in both norms.
       dropout_rate: share of values dropped at the branches' ends; uses the ``"dropout"`` rng collection.
-      deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only.
+      deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only. The
+        call takes it by keyword only, so a ``flax.linen.remat`` of your own would trace it, and dropout cannot be
+        switched by a traced value: set the attribute there, or use remat=True, which takes both.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       use_bias: whether attention and MLP projections have biases.
       pattern, seq_len, qkv_features, num_kv_heads, rope_theta, use_sinks, scale, logits_soft_cap, implementation,

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument("--lengths", default="512,1024,2048,4096", help="lengths to time a step at")
     parser.add_argument("--repeats", type=int, default=3, help="steps at each of these; the median counts")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("before_after.png"), help="the picture")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/before_after.png"), help="the picture")
     options = parser.parse_args(arguments)
 
     runs = train(models(options.pattern, options.seq_len), options.seq_len, options.steps)
@@ -67,14 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:8}{run.step_seconds:10.4f}{loss:8.3f}{share if name == 'sparse' else 1:12.1%}")
 
     times = {}
-    print(f"\n{'T':8}{'dense':>10}{'all':>10}{'sparse':>10}{'faster':>10}{'pairs kept':>12}")
+    print(f"\n{'T':8}{'dense':>10}{'all':>10}{'sparse':>10}{'faster':>9}{'all / sparse':>14}{'pairs kept':>12}")
     for length in map(int, options.lengths.split(",")):
         again = length != options.seq_len  # that one was timed in training
         timed = train(models(options.pattern, length), length, options.repeats) if again else runs
         times[length] = {name: run.step_seconds for name, run in timed.items()}
         dense, every, sparse = times[length].values()
         share = kept(options.pattern, length)
-        print(f"{length:<8}{dense:10.4f}{every:10.4f}{sparse:10.4f}{dense / sparse:9.1f}x{share:12.1%}")
+        seconds = f"{dense:10.4f}{every:10.4f}{sparse:10.4f}"
+        print(f"{length:<8}{seconds}{dense / sparse:8.1f}x{every / sparse:13.1f}x{share:12.1%}")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, times, options.pattern, options.out)
     print(f"\n{options.out}")
     return 0

@@ -126,8 +126,8 @@ class AttentionFn:
           query: [..., T, N, H].
           key: [..., T, K, H], K dividing N.
           value: [..., T, K, Hv].
-          mask: key padding, broadcastable to [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query that is
-            left without any key gets 0.
+          mask: key padding, whose last axis is T and whose other axes broadcast to [..., 1, 1, T]: keys where it is
+            False (or 0) are hidden. A query that is left without any key gets 0.
           dtype: of the computation; None for that of the arrays together.
           is_causal: also hide what lies in the future, whatever the pattern says.
           segment_ids: int [..., T], see `block_sparse_attention`.
@@ -220,7 +220,9 @@ def make_attention_fn(
     """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
 
     The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs see
-    the pattern's upper left corner.
+    the pattern's upper left corner. Models that write attention by hand call it as ``attention_fn(q, k, v)`` on arrays
+    [..., T, heads, size]. It has first derivatives in reverse (``grad``, ``vjp``); forward mode and second derivatives
+    are not there (`jvp` of `grad` happens to work where the implementation is plain JAX).
 
     Args:
       pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,50 @@ def test_the_pages_models_see_what_it_says(names):
         np.testing.assert_array_equal(seen, pattern[-1], err_msg=name)
 
 
+def sides(diff):
+    """The text before and after."""
+    lines = diff.splitlines()
+    return ["\n".join(line[1:] for line in lines if line[0] in f" {sign}") for sign in "-+"]
+
+
+def layer(text):
+    """A module whose call is the text, lines indented by four, on x, tokens and padding."""
+    found = {"nn": nn, "sl": sl, "jnp": jnp, "jax": jax, "T": SMALL, "num_heads": 2, "pattern": pattern(SMALL)}
+    body = "def call(self, x, tokens, padding):\n    query, key, value = projections()\n    norm = nn.LayerNorm()\n"
+    found["projections"] = lambda: [nn.DenseGeneral((2, 8), name=name) for name in ("query", "key", "value")]
+    end = f"\n    return {'out' if 'out =' in text else 'x'}"
+    exec(compile(body + text.replace("stride=64", "stride=8") + end, "diff", "exec"), found)
+    return type("Layer", (nn.Module,), {"__call__": nn.compact(found["call"])})()
+
+
+def pattern(length, stride=8):
+    back = np.arange(length)[:, None] - np.arange(length)
+    return (back >= 0) & ((back < stride) | (back % stride == 0))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_changes_do_what_the_page_says(number):
+    assert len(blocks("diff")) == 2
+    before, after = sides(blocks("diff")[number])
+    masks = ["nn.make_causal_mask(tokens)", "jnp.tril(jnp.ones((T, T), bool))"]
+    assert masks[number] in before and masks[number] not in after
+    expected, found = layer(before.replace(masks[number], ("pattern[None, None]", "pattern")[number])), layer(after)
+    tokens = jnp.zeros((2, SMALL), int)
+    valid = jnp.arange(SMALL) < jnp.array([[SMALL], [SMALL - 20]])
+    arguments = jax.random.normal(jax.random.key(0), (2, SMALL, 16)), tokens, valid[:, None, None, :]
+    params = jax.jit(found.init)(jax.random.key(1), *arguments)
+    out, wanted, dense = (jax.jit(m.apply)(params, *arguments)[valid] for m in (found, expected, layer(before)))
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    assert np.abs(out - dense).max() > 0.01
+
+
+def test_what_describe_says():
+    for length, saving in ((1024, "1.0"), (4096, "1.9"), (16384, "6.0")):
+        assert f"{saving} times" in PAGE.replace("\n", " ")
+        said = sl.describe(sl.preset("sparse_transformer_strided", stride=64), length)
+        assert f"expected saving: {saving} times less work than causal attention" in said
+
+
 def test_padding_is_not_seen(names):
     params, tokens, valid = names["params"], names["tokens"], names["valid"]
     apply = jax.jit(lambda tokens, valid: names["sparse"].apply({"params": params}, tokens, valid))
@@ -85,7 +130,13 @@ def test_the_pages_commands(tmp_path, monkeypatch, capsys):
     runs = [command for command in commands() if command[0] != "pip"]
     assert len(runs) == 2
     monkeypatch.chdir(tmp_path)
-    small = ["--seq-len", "32", "--steps", "3", "--lengths", "32"]
+    # Longer than the stride and the window, so that neither pattern is plain causal attention.
+    small, causal = ["--seq-len", "192", "--steps", "2", "--lengths", "192"], 192 * 193 / 2
+    back = np.tril(np.arange(1, 193)[:, None] - np.arange(192))  # the distance and one; 0 for the future
+    kept = [(back > 0) & ((back <= 64) | (back % 64 == 1)), (back > 0) & (back <= 128)]
+    shares = [pairs.sum() / causal for pairs in kept]
+    assert max(shares) < 0.9
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     for number, (python, flag, module, *arguments) in enumerate(runs):
         assert (python, flag, module) == ("python", "-m", "examples.make_it_sparse")
         if number == 0:  # as it stands there; the other in this process, which has imported everything
@@ -98,9 +149,13 @@ def test_the_pages_commands(tmp_path, monkeypatch, capsys):
         picture = arguments[arguments.index("--out") + 1]
         assert pathlib.Path(picture).read_bytes().startswith(PNG)
         assert printed.splitlines()[-1] == picture
-        rows = re.findall(r"^(dense|all|sparse|32) +(.*)$", printed, re.M)
-        assert [name for name, _ in rows] == ["dense", "all", "sparse", "32"]
+        assert f"{pathlib.Path(picture).parts[0]}/" in ignored, "following the page leaves nothing for git"
+        rows = re.findall(r"^(dense|all|sparse|192) +(.*)$", printed, re.M)
+        assert [name for name, _ in rows] == ["dense", "all", "sparse", "192"]
         assert all(float(number) > 0 for _, row in rows for number in re.findall(r"[\d.]+", row))
+        assert [row.split()[-1] for _, row in rows] == ["100.0%", "100.0%", *[f"{shares[number]:.1%}"] * 2]
+        dense, every, sparse, faster, pattern_only, _ = (float(x.strip("x%")) for x in rows[-1][1].split())
+        assert [faster, pattern_only] == pytest.approx([dense / sparse, every / sparse], abs=0.06)
 
 
 def test_the_printed_table_is_the_scripts():
@@ -109,6 +164,9 @@ def test_the_printed_table_is_the_scripts():
     pattern = sl.preset("sparse_transformer_strided", stride=64)
     assert title == "sparse_transformer_strided:stride=64, T=1024, 60 steps" and head.split()[-2:] == ["pairs", "kept"]
     shares = re.findall(r"^(\d+) .* ([\d.]+)%$", printed, re.M)
+    for row in re.findall(r"^\d+ .*$", printed, re.M):
+        _, dense, every, sparse, faster, pattern_only, _ = (float(x.strip("x%")) for x in row.split())
+        assert [faster, pattern_only] == pytest.approx([dense / sparse, every / sparse], abs=0.06)
     assert [int(length) for length, _ in shares] == [512, 1024, 2048, 4096]
     for length, share in shares[:2]:
         length = int(length)
