@@ -641,6 +641,12 @@ def test_gpt2_refuses_options(options, reason, tmp_path):
         load(write(tmp_path, gpt2_file()), **options)
 
 
+@pytest.mark.parametrize("name", ["qkv_features", "out_features", "num_kv_heads", "attention_fn", "tie_embeddings"])
+def test_gpt2_refuses_what_the_file_fixes_before_reading_it(name, tmp_path):
+    with pytest.raises(ValueError, match=f"{name}: comes from the file"):
+        from_gpt2(tmp_path / "nowhere", **{name: None})
+
+
 def test_gpt2_missing_and_damaged_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere: no such file$"):
         load(tmp_path / "nowhere")
