@@ -4,13 +4,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from ..masks import Mask
-from ..ops.cache import KVCache
+from ..ops.cache import KVCache, checked_lengths, checked_positions
 from ..ops.call import accumulator
 from ..ops.params import BwdParams, FwdParams
 from ..ops.plan import Plan
@@ -331,6 +329,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         if inputs.ndim != 3:
             raise ValueError(f"inputs must have shape [B, T, {self.in_features}], got {inputs.shape}")
         lengths = checked_lengths(lengths, *inputs.shape[:2])
+        # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+        inputs = jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0)
         query, key, value = self._heads(inputs)
         cache = KVCache.empty(
             self.attention_fn.fn.masks,
@@ -356,14 +356,20 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
           (out [B, out_features], the new cache).
 
         Raises:
-          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not below seq_len.
+          ValueError: shapes that do not fit, positions (outside of jit) that are not below seq_len, or the cache of
+            a layer with another pattern, length or number of heads.
         """
         if inputs.ndim != 2:
             raise ValueError(
                 f"inputs must have shape [B, {self.in_features}], one token a sequence, got {inputs.shape}"
             )
-        query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], jnp.asarray(position)[:, None]))
         fn = self.attention_fn.fn
+        ours = {"masks": fn.masks, "seq_len": fn.seq_len, "num_heads": self.num_heads}
+        for name, value in (ours | {"num_kv_heads": self.num_kv_heads}).items():
+            if getattr(cache, name) != value:
+                raise ValueError(f"cache is that of another layer: {name} is {getattr(cache, name)}, not {value}")
+        position = checked_positions(position, len(inputs), self.seq_len)
+        query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], position[:, None]))
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
         out, cache = cache.step(query, key, value, position, **options)
         return self.out(out[:, None])[:, 0], cache
@@ -378,20 +384,3 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         return self.attention_fn.placed(query, key, value, self.dtype, positions)
-
-
-def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
-    """The lengths of prompts, int32 [batch]; None for ``longest``.
-
-    Raises:
-      ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.
-    """
-    if lengths is None:
-        return jnp.full(batch, longest, jnp.int32)
-    if lengths_known := not isinstance(lengths, jax.core.Tracer):
-        lengths = np.asarray(lengths)
-    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be integers of shape {(batch,)}, got {lengths.dtype} of shape {lengths.shape}")
-    if lengths_known and batch and not 0 <= lengths.min() <= lengths.max() <= longest:
-        raise ValueError(f"lengths must lie in 0..{longest}, the tokens that are there, got {lengths}")
-    return jnp.asarray(lengths, jnp.int32)

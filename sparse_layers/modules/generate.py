@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .attention import checked_lengths
+from ..ops.cache import checked_lengths
 from .transformer import SparseTransformer
 
 
@@ -29,7 +29,8 @@ def generate(
     """Goes on from prompts, token by token; each token costs what the patterns' rows cost.
 
     The prompts are read at once by the sparse kernels, whose keys and values go to a `KVCache` for each layer. Compiled
-    once for a shape of prompts, a number of tokens and ``top_k``.
+    once for a shape of prompts, a number of tokens, ``top_k``, and whether there is a temperature and a ``top_p``.
+    Inside of jit, prompts, lengths and key may be traced.
 
     Args:
       model: causal in all layers.
@@ -37,10 +38,10 @@ def generate(
       num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len.
       lengths: int [B] in 1..P, where an array of prompts is padded at its end.
       temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
-      top_k: sample from the k likeliest tokens only.
+      top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
       top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
         to at least so much (nucleus sampling, Holtzman et al. 2020).
-      stop_token: ends a sequence; what follows it in the result are stop tokens.
+      stop_token: 0..V-1, ends a sequence; what follows it in the result are stop tokens.
       key: a `jax.random.key`, needed when temperature > 0.
 
     Returns:
@@ -56,33 +57,35 @@ def generate(
       >>> sl.generate(model, [list(b"def f("), list(b"x")], 5).shape
       (2, 5)
     """
-    tokens, lengths = _prompts(prompts, lengths)
     vocab_size = model.token_embedding.num_embeddings
+    tokens, lengths, longest = _prompts(prompts, lengths, vocab_size)
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer) or num_tokens < 1:
         raise ValueError(f"num_tokens must be an integer >= 1, got {num_tokens!r}")
-    longest = tokens.shape[1] if isinstance(lengths, jax.core.Tracer) else int(np.max(lengths))
     if longest + num_tokens > model.seq_len:
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={model.seq_len}"
         )
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be >= 0 and finite, got {temperature!r}")
-    if top_k is not None and not (isinstance(top_k, int | np.integer) and 1 <= top_k <= vocab_size):
-        raise ValueError(f"top_k must be None or an integer from 1 to the vocabulary's {vocab_size}, got {top_k!r}")
+    for name, value, least in (("top_k", top_k, 1), ("stop_token", stop_token, 0)):
+        most = vocab_size - 1 + least
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and not (whole and least <= value <= most):
+            raise ValueError(f"{name} must be None or an integer in {least}..{most}, got {value!r}")
+    if not isinstance(temperature, int | float | np.number) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be a number >= 0 and finite, got {temperature!r}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be None or in (0, 1], got {top_p!r}")
-    if temperature > 0 and key is None:
-        raise ValueError(f"key must be a jax.random.key when temperature > 0, got None with temperature={temperature}")
+    if temperature > 0 and not isinstance(key, jax.Array):
+        raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got {key!r}")
     graph, state = nnx.split(model)
-    key = jax.random.key(0) if key is None else key
-    stop = -1 if stop_token is None else stop_token
-    greedy = temperature == 0
-    settings = 1.0 if greedy else temperature, 1.0 if top_p is None else top_p, stop
-    return _generate(graph, num_tokens, top_k, greedy, state, tokens, lengths, settings, key)
+    how = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
+    if how and top_p is not None:
+        how["top_p"] = np.float32(top_p)
+    stop = np.int32(-1 if stop_token is None else stop_token)
+    return _generate(graph, int(num_tokens), top_k if how else None, state, tokens, lengths, stop, how)
 
 
-def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Prompts as an array [B, P], and their lengths."""
+def _prompts(prompts: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, jax.Array, int]:
+    """Prompts as an array [B, P], their lengths, and the length of the longest as far as it is known."""
     if isinstance(prompts, Sequence):
         if lengths is not None:
             raise ValueError("lengths must be None for a sequence of prompts: they have lengths of their own")
@@ -96,39 +99,53 @@ def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
         for row, target in zip(rows, padded, strict=True):
             target[: row.size] = row
         prompts = padded
-    tokens = jnp.asarray(prompts)
+    tokens = prompts if isinstance(prompts, jax.Array) else np.asarray(prompts)
     if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
             f"prompts must be integers of shape [B, P], P >= 1, got {tokens.dtype} of shape {tokens.shape}"
         )
-    if not isinstance(lengths, jax.core.Tracer | None) and np.min(lengths, initial=1) < 1:
-        raise ValueError(f"lengths must be >= 1, got {lengths}")
-    return tokens, checked_lengths(lengths, *tokens.shape)
+    count = checked_lengths(lengths, *tokens.shape)
+    if isinstance(lengths, jax.core.Tracer):
+        return jnp.asarray(tokens), count, tokens.shape[1]
+    known = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    if known.min() < 1:
+        raise ValueError(f"lengths must be >= 1, got {known}")
+    if not isinstance(tokens, jax.core.Tracer):
+        read = np.asarray(tokens)[np.arange(tokens.shape[1]) < known[:, None]]
+        if read.min() < 0 or read.max() >= vocab_size:
+            raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {read.min()} to {read.max()}")
+    return jnp.asarray(tokens), count, int(known.max())
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(graph, num_tokens, top_k, greedy, state, tokens, lengths, settings, key):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(graph, num_tokens, top_k, state, tokens, lengths, stop, how):
+    """``how`` to sample: the arguments of `sample` but top_k, or None for the likeliest tokens."""
     model = nnx.merge(graph, state)
-    temperature, top_p, stop = settings
     logits, caches = model.prefill(tokens, lengths)
     # Layers that are scanned over are taken apart once, and not in each step.
     blocks = nnx.List(model.layers)
     model.blocks, model.scan_layers = blocks, False
+    keys = None if how is None else jax.random.split(how["key"], num_tokens)
+
+    def choose(logits, done, key):
+        token = logits.argmax(-1) if how is None else sample(logits, **{**how, "key": key}, top_k=top_k)
+        token = jnp.where(done, stop, token).astype(jnp.int32)
+        return token, done | (token == stop)
 
     def step(carry, key):
-        logits, caches, position, done = carry
-        token = logits.argmax(-1) if greedy else sample(logits, key, temperature, top_k, top_p)
-        token = jnp.where(done, stop, token).astype(jnp.int32)
-        done = done | (token == stop)
+        token, caches, position, done = carry
         logits, caches = model.decode_step(token, caches, position)
-        return (logits, caches, position + 1, done), token
+        token, done = choose(logits, done, key)
+        return (token, caches, position + 1, done), token
 
-    start = logits, caches, lengths, jnp.zeros(len(tokens), bool)
-    return jax.lax.scan(step, start, jax.random.split(key, num_tokens))[1].T
+    first, done = choose(logits, jnp.zeros(len(tokens), bool), None if keys is None else keys[0])
+    rest = None if keys is None else keys[1:]
+    _, more = jax.lax.scan(step, (first, caches, lengths, done), rest, length=num_tokens - 1)
+    return jnp.concatenate([first[None], more]).T
 
 
 def sample(
-    logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None = None, top_p: Any = 1.0
+    logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None = None, top_p: Any = None
 ) -> jax.Array:
     """Samples tokens from logits [..., V]: int [...]; see `generate` for the other arguments, temperature > 0.
 
@@ -137,12 +154,15 @@ def sample(
       >>> sample(jnp.array([0.0, 3.0, 1.0]), jax.random.key(0), 1.0, top_k=1).item()
       1
     """
-    logits = logits / temperature
-    if top_k is not None:
-        logits = jnp.where(logits < jax.lax.top_k(logits, top_k)[0][..., -1:], -jnp.inf, logits)
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    probabilities = jax.nn.softmax(ordered, axis=-1)
-    # A token stays if those before it do not add up to top_p yet; the first one always does.
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    least = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
-    return jax.random.categorical(key, jnp.where(logits < least, -jnp.inf, logits), axis=-1)
+    # The likeliest becomes 0, so that no temperature makes it infinite.
+    logits = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
+    if top_k is None and top_p is None:
+        return jax.random.categorical(key, logits, axis=-1)
+    # In order of likelihood, equal ones by their number: exactly so many are left as were asked for.
+    ordered, tokens = jax.lax.top_k(logits, logits.shape[-1] if top_k is None else top_k)
+    if top_p is not None:
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        # A token stays if those before it do not add up to top_p yet; the first one always does.
+        ordered = jnp.where(jnp.cumsum(probabilities, axis=-1) - probabilities < top_p, ordered, -jnp.inf)
+    rank = jax.random.categorical(key, ordered, axis=-1)
+    return jnp.take_along_axis(tokens, rank[..., None], axis=-1)[..., 0]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..ops.cache import KVCache
-from .attention import Pattern, checked_lengths
+from ..ops.cache import KVCache, checked_lengths, checked_positions
+from .attention import Pattern
 from .block import SparseTransformerBlock, make_norm
 
 
@@ -193,14 +193,16 @@ class SparseTransformer(nnx.Module):
 
         Args:
           tokens: int [B, T] with 1 <= T <= seq_len.
-          lengths: int [B] in 1..T, tokens of each prompt, what follows is padding; None for T.
+          lengths: int [B] in 0..T, tokens of each prompt, what follows is padding and not read; None for T.
 
         Returns:
-          (logits [B, V], float32, of the token after each prompt; one cache for each layer).
+          (logits [B, V], float32, of the token after each prompt, meaningless after none; one cache for each layer).
 
         Raises:
           ValueError: as `SparseSelfAttention.prefill`.
         """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have shape [B, T], got {tokens.shape}")
         lengths = checked_lengths(lengths, *tokens.shape)
         x, caches = self._embed(tokens, jnp.arange(tokens.shape[-1])), []
         for block in self.layers:
@@ -225,6 +227,12 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError: as `SparseSelfAttention.decode_step`.
         """
+        if tokens.ndim != 1 or len(caches) != self.num_layers:
+            raise ValueError(
+                f"tokens must have shape [B], one a sequence, got {tokens.shape}, and caches one a layer, "
+                f"{self.num_layers}, got {len(caches)}"
+            )
+        position = checked_positions(position, len(tokens), self.seq_len)
         x, new = self._embed(tokens, position), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position)

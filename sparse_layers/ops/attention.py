@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import warnings
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from . import cudnn, pallas_tpu, reference, triton_gpu, xla
-from .call import Call, Operands, sharded_as
+from .call import Call, Operands, checked_scalars, checked_sinks, sharded_as
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
@@ -91,15 +90,8 @@ def block_sparse_attention(
         query, key, value = query[None], key[None], value[None]
     b, t, n, h = query.shape
     s = key.shape[1]
-    scale = 1 / math.sqrt(h) if scale is None else _number("scale", scale)
-    if logits_soft_cap is not None:
-        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
-        if not 0 < logits_soft_cap <= 1e30:
-            raise ValueError(f"logits_soft_cap must be > 0 or None, and at most 1e30, got {logits_soft_cap}")
-    if sinks is not None:
-        sinks = jnp.asarray(sinks)
-        if sinks.shape != (n,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-            raise ValueError(f"sinks must be floats of shape [N] = ({n},), got {sinks.dtype} of shape {sinks.shape}")
+    scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
+    sinks = checked_sinks(sinks, n)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
@@ -311,9 +303,3 @@ def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | 
                 raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
         pair.append(jnp.asarray(ids, jnp.int32).reshape(b, length))
     return pair[0], pair[1]
-
-
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite Python number, got {value!r}")
-    return float(value)

@@ -11,10 +11,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..adapters import as_masks
 from ..masks import Mask
-from .call import accumulator
+from .call import accumulator, checked_scalars, checked_sinks
 from .decode import Part, Store, parts
+from .plan import masks_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def _made(masks, length, num_heads, num_kv_heads) -> Layout:
     data_fields=["keys", "values"],
     meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
 
@@ -91,7 +91,7 @@ class KVCache:
       num_heads, num_kv_heads: of the queries and of the keys.
 
     Raises:
-      ValueError: by its methods, see there.
+      ValueError: arrays that do not fit, in the methods that take them.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -142,13 +142,15 @@ class KVCache:
           TypeError: the pattern is no mask.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be a floating one, got {dtype}")
         value_size = head_size if value_size is None else value_size
         sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
         sizes |= {"num_kv_heads": num_kv_heads, "value_size": value_size}
         for name, size in sizes.items():
             if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
-        masks = as_masks(pattern)
+        masks = masks_for(pattern, seq_len, seq_len)
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
@@ -174,25 +176,35 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.keys, *self.values))
 
-    def filled(self, key: jax.Array, value: jax.Array, lengths: jax.Array) -> "KVCache":
-        """The cache after a prompt: what `step` would have made of its tokens, one after the other.
+    def filled(self, key: jax.Array, value: jax.Array, lengths: Any = None) -> "KVCache":
+        """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
 
         Args:
-          key: [B, P, K, H], P <= seq_len.
+          key: [B, P, K, H], 1 <= P <= seq_len.
           value: [B, P, K, Hv].
-          lengths: int [B], tokens of each sequence; keys from there on are padding.
+          lengths: int [B] in 0..P, tokens of each sequence, what follows is padding and not read; None for P.
 
         Returns:
           A new cache.
+
+        Raises:
+          ValueError: shapes that do not fit the cache, or lengths (outside of jit) that are not in 0..P.
         """
-        last = lengths[:, None] - 1
+        batch, length = len(self.keys[0]), jnp.shape(key)[1] if jnp.ndim(key) > 1 else 0
+        if not 1 <= length <= self.seq_len:
+            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{self.seq_len}, got {jnp.shape(key)}")
+        self._check(length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+        last = checked_lengths(lengths, batch, length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             filled = []
             for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
                 token = store.token(jnp.arange(store.runs * store.run), last)
-                rows = jnp.broadcast_to(jnp.clip(token, 0, new.shape[1] - 1), (len(last), token.shape[-1]))
+                held = jnp.broadcast_to((token >= 0) & (token <= last), (batch, store.runs * store.run))
+                rows = jnp.where(held, token, 0)
                 taken = jnp.take_along_axis(new[:, :, list(heads)], rows[:, :, None, None], axis=1)
+                # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+                taken = jnp.where(held[:, :, None, None], taken, 0)
                 filled.append(jnp.swapaxes(taken, 1, 2).reshape(array.shape).astype(array.dtype))
             return tuple(filled)
 
@@ -224,16 +236,15 @@ class KVCache:
         Raises:
           ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
         """
-        self._check(position, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
-        position = jnp.asarray(position)
+        self._check(None, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+        position = self._positions(position)
 
         def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             done = []
             for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
-                update = new[:, list(heads)].astype(array.dtype).reshape(-1, array.shape[-1])
-                slot = jnp.repeat(store.slot(position), len(heads))
-                flat = array.reshape(len(array) * len(heads), -1, array.shape[-1])
-                done.append(flat.at[jnp.arange(len(flat)), slot].set(update, mode="drop").reshape(array.shape))
+                run, row = jnp.divmod(store.slot(position), store.run)
+                put = jax.vmap(lambda x, new, run, row: x.at[:, run, row].set(new, mode="drop"))
+                done.append(put(array, _some(new, heads).astype(array.dtype), run, row))
             return tuple(done)
 
         return dataclasses.replace(self, keys=write(self.keys, key), values=write(self.values, value))
@@ -258,67 +269,103 @@ class KVCache:
           [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
 
         Raises:
-          ValueError: as `written`.
+          ValueError: as `written`; a scale, soft cap or sinks that `block_sparse_attention` refuses.
         """
-        self._check(position, query=(query, self.num_heads, self.keys))
-        position = jnp.asarray(position)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        outs = [self._attend(h, query, position, scale, logits_soft_cap, sinks) for h in self._layout.heads]
+        self._check(None, query=(query, self.num_heads, self.keys))
+        position, sinks = self._positions(position), checked_sinks(sinks, self.num_heads)
+        scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+        outs = [self._attend(heads, query, position, scale, cap, sinks) for heads in self._layout.heads]
         order = [head for heads in self._layout.heads for head in heads.queries]
         out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
         return out.astype(query.dtype)
 
     def _attend(self, heads, query, position, scale, cap, sinks):
         """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least."""
-        dtype, batch, count = accumulator(query.dtype), len(query), len(heads.keys)
-        query = query[:, list(heads.queries)].reshape(batch * count, -1, query.shape[-1])
+        dtype = accumulator(query.dtype)
+        query = _some(query, heads.queries)
+        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
         logits, gathered = [], []
         for part in heads.parts:
             index, held = self._layout.find(part.store)
-            pieces, _, allowed = part.places(position)
+            pieces, allowed = part.places(position)
             chosen = [held.index(h) for h in heads.keys]
             k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
-            x = jnp.einsum("ngh,nlh->ngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
+            x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
             x = x if cap is None else cap * jnp.tanh(x / cap)
-            x = jnp.where(allowed[:, None, None], x.reshape(batch, count, *x.shape[1:]), -jnp.inf)
-            logits.append(x.reshape(batch * count, *x.shape[2:]))
+            logits.append(jnp.where(allowed[:, None, None], x, -jnp.inf))
             gathered.append(v)
-        start = jnp.full((*query.shape[:2], 1), -jnp.inf, dtype)
+        start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
         if sinks is not None:
-            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(count, -1, 1)
-            start = jnp.tile(of_heads, (batch, 1, 1))
+            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(1, *query.shape[1:3], 1)
+            start = jnp.broadcast_to(of_heads, start.shape)
         highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits), start)
         highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
         weights = [jnp.exp(x - highest) for x in logits]
         total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
         out = sum(
-            jnp.einsum("ngl,nlh->ngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
+            jnp.einsum("bngl,bnlh->bngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
             for w, v in zip(weights, gathered, strict=True)
         )
         out = out / jnp.where(total == 0, 1, total)
-        return out.reshape(batch, len(heads.queries), -1)
+        return out.reshape(len(out), len(heads.queries), -1)
 
-    def _check(self, position, **arrays) -> None:
-        batch = len(self.keys[0])
-        wanted = {name: (x, (batch, heads, like[0].shape[-1])) for name, (x, heads, like) in arrays.items()}
-        for name, (x, shape) in (wanted | {"position": (position, (batch,))}).items():
-            if jnp.shape(x) != shape:
-                raise ValueError(f"{name} must have shape {shape} for this cache, got {jnp.shape(x)}")
-        if not isinstance(position, jax.core.Tracer):
-            place = np.asarray(position)
-            if not ((place >= 0) & (place < self.seq_len)).all():
-                raise ValueError(f"position must lie in 0..seq_len - 1 = {self.seq_len - 1}, got {place}")
+    def _check(self, length: int | None, **arrays: tuple[Any, int, tuple[jax.Array, ...]]) -> None:
+        """Refuses arrays (x, heads, the cache's arrays of the same size) of another shape; length None: no axis."""
+        for name, (x, heads, like) in arrays.items():
+            shape = (len(like[0]), *([] if length is None else [length]), heads, like[0].shape[-1])
+            if jnp.shape(x) != shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                raise ValueError(
+                    f"{name} must be floats of shape {shape} for this cache, got {jnp.result_type(x)} of {jnp.shape(x)}"
+                )
+
+    def _positions(self, position: Any) -> jax.Array:
+        return checked_positions(position, len(self.keys[0]), self.seq_len)
+
+
+def checked_positions(position: Any, batch: int, seq_len: int) -> jax.Array:
+    """The positions of one token in each sequence, int32 [batch].
+
+    Raises:
+      ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - 1.
+    """
+    return _checked("position", position, batch, seq_len - 1, f"seq_len - 1 = {seq_len - 1}")
+
+
+def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
+    """The lengths of prompts, int32 [batch]; None for ``longest``.
+
+    Raises:
+      ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.
+    """
+    lengths = np.full(batch, longest, np.int32) if lengths is None else lengths
+    return _checked("lengths", lengths, batch, longest, f"{longest}, the tokens that are there")
+
+
+def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Array:
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers of shape {(batch,)}, got {values.dtype} of shape {values.shape}")
+    if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
+        raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
+    return jnp.asarray(values, jnp.int32)
+
+
+def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:
+    """Some heads of [B, heads, ...]; where these are all, as it is: an axis that is indexed could not stay sharded."""
+    return x if tuple(heads) == tuple(range(x.shape[1])) else x[:, np.array(heads)]
 
 
 def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
     """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
 
     Returns:
-      [B * len(heads), n * rows, size].
+      [B, len(heads), n * rows, size].
     """
-    if pieces is not None:
-        where = jnp.arange(len(array))[:, None, None], jnp.array(heads)[None, :, None], pieces[:, None, :]
-        array = array.at[where].get(mode="promise_in_bounds")
-    elif heads != list(range(array.shape[1])):
-        array = array[:, np.array(heads)]
-    return array.reshape(len(array) * len(heads), -1, array.shape[-1])
+    if pieces is None:
+        array = _some(array, heads)
+    elif heads == list(range(array.shape[1])):
+        array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pieces)
+    else:
+        some = jnp.array(heads)[:, None]
+        array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])

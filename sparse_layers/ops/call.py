@@ -1,11 +1,13 @@
 """What the op hands to a backend: the static part of a call, and its arrays; and what backends do alike with them."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .params import BwdParams, FwdParams
 from .plan import Pass, Plan
@@ -63,6 +65,40 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     mask: jax.Array | None = None
+
+
+def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
+    """The factor of the logits, None for head_size ** -0.5, and their soft cap, None for none.
+
+    Raises:
+      ValueError: no finite number, or a soft cap outside (0, 1e30].
+    """
+    scale = 1 / math.sqrt(head_size) if scale is None else _number("scale", scale)
+    if logits_soft_cap is not None:
+        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        if not 0 < logits_soft_cap <= 1e30:
+            raise ValueError(f"logits_soft_cap must be > 0 or None, and at most 1e30, got {logits_soft_cap}")
+    return scale, logits_soft_cap
+
+
+def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
+    """The sinks as an array [heads], or None.
+
+    Raises:
+      ValueError: another shape, or no floats.
+    """
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floats of shape [N] = ({heads},), got {sinks.dtype} of shape {sinks.shape}")
+    return sinks
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite Python number, got {value!r}")
+    return float(value)
 
 
 def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -13,21 +13,21 @@ Positions are arithmetic, so that every token of a batch may stand elsewhere. `K
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..masks import FULL, PARTIAL, Mask
-from .blocks import active_blocks, masked_tiles
+from .blocks import BlockGrid, active_blocks, masked_tiles
 from .layout import Gathered, Reordered, ResidueMajor, RowOrder
 from .mask_info import bind, process_mask
 from .plan import MAX_CELLS, is_causal, splits
 
 # Elements of a mask that are evaluated, at most, to find out how far back a part reaches; beyond, its blocks tell.
-_REACH_ELEMENTS = 1 << 24
-_BLOCK = 16  # queries and keys of a block, doubled for long sequences
+_REACH_ELEMENTS = 1 << 25
+# Queries and keys of a block at the least; active blocks and cells of a grid at the most, where there are larger ones.
+_BLOCK, _BLOCKS, _CELLS = 16, 1 << 20, 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Table:
       runs: int32 [rows, width], pieces of row space; -1 fills up.
       kinds: int8 [rows, width], 1 where `tiles` tells which pairs are allowed, 2 where all are; None for a mask that is
         asked itself.
-      tile: int32 [rows, width], index into `tiles`, or None.
+      tile: int32 [rows, width], index into `tiles`; None if all blocks are full.
       tiles: bool [n, block, run], or None.
     """
 
@@ -112,11 +112,11 @@ class Part:
         """Keys that a step reads."""
         return self.store.kept if self.table is None else self.table.runs.shape[1] * self.store.run
 
-    def places(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    def places(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """What the query at each position [B] reads.
 
         Returns:
-          (pieces [B, n], or None for all; the tokens there [B, L]; whether each is allowed, bool [B, L]).
+          (pieces [B, n], or None for all; whether each of their rows is allowed, bool [B, L]).
         """
         store, at, table = self.store, position[:, None], self.table
         if table is not None:
@@ -136,11 +136,13 @@ class Part:
             tokens = jnp.broadcast_to(store.token(jnp.arange(store.kept), at), (len(position), store.kept))
         allowed = allowed & (tokens >= 0) & (tokens <= at)
         if table is None or table.kinds is None:
-            return pieces, tokens, allowed & self.mask(at, tokens)
-        kinds, tile = jnp.asarray(table.kinds)[rows], jnp.asarray(table.tile)[rows]
-        bits = jnp.asarray(table.tiles)[tile, at % table.block]
-        bits = (kinds == FULL)[..., None] | (bits & (kinds == PARTIAL)[..., None])
-        return pieces, tokens, allowed & bits.reshape(allowed.shape)
+            return pieces, allowed & self.mask(at, tokens)
+        kinds = jnp.asarray(table.kinds)[rows][..., None]
+        bits = jnp.broadcast_to(kinds == FULL, (*kinds.shape[:-1], store.run))
+        if table.tiles is not None:
+            tile = jnp.asarray(table.tile)[rows]
+            bits = bits | ((kinds == PARTIAL) & jnp.asarray(table.tiles)[tile, at % table.block])
+        return pieces, allowed & bits.reshape(allowed.shape)
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,34 +174,48 @@ def parts(mask: Mask, length: int) -> tuple[Part, ...]:
 
 def _part(mask: Mask, order: RowOrder, length: int) -> list[Part]:
     """The part in a row order of its keys, or none if nothing is allowed in it."""
-    block = _BLOCK
-    while (length // block) ** 2 > MAX_CELLS:
-        block *= 2
-    strided = isinstance(order, ResidueMajor)
-    view = Reordered(mask, order if strided else RowOrder(length), order)
-    rows, columns = (-(-x.rows // block) for x in (view.q_order, view.kv_order))
-    grid = active_blocks(view, rows, columns, block, block)
+    view = Reordered(mask, order if isinstance(order, ResidueMajor) else RowOrder(length), order)
+    grid, block = _grid(view)
     if not len(grid.rows):
         return []
-    every = order.rows // order.stride if isinstance(order, ResidueMajor) else order.rows
-    kept = every if isinstance(order, Gathered) else min(_reach(view, grid, block) + 1, every)
+    if isinstance(order, Gathered):
+        kept = order.rows
+    else:
+        kept = min(_reach(view, grid, block) + 1, order.class_rows if isinstance(order, ResidueMajor) else order.rows)
     widest = int(np.bincount(grid.rows).max())
     # Rows that are picked out are copied before they are multiplied: the whole is read as fast as half of it is picked.
-    if mask.computable and (strided or kept <= 2 * widest * block):
+    if mask.computable and (isinstance(order, ResidueMajor) or kept <= 2 * widest * block):
         return [Part(mask, Store(order, kept, kept), None)]
-    info = process_mask(bind(view, 1, rows * block, columns * block), (block, block))[0]
+    rows, columns = grid.num_rows * block, grid.num_columns * block
+    info = process_mask(bind(view, 1, rows, columns), (block, block))[0]
     runs = np.where(info.block_mask[0] > 0, info.data_next[0], -1).astype(np.int32)
-    store = Store(order, min(_round_up(kept, block), columns * block), block)
-    if info.partial_mask_blocks is None or mask.computable:
-        kinds = tile = tiles = None
-        if not mask.computable:  # nothing but full blocks
-            kinds, tile, tiles = info.block_mask[0], np.zeros_like(runs), np.ones((1, block, block), bool)
-    else:
-        kinds, tile, tiles = info.block_mask[0], info.mask_next[0].astype(np.int32), info.partial_mask_blocks
-    return [Part(mask, store, Table(block, runs, kinds, tile, tiles))]
+    store = Store(order, min(_round_up(kept, block), columns), block)
+    if mask.computable:
+        return [Part(mask, store, Table(block, runs))]
+    tile = None if info.mask_next is None else info.mask_next[0].astype(np.int32)
+    return [Part(mask, store, Table(block, runs, info.block_mask[0], tile, info.partial_mask_blocks))]
 
 
-def _reach(view: Reordered, grid: Any, block: int) -> int:
+def _grid(view: Reordered) -> tuple[BlockGrid, int]:
+    """The blocks in which anything is allowed, and their size: the finest of which there are not too many."""
+
+    def grid(block: int) -> BlockGrid:
+        return active_blocks(view, *(-(-order.rows // block) for order in (view.q_order, view.kv_order)), block, block)
+
+    def cells(block: int) -> int:
+        return (view.q_order.rows // block) * (view.kv_order.rows // block)
+
+    block = _BLOCK
+    while cells(block) > MAX_CELLS:
+        block *= 2
+    found = grid(block)
+    while block > _BLOCK and 4 * len(found.rows) <= _BLOCKS and cells(block // 2) <= _CELLS:
+        block //= 2
+        found = grid(block)
+    return found, block
+
+
+def _reach(view: Reordered, grid: BlockGrid, block: int) -> int:
     """The largest distance in rows between a query and a key that it sees; an upper bound where that costs too much."""
     distance = grid.rows.astype(np.int64) - grid.columns
     farthest = int(distance.max())

@@ -153,6 +153,22 @@ def make_plan(
         if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
     q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    masks = masks_for(mask, q_len, kv_len)
+    fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
+    if implementation is not None and implementation not in TUNING:
+        raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
+    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+
+
+def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
+    """`as_masks`, of masks that must know all positions of these lengths.
+
+    Raises:
+      ValueError: an array's shape differs from the lengths.
+      TypeError: mask describes no mask.
+    """
     for entry in mask if isinstance(mask, Sequence) else [mask]:
         shape = getattr(entry, "shape", None)
         if shape is not None and tuple(shape[-2:]) != (q_len, kv_len):
@@ -161,12 +177,7 @@ def make_plan(
     for entry in masks:
         if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
             raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
-    fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
-    if implementation is not None and implementation not in TUNING:
-        raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
-    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
-    with jax.ensure_compile_time_eval():
-        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+    return masks
 
 
 @functools.lru_cache(maxsize=256)

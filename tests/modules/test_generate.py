@@ -125,9 +125,8 @@ def test_a_stop_token_ends_a_sequence():
 
 
 def frequencies(logits, **options):
-    drawn = jax.vmap(lambda key: sample(logits, key, options.pop("temperature", 1.0), **options))(
-        jax.random.split(jax.random.key(0), 4000)
-    )
+    options = {"temperature": 1.0} | options
+    drawn = jax.vmap(lambda key: sample(logits, key, **options))(jax.random.split(jax.random.key(0), 4000))
     return np.bincount(np.asarray(drawn), minlength=len(logits)) / 4000
 
 
@@ -141,6 +140,8 @@ def test_samples_follow_the_distribution():
     np.testing.assert_allclose(frequencies(logits, top_p=0.75), np.array([0, 40, 0, 30, 15]) / 85, atol=0.03)
     np.testing.assert_allclose(frequencies(logits, top_k=3, top_p=0.4), [0, 1, 0, 0, 0], atol=1e-9)
     np.testing.assert_allclose(frequencies(logits, top_p=1e-6), [0, 1, 0, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(frequencies(logits, temperature=1e-40), [0, 1, 0, 0, 0], atol=1e-9)
+    np.testing.assert_allclose(frequencies(jnp.zeros(4), top_k=2), [0.5, 0.5, 0, 0], atol=0.03)
 
 
 def test_generation_is_compiled_once():
@@ -152,6 +153,29 @@ def test_generation_is_compiled_once():
     sl.generate(model, [[3, 4]], 3)
     sl.generate(make(seed=1, **MODELS["interleaved"]), [[3, 4]], 3, stop_token=1)
     assert _generate._cache_size() == before
+
+
+def test_what_follows_a_prompt_is_not_read():
+    """Not even where it is no token: an embedding of those is NaN."""
+    model, lengths = make(**MODELS["interleaved"]), jnp.array([3, 1])
+    prompts = [jnp.array([[1, 2, 3], [7, pad, pad]]) for pad in (0, V, -100)]
+    want, *others = [sl.generate(model, prompt, 8, lengths=lengths) for prompt in prompts]
+    for other in others:
+        np.testing.assert_array_equal(other, want)
+    assert jnp.isfinite(model.prefill(prompts[1], lengths)[0]).all()
+
+
+def test_caches_of_other_layers_are_refused():
+    model, tokens = make(**MODELS["interleaved"]), jnp.array([1, 2])
+    _, caches = model.prefill(jnp.ones((2, 4), int))
+    with pytest.raises(ValueError, match="cache is that of another layer: masks is"):
+        model.decode_step(tokens, caches[::-1], jnp.array([4, 4]))
+    with pytest.raises(ValueError, match="caches one a layer, 2, got 1"):
+        model.decode_step(tokens, caches[:1], jnp.array([4, 4]))
+    with pytest.raises(ValueError, match=r"position must be integers of shape \(2,\)"):
+        model.decode_step(tokens, caches, 4)
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]"):
+        model.prefill(jnp.ones(5, int))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +195,11 @@ def test_generation_is_compiled_once():
         (([[1]], 3), {"temperature": 1.0}, ["key", "temperature=1.0"]),
         (([[1]], 3), {"top_k": 33}, ["top_k", "32", "33"]),
         (([[1]], 3), {"top_p": 0.0}, ["top_p", "(0, 1]", "0.0"]),
+        (([[1, 32]], 3), {}, ["prompts", "0..31", "32"]),
+        (([[1]], 3), {"stop_token": 32}, ["stop_token", "0..31", "32"]),
+        (([[1]], 3), {"stop_token": 1.5}, ["stop_token", "1.5"]),
+        (([[1]], 3), {"temperature": None}, ["temperature", "None"]),
+        (([[1]], 3), {"temperature": 1.0, "key": 0}, ["key", "jax.random.key", "0"]),
     ],
 )
 def test_refusals(arguments, options, words):

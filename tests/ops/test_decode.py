@@ -1,6 +1,10 @@
 """A step from the cache equals the full forward in its row, for every causal pattern, and reads that row only."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -193,13 +197,86 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"the number of masks, 3, must divide num_heads=4"):
         sl.KVCache.empty([sl.Window(i) for i in range(3)], 8, batch=2, num_heads=4, head_size=8)
     cache, x = make(8), jnp.ones((2, 4, 8))
-    with pytest.raises(ValueError, match=r"key must have shape \(2, 4, 8\) for this cache, got \(2, 2, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"key must be floats of shape \(2, 4, 8\) for this cache, got float32 of \(2, 2, 8\)"
+    ):
         cache.step(x, x[:, :2], x, jnp.zeros(2, int))
-    with pytest.raises(ValueError, match=r"position must have shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"position must be integers of shape \(2,\)"):
         cache.step(x, x, x, jnp.zeros((), int))
     for position in (-1, 8):
         with pytest.raises(ValueError, match=rf"position must lie in 0..seq_len - 1 = 7, got \[ ?0 +{position}\]"):
             cache.step(x, x, x, jnp.array([0, position]))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"lengths": [11, 3]}, ["lengths", "0..10", "11"]),
+        ({"lengths": [-1, 3]}, ["lengths", "0..10", "-1"]),
+        ({"lengths": [3]}, ["lengths", "(2,)", "(1,)"]),
+        ({"lengths": [True, False]}, ["lengths", "integers", "bool"]),
+        ({"key": (2, 13, 4, 8)}, ["key", "1..12", "(2, 13, 4, 8)"]),
+        ({"key": (2, 10, 3, 8)}, ["key", "(2, 10, 4, 8)", "(2, 10, 3, 8)"]),
+        ({"value": (2, 9, 4, 8)}, ["value", "(2, 10, 4, 8)", "(2, 9, 4, 8)"]),
+    ],
+)
+def test_what_does_not_fit_is_not_filled_in(arguments, words):
+    cache = sl.KVCache.empty(sl.Causal(), 12, batch=2, num_heads=4, head_size=8)
+    shapes = {"key": (2, 10, 4, 8), "value": (2, 10, 4, 8), "lengths": None} | arguments
+    with pytest.raises(ValueError) as error:
+        cache.filled(jnp.ones(shapes["key"]), jnp.ones(shapes["value"]), shapes["lengths"])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"sinks": jnp.zeros(2)}, {"logits_soft_cap": -1.0}, {"scale": float("nan")}])
+def test_options_are_those_of_the_op(options):
+    cache, x = sl.KVCache.empty(sl.Causal(), 12, batch=1, num_heads=4, head_size=8), jnp.ones((1, 4, 8))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        cache.attend(x, jnp.zeros(1, int), **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_positions_of_any_integer_dtype(dtype):
+    mask, (q, k, v) = sl.Causal() & sl.Window(5), arrays()
+    cache, at = empty(mask).filled(k[:, :60], v[:, :60], jnp.full(B, 60, dtype)), jnp.full(B, 60, dtype)
+    out, _ = cache.step(q[:, 60], k[:, 60], v[:, 60], at)
+    np.testing.assert_allclose(out, reference(q, k, v, mask)[:, 60], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["sparse_transformer_fixed", "bigbird", "array"])
+def test_nothing_of_the_padding_counts(name):
+    mask, (q, k, v) = CASES[name], arrays()
+    padding = (jnp.arange(T) >= 20)[:, None, None]
+    cache = empty(mask).filled(*(jnp.where(padding, jnp.nan, x) for x in (k, v)), jnp.full(B, 20))
+    out, _ = jax.jit(sl.KVCache.step)(cache, q[:, 20], k[:, 20], v[:, 20], jnp.full(B, 20))
+    np.testing.assert_allclose(out, reference(q, k, v, mask)[:, 20], atol=2e-6)
+
+
+def test_long_sequences_read_their_row_too():
+    """Blocks grow with the length where there are too many; rings and tables follow the pattern all the same."""
+    for mask, most in ((sl.Window(127), 128), (sl.Causal() & (sl.Window(31) | sl.Strided(512)), 32 + 512)):
+        assert sum(part.reads for part in parts(mask, 1 << 18)) == most
+    assert sum(part.reads for part in parts(sl.LogSparse(), 1 << 17)) < 400
+
+
+@pytest.mark.parametrize("axes", ["None, 'x'", "'x'"])
+def test_heads_or_sequences_may_lie_on_several_devices(axes):
+    """No device asks another for anything: an array's axes stay apart, so that each can be split."""
+    code = f"""
+import jax, jax.numpy as jnp, sparse_layers as sl
+mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec({axes}))
+for mask in (sl.Causal() & sl.Window(63), sl.Causal() & (sl.Window(7) | sl.Strided(16))):
+    cache, x = sl.KVCache.empty(mask, 1024, batch=4, num_heads=4, head_size=8), jnp.ones((4, 4, 8))
+    cache, x = (jax.tree.map(lambda leaf: jax.device_put(leaf, split), tree) for tree in (cache, x))
+    compiled = jax.jit(sl.KVCache.step).lower(cache, x, x, x, jnp.zeros(4, int)).compile()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in compiled.as_text(), collective
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_a_query_without_keys_gets_0():
