@@ -634,7 +634,7 @@ class Random(Mask):
 
     def grade(self, q0, q1, k0, k1):
         rows = int(np.max(q1 - q0, initial=0)) + 1
-        if rows > 32:  # a coarse rectangle: not worth the draws
+        if rows > 32 or not np.size(q0):  # a coarse rectangle is not worth the draws; nothing has no first row
             return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
         # One table of draws for all rows at hand, -1 where a row has no i-th position of its own: draws ascend, so a
         # repeated one (rows with fewer than `count` positions) follows its twin.

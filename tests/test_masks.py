@@ -412,3 +412,8 @@ def test_as_masks_of_splash_masks():
 def test_as_masks_refuses(mask, error, message):
     with pytest.raises(error, match=message):
         sl.as_masks(mask)
+
+
+def test_random_rows_of_no_rectangle():
+    nothing = np.zeros((0, 1), np.int64)
+    assert sl.Random(2).bounds(nothing, nothing, nothing, nothing).shape == (0, 1)
