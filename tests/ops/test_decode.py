@@ -97,7 +97,7 @@ def test_steps_equal_the_full_forward(name):
     np.testing.assert_allclose(out, want, atol=2e-6)
 
 
-@pytest.mark.parametrize("kv_heads", [12, 4, 1])
+@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("name", ["differs by head", "fixed", "sparse_transformer_strided"])
 def test_grouped_heads(name, kv_heads):
     out, want = compared(CASES[name], arrays(heads=(N, kv_heads, kv_heads)), jnp.zeros(B, jnp.int32))
