@@ -143,12 +143,8 @@ class SparseSelfAttention(_Settings):
                 "decode=True: the Linen layers have no key-value cache; those of NNX, which take the same parameters, "
                 "have prefill(prompt, lengths) and decode_step(token, cache, position)"
             )
-        if sow_weights:
-            raise ValueError(
-                "sow_weights must be False: block-sparse attention never forms the attention probabilities"
-            )
         features = inputs.shape[-1] if inputs.ndim else 0
-        check_inputs(inputs, segment_ids, features, self.seq_len)
+        check_inputs(inputs, segment_ids, features, self.seq_len, sow_weights)
         qkv_features = features if self.qkv_features is None else self.qkv_features
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         head_size = qkv_features // max(self.num_heads, 1)  # num_heads < 1 is for attention_step to refuse

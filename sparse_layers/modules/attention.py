@@ -98,12 +98,16 @@ def attention_step(
     return step
 
 
-def check_inputs(inputs: jax.Array, segment_ids: jax.Array | None, features: int, seq_len: int) -> None:
-    """Refuses inputs that a layer for ``seq_len`` tokens cannot take.
+def check_inputs(
+    inputs: jax.Array, segment_ids: jax.Array | None, features: int, seq_len: int, sow_weights: bool = False
+) -> None:
+    """Refuses a call that a layer for ``seq_len`` tokens, NNX or Linen, cannot serve.
 
     Raises:
       ValueError: see `SparseSelfAttention.__call__`.
     """
+    if sow_weights:
+        raise ValueError("sow_weights must be False: block-sparse attention never forms the attention probabilities")
     if inputs.ndim < 2:
         raise ValueError(f"inputs must have shape [..., T, {features}], got {inputs.shape}")
     if inputs.shape[-2] == 0:
@@ -230,14 +234,12 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         **options: Any,
     ):
         _refuse_decode(decode)
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be >= 1, got {num_heads}")
         step = attention_step(
             pattern,
             seq_len,
             num_heads,
             num_heads if num_kv_heads is None else num_kv_heads,
-            (in_features if qkv_features is None else qkv_features) // num_heads,
+            (in_features if qkv_features is None else qkv_features) // max(num_heads, 1),  # < 1 is refused there
             options.get("dtype"),
             rope_theta=rope_theta,
             dropout_rate=dropout_rate,
@@ -297,11 +299,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
-        if sow_weights:
-            raise ValueError(
-                "sow_weights must be False: block-sparse attention never forms the attention probabilities"
-            )
-        check_inputs(inputs, segment_ids, self.in_features, self.seq_len)
+        check_inputs(inputs, segment_ids, self.in_features, self.seq_len, sow_weights)
         extras = Extras(segment_ids, self._sinks)
         return super().__call__(
             inputs,

@@ -202,10 +202,10 @@ class KVCache:
                 token = store.token(jnp.arange(store.runs * store.run), last)
                 held = jnp.broadcast_to((token >= 0) & (token <= last), (batch, store.runs * store.run))
                 rows = jnp.where(held, token, 0)
-                taken = jnp.take_along_axis(new[:, :, list(heads)], rows[:, :, None, None], axis=1)
+                taken = jnp.take_along_axis(_some(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
                 # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                taken = jnp.where(held[:, :, None, None], taken, 0)
-                filled.append(jnp.swapaxes(taken, 1, 2).reshape(array.shape).astype(array.dtype))
+                taken = jnp.where(held[:, None, :, None], taken, 0)
+                filled.append(taken.reshape(array.shape).astype(array.dtype))
             return tuple(filled)
 
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))

@@ -6,24 +6,11 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
+from tests.ops.cases import TINY
 
 T = 40
-SMALL = {  # options under which 40 tokens show the pattern; a preset that is not listed runs with its defaults
-    "bigbird": {"block": 4, "global_blocks": 1, "random_blocks": 1},
-    "chunked": {"chunk": 12},
-    "dilated": {"window": 4, "dilation": 3},
-    "fixed": {"local_attn_ctx": 8, "num_verts": 2, "vertsize": 1, "blocksize": 2},
-    "local": {"local_attn_ctx": 7},
-    "longformer": {"window": 5, "global_tokens": 2},
-    "prefix_lm": {"prefix": 9},
-    "sliding_window": {"window": 6},
-    "sparse_transformer_fixed": {"stride": 8, "summary": 2},
-    "sparse_transformer_strided": {"stride": 7},
-    "streaming": {"window": 5, "sinks": 2},
-    "strided": {"local_attn_ctx": 6},
-}
-CASES = [(name, SMALL.get(name, {})) for name in sl.presets()]
-CASES += [("longformer", SMALL["longformer"] | {"causal": False}), ("bigbird", SMALL["bigbird"] | {"causal": False})]
+CASES = [(name, TINY.get(name, {})) for name in sl.presets()]
+CASES += [("longformer", TINY["longformer"] | {"causal": False}), ("bigbird", TINY["bigbird"] | {"causal": False})]
 BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
 
 

@@ -13,24 +13,12 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.decode import parts
+from tests.ops.cases import TINY
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
-SMALL = {  # options under which 70 tokens show the pattern; a preset that is not listed runs with its defaults
-    "bigbird": {"block": 4, "global_blocks": 1, "random_blocks": 1},
-    "chunked": {"chunk": 12},
-    "dilated": {"window": 4, "dilation": 3},
-    "fixed": {"local_attn_ctx": 8, "num_verts": 2, "vertsize": 1, "blocksize": 2},
-    "local": {"local_attn_ctx": 7},
-    "longformer": {"window": 5, "global_tokens": 2},
-    "sliding_window": {"window": 6},
-    "sparse_transformer_fixed": {"stride": 8, "summary": 2},
-    "sparse_transformer_strided": {"stride": 7},
-    "streaming": {"window": 5, "sinks": 2},
-    "strided": {"local_attn_ctx": 6},
-}
 BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
-CASES = {name: sl.preset(name, **SMALL.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
+CASES = {name: sl.preset(name, **TINY.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
 CASES |= {
     "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),
     "array and stride": sl.Causal() & sl.Strided(5) & sl.Array(RNG.random((T, T)) < 0.5),
