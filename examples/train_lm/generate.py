@@ -1,12 +1,13 @@
 """Goes on from a prompt: ``python -m examples.train_lm.generate --out DIR --prompt "def " --tokens 200``."""
 
 import argparse
-import pathlib
 import sys
 
-from . import checkpoint, train
+import jax
+
 from .config import Config, Refusal
 from .model import sample
+from .run import fitting, open_run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,17 +16,18 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m examples.train_lm.generate", description="Sample from a trained run."
     )
     parser.add_argument("--out", default=Config.out, help=f"folder of the run [{Config.out}]")
-    parser.add_argument("--prompt", default="def ", help="text to go on from [def ]")
+    parser.add_argument("--prompt", help="text to go on from [that of the run]")
     parser.add_argument("--tokens", type=int, default=200, help="bytes to sample [200]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: likeliest byte; 1: as the model is [0.8]")
+    parser.add_argument("--top-p", type=float, help="sample from the likeliest bytes only that make up this share")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample [0]")
     args = parser.parse_args(argv)
     try:
-        folder = pathlib.Path(args.out) / train.CHECKPOINTS
-        step, facts = checkpoint.latest(folder)
-        run = train.Run(Config.load(facts["config"], {"out": args.out}))
-        model = run.model(checkpoint.restore(folder, step, facts, run.init()))
-        text = sample(model, run.config.seq_len, args.prompt.encode(), args.tokens, args.temperature, args.seed)
+        run, state, _ = open_run(args.out)
+        prompt = run.config.prompt if args.prompt is None else args.prompt
+        with fitting(run.config), jax.set_mesh(run.mesh):
+            model = run.model(state)
+            text = sample(model, prompt.encode(), args.tokens, args.temperature, args.top_p, args.seed)
     except Refusal as refusal:
         print(f"generate: {refusal}", file=sys.stderr)
         return 2

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .data import bits
+from .log import median
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Result:
     Attributes:
       pattern: as given.
       params: number of weights.
-      rows: one dict a step: step, loss (nats), seconds (of training so far), and at evaluations heldout_bpb.
+      rows: one dict a step, see `examples.train_lm.log.Log`.
       tokens_per_step: bytes seen in a step.
       gzip: bits per byte of gzip on the held-out windows.
       order0: order-0 entropy of the held-out windows, bits per byte.
@@ -32,50 +34,78 @@ class Result:
     order0: float
 
     @property
-    def steps_per_second(self) -> float:
-        return self.rows[-1]["step"] / self.rows[-1]["seconds"]
+    def tokens_per_second(self) -> float:
+        """By the median step."""
+        return 1e3 * self.tokens_per_step / median(self.rows, "step_ms")
 
 
 def table(results: Sequence[Result]) -> str:
-    """The closing table, one line a run."""
-    head = ("pattern", "params", "steps", "steps/s", "tokens/s", "held-out bpb", "gzip bpb", "order-0 bpb")
+    """The closing table, one line a run; times are those of the median step."""
+    head = ("pattern", "params", "steps", "ms/step", "tokens/s", "MFU", "memory", "held-out bpb", "gzip", "order 0")
     lines: list[tuple[str, ...]] = [head]
     for r in results:
-        speed = r.steps_per_second
-        bpb = f"{r.rows[-1]['heldout_bpb']:.3f}"
-        numbers = (f"{r.params:,}", f"{r.rows[-1]['step']:,}", f"{speed:.2f}", f"{speed * r.tokens_per_step:,.0f}")
-        lines.append((r.pattern, *numbers, bpb, f"{r.gzip:.3f}", f"{r.order0:.3f}"))
+        mfu = median(r.rows, "mfu")
+        numbers = (
+            f"{r.params:,}",
+            f"{r.rows[-1]['step']:,}",
+            f"{median(r.rows, 'step_ms'):.1f}",
+            f"{r.tokens_per_second:,.0f}",
+            "-" if np.isnan(mfu) else f"{mfu:.1%}",
+            f"{r.rows[-1]['memory_gb']:.1f} GB",
+            f"{r.rows[-1]['heldout_bpb']:.3f}",
+        )
+        lines.append((r.pattern, *numbers, f"{r.gzip:.3f}", f"{r.order0:.3f}"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     rows = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 
 
-def draw_loss(result: Result, path: pathlib.Path) -> None:
-    """Training loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    steps, losses = _curve(result, "step")
-    axes.plot(steps, losses, lw=1, label="training (running mean)")
-    evaluated = [(row["step"], row["heldout_bpb"]) for row in result.rows if "heldout_bpb" in row]
-    axes.plot(*zip(*evaluated, strict=True), "o-", ms=3, label=f"held-out: {evaluated[-1][1]:.3f} at the end")
+def draw_run(result: Result, path: pathlib.Path) -> None:
+    """Loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat; below, the speed."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes, speed = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    axes.plot(*_curve(result, "step"), lw=1, label="training (running mean)")
+    evaluated = _evaluated(result, "step")
+    axes.plot(*evaluated, "o-", ms=3, label=f"held-out: {evaluated[1][-1]:.3f} at the end")
     axes.axhline(result.gzip, color="gray", ls="--", lw=1, label=f"gzip, held-out: {result.gzip:.3f}")
     axes.axhline(result.order0, color="gray", ls=":", lw=1, label=f"order 0, held-out: {result.order0:.3f}")
-    axes.set(xlabel="steps", ylabel="bits per byte", title=result.pattern)
+    axes.set(ylabel="bits per byte", title=result.pattern)
     axes.legend()
+    speed.plot(*([row[name] for row in result.rows[1:] or result.rows] for name in ("step", "tokens_per_second")), lw=1)
+    speed.set(xlabel="steps", ylabel="tokens/s", ylim=(0, None))
+    if "mfu" in result.rows[-1]:
+        share = result.rows[-1]["mfu"] / result.rows[-1]["tokens_per_second"]
+        right = speed.secondary_yaxis("right", functions=(lambda x: 100 * share * x, lambda x: x / (100 * share)))
+        right.set_ylabel("MFU, %")
     figure.savefig(path, dpi=120)
 
 
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
-    """Training loss of several runs, against steps and against seconds, side by side."""
+    """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds."""
     figure = Figure(figsize=(11, 4.2 + 0.25 * len(results)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for r in results:
-        left.plot(*_curve(r, "step"), lw=1, label=f"{r.pattern} ({r.steps_per_second:.2f} steps/s)")
-        right.plot(*_curve(r, "seconds"), lw=1)
-    left.set(xlabel="steps", ylabel="training loss, bits per byte (running mean)")
+    for number, r in enumerate(results):
+        _draw(left, r, "step", f"C{number}", f"{r.pattern} ({r.tokens_per_second:,.0f} tokens/s)")
+        _draw(right, r, "seconds", f"C{number}", None)
+    left.set(xlabel="steps", ylabel="bits per byte: training (running mean), held-out (dots)")
     right.set(xlabel="seconds of training (without compiling and evaluating)")
+    # The first steps, from 8 bits on, would press all that follows to the ground.
+    lowest = min(min(_curve(r, "step")[1]) for r in results)
+    middle = max(np.median(_curve(r, "step")[1]) for r in results)
+    left.set_ylim(lowest - 0.1 * (middle - lowest) - 0.02, middle + 2 * (middle - lowest) + 0.05)
     figure.legend(loc="outside lower center")
     figure.savefig(path, dpi=120)
+
+
+def _draw(axes: Axes, result: Result, key: str, color: str, label: str | None) -> None:
+    axes.plot(*_curve(result, key), lw=1, color=color, label=label)
+    axes.plot(*_evaluated(result, key), "o", ms=3, color=color)
+
+
+def _evaluated(result: Result, key: str) -> tuple[list[float], list[float]]:
+    """``key`` and the held-out bits per byte, where they were asked for."""
+    rows = [row for row in result.rows if "heldout_bpb" in row]
+    return [row[key] for row in rows], [row["heldout_bpb"] for row in rows]
 
 
 def _curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -3,79 +3,23 @@
 import argparse
 import contextlib
 import dataclasses
-import functools
-import json
 import math
+import operator
 import pathlib
 import re
 import signal
 import sys
-import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
-from tqdm import tqdm
 
 from . import checkpoint, data, report
-from .config import Config, Refusal, add_options
-from .model import build, mean_loss, sample
-
-CHECKPOINTS = "checkpoints"
-METRICS = "metrics.jsonl"
-
-
-class Run:
-    """A model and its optimiser as pure functions of a state ``{"params": ..., "optimizer": ...}``.
-
-    Args:
-      config: its settings.
-
-    Raises:
-      Refusal: the pattern cannot serve the length.
-    """
-
-    def __init__(self, config: Config):
-        self.config = config
-        # `rest` is what is not learnt (counters of random streams); it stays as it is.
-        self._graph, self._params, self._rest = nnx.split(build(config), nnx.Param, ...)
-        # A cosine that warms up needs at least one step on each side of the peak, even in a run of two steps.
-        warmup = min(config.warmup, config.steps - 1)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, config.lr / 10)
-        self._optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(
-                # The count starts at 0, where a warm-up would waste a step on a rate of 0.
-                lambda count: schedule(count + 1),
-                b2=0.95,
-                weight_decay=config.weight_decay,
-                mask=functools.partial(jax.tree.map, lambda p: p.ndim > 1),
-            ),
-        )
-
-    @property
-    def num_params(self) -> int:
-        return sum(p.size for p in jax.tree.leaves(self._params))
-
-    def init(self) -> dict[str, Any]:
-        """The state before the first step."""
-        return {"params": self._params, "optimizer": self._optimizer.init(self._params)}
-
-    def model(self, state: dict[str, Any]) -> nnx.Module:
-        """The model with the weights of ``state``."""
-        return nnx.merge(self._graph, state["params"], self._rest)
-
-    def loss(self, state: dict[str, Any], windows: jax.Array) -> jax.Array:
-        """Mean nats a byte on windows int32 [B, T + 1]."""
-        return mean_loss(self.model(state), windows)
-
-    def step(self, state: dict[str, Any], windows: jax.Array) -> tuple[dict[str, Any], jax.Array]:
-        """One optimiser step on windows int32 [B, T + 1]: the new state, and the loss before it."""
-        loss, grads = jax.value_and_grad(lambda params: self.loss({"params": params}, windows))(state["params"])
-        updates, optimizer = self._optimizer.update(grads, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, loss
+from .config import CONFIGS, Config, Refusal, add_options, named
+from .log import METRICS, Log, read_rows
+from .model import build, sample
+from .run import CHECKPOINTS, Run, State, fitting
 
 
 class Interrupted(Exception):
@@ -83,113 +27,169 @@ class Interrupted(Exception):
 
 
 def train(config: Config, resume: bool) -> report.Result:
-    """Trains to ``config.steps`` and writes checkpoint, metrics, curve and sample into ``config.out``.
+    """Trains to ``config.steps`` and writes checkpoints, metrics, curve and sample into ``config.out``.
 
     Args:
       config: all settings; those of the saved run if ``resume``.
       resume: go on from the newest checkpoint in ``config.out``, which otherwise must be new or empty.
 
     Raises:
-      Refusal: the corpus, the pattern, the folder or the checkpoint cannot serve. Nothing has been written then.
+      Refusal: the corpus, the pattern, the folder, the checkpoint or the devices cannot serve: nothing has been written
+        then; or the loss is no number any more, or the disk is full: the message names the checkpoint that is left.
       Interrupted: Ctrl-C.
     """
     out = pathlib.Path(config.out)
-    _require_device(config.device)
     if not resume:
         _require_new(out)
-    corpus = data.load(config.data, config.seq_len)
+    corpus = load(config)
     run = Run(config)
-    state, start, rows = run.init(), 0, []
-    facts = {"config": dataclasses.asdict(config), "corpus": corpus.digest}
-    if resume:
-        start, saved = checkpoint.latest(out / CHECKPOINTS)
-        if saved["corpus"] != corpus.digest:
-            raise Refusal(f"--data {config.data or '(standard library)'} is no longer the corpus of the run in {out}")
-        state = checkpoint.restore(out / CHECKPOINTS, start, saved, state)
-        rows = _read_rows(out / METRICS, start)
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(out / CHECKPOINTS, 0, state, facts)
+    heldout = corpus.heldout_windows(config.eval_batches * config.batch_size, config.seq_len, config.packed)
+    with fitting(config):
+        state, start, rows = _begin(run, corpus, resume)
+        state = _steps(run, corpus, heldout, state, start, rows)
 
-    windows = corpus.heldout_windows(config.eval_batches * config.batch_size, config.seq_len)
-    batches = windows.reshape(config.eval_batches, config.batch_size, -1)
-    batch = functools.partial(corpus.batch, config.seed, batch_size=config.batch_size, seq_len=config.seq_len)
-    tokens = config.batch_size * config.seq_len
-    # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
-    print(f"compiling {config.pattern} ({run.num_params:,} weights)", file=sys.stderr)
-    step = jax.jit(run.step, donate_argnums=0).lower(state, batch(0)).compile()
-    evaluate = jax.jit(run.loss).lower(state, batches[0]).compile()
-
-    seconds, heldout = (rows[-1]["seconds"] if rows else 0.0), math.nan
-    with _noted_interrupt() as pressed, (out / METRICS).open("a", buffering=1) as metrics:
-        bar = tqdm(
-            range(start + 1, config.steps + 1), initial=start, total=config.steps, desc=config.pattern, unit="step"
-        )
-        for number in bar:
-            began = time.perf_counter()
-            state, loss = step(state, batch(number))
-            row = {"step": number, "loss": float(loss)}
-            seconds += time.perf_counter() - began
-            row["seconds"] = seconds
-            if not math.isfinite(row["loss"]):
-                raise Refusal(f"the loss became {row['loss']} at step {number}: try a smaller --lr than {config.lr}")
-            if number % config.eval_every == 0 or number == config.steps:
-                heldout = data.bits(np.mean([evaluate(state, part) for part in batches]).item())
-                row["heldout_bpb"] = heldout
-            rows.append(row)
-            metrics.write(json.dumps(row) + "\n")
-            heard = f"held-out {heldout:.3f} bpb" if math.isfinite(heldout) else "held-out not asked yet"
-            bar.set_postfix_str(f"loss {row['loss']:.3f}, {heard}, {number * tokens / seconds:,.0f} tokens/s")
-            if number % config.save_every == 0 or number == config.steps or pressed:
-                checkpoint.save(out / CHECKPOINTS, number, state, facts)
-            if pressed and number < config.steps:
-                raise Interrupted(f"stopped after step {number}, saved in {out}")
-
-    # The bytes that gzip and the byte frequencies are measured on are those that the model was asked for.
-    asked = windows[:, 1:].astype(np.uint8).reshape(-1)
-    result = report.Result(config.pattern, run.num_params, rows, tokens, data.gzip_bits(asked), data.order0_bits(asked))
-    report.draw_loss(result, out / "loss.png")
-    if config.sample_tokens:
-        text = sample(run.model(state), config.seq_len, config.prompt.encode(), config.sample_tokens, 0.8, config.seed)
-        (out / "sample.txt").write_bytes(text)
+        # The bytes that gzip and the byte frequencies are measured on are those that the model was asked for.
+        asked = heldout.tokens[:, 1:].astype(np.uint8).reshape(-1)
+        baselines = data.gzip_bits(asked), data.order0_bits(asked)
+        result = report.Result(config.pattern, run.num_params, rows, config.batch_size * config.seq_len, *baselines)
+        with _writing(out):
+            report.draw_run(result, out / "loss.png")
+            if config.sample_tokens:
+                prompt = config.prompt.encode()
+                text = sample(run.model(state), prompt, config.sample_tokens, 0.8, seed=config.seed)
+                (out / "sample.txt").write_bytes(text)
     return result
 
 
-def _require_device(name: str) -> None:
-    """Makes JAX compute on a kind of device, or refuses."""
-    if name == "auto":
-        return
+def load(config: Config) -> data.Corpus:
+    """The corpus of a config.
+
+    Raises:
+      Refusal: see `data.load`.
+    """
+    separator = config.separator.replace("\\n", "\n")
+    return data.load(config.data, config.seq_len, glob=config.glob, separator=separator)
+
+
+def _begin(run: Run, corpus: data.Corpus, resume: bool) -> tuple[State, int, list[dict[str, Any]]]:
+    """The state to go on from, the steps that were done, and their rows."""
+    out = pathlib.Path(run.config.out)
+    folder = out / CHECKPOINTS
+    if not resume:
+        state = run.init()
+        with _writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(folder, 0, state, _facts(run.config, corpus))
+        return state, 0, []
+    start, facts = checkpoint.latest(folder)
+    check_corpus(run.config, corpus, facts)
+    return checkpoint.restore(folder, start, facts, run.like), start, read_rows(out / METRICS, start)
+
+
+def check_corpus(config: Config, corpus: data.Corpus, facts: dict[str, Any]) -> None:
+    """Raises Refusal if the corpus is not the one that a saved run has learnt."""
+    if facts["corpus"] != corpus.digest:
+        raise Refusal(
+            f"--data {config.data or '(standard library)'} is no longer the corpus of the run in {config.out}"
+        )
+
+
+def _facts(config: Config, corpus: data.Corpus) -> dict[str, Any]:
+    return {"config": dataclasses.asdict(config), "corpus": corpus.digest}
+
+
+def _steps(
+    run: Run, corpus: data.Corpus, heldout: data.Batch, state: State, start: int, rows: list[dict[str, Any]]
+) -> State:
+    """Does the steps after ``start`` and returns the last state; adds to ``rows``."""
+    config, out = run.config, pathlib.Path(run.config.out)
+    windows = [
+        jax.tree.map(operator.itemgetter(slice(i, None, config.eval_batches)), heldout)
+        for i in range(config.eval_batches)
+    ]
+    parts = [run.place(part) for part in windows]
+
+    def make(number: int) -> data.Batch:
+        return run.place(corpus.batch(config.seed, number, config.batch_size, config.seq_len, config.packed))
+
+    # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
+    print(f"compiling {config.pattern} ({run.num_params:,} weights, {run.mesh.size} devices)", file=sys.stderr)
+    step, loss, finite = run.compiled(make(0))
+    devices, numbers = list(run.mesh.devices.flat), range(start + 1, config.steps + 1)
+    with (
+        _noted_interrupt() as pressed,
+        _writing(out),
+        Log(out, config, rows, devices) as log,
+        data.Prefetch(make, numbers) as batches,
+    ):
+        ahead, waited = None, 0.0
+        for number, batch in zip(numbers, batches, strict=True):
+            state, seen = step(state, batch, np.int32(number))
+            # The step before is read while the device computes this one: it is never left without work.
+            if ahead:
+                log.write(_checked(log.read(*ahead), out))
+            ahead, waited = (number, seen, batches.waited - waited), batches.waited
+            evaluates, saves = (number % every == 0 for every in (config.eval_every, config.save_every))
+            if not (evaluates or saves or pressed or number == config.steps):
+                continue
+            row, ahead = _checked(log.read(*ahead), out), None
+            if evaluates or number == config.steps:
+                row["heldout_bpb"] = data.bits(np.mean(jax.device_get([loss(state, part) for part in parts])).item())
+            log.write(row)
+            if saves or pressed or number == config.steps:
+                if not finite(state):
+                    raise Refusal(_diverged("a weight", number, out))
+                checkpoint.save(out / CHECKPOINTS, number, state, _facts(config, corpus))
+            if pressed and number < config.steps:
+                raise Interrupted(f"stopped after step {number}, saved in {out}")
+            log.start_clock()
+    return state
+
+
+def _checked(row: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(row[name]):
+            raise Refusal(_diverged(f"{name}, {row[name]},", row["step"], out))
+    return row
+
+
+def _diverged(what: str, number: int, out: pathlib.Path) -> str:
+    last = checkpoint.latest(out / CHECKPOINTS)[0]
+    return (
+        f"{what} is no finite number at step {number}; the last good checkpoint is {out / CHECKPOINTS / str(last)}: "
+        "start a new run with a smaller --lr"
+    )
+
+
+@contextlib.contextmanager
+def _writing(out: pathlib.Path):
+    """Says in one line that something could not be written.
+
+    Raises:
+      Refusal: that line.
+    """
     try:
-        device = jax.devices(name)[0]
-    except RuntimeError as error:
-        raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
-    if device.platform != jax.default_backend():
-        jax.config.update("jax_default_device", device)
+        yield
+    except OSError as error:
+        folder = out / CHECKPOINTS
+        left = f"the checkpoint of step {checkpoint.latest(folder)[0]} is intact" if checkpoint.has_any(folder) else ""
+        left = left or "nothing has been saved yet"
+        raise Refusal(
+            f"cannot write {error.filename or 'into ' + str(out)}: {error.strerror or error}; {left}"
+        ) from error
 
 
-def _require_new(out: pathlib.Path) -> None:
+def _require_new(out: pathlib.Path, runs: Sequence[str] = ()) -> None:
+    """Refuses a folder that holds anything, but for what a run, or one of ``runs`` in it, leaves that hardly began."""
     if out.exists() and not out.is_dir():
         raise Refusal(f"--out {out} is a file")
-    if (out / CHECKPOINTS).exists():
+    if checkpoint.has_any(out / CHECKPOINTS):
         raise Refusal(f"--out {out} holds a run already: go on with --resume, or name another folder")
-    if out.exists() and any(out.iterdir()):
-        raise Refusal(f"--out {out} is not empty: name another folder")
-
-
-def _read_rows(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """The rows of the steps up to ``step``; later ones, of steps that were not saved, are dropped from the file too."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    try:
-        rows = [json.loads(line) for line in lines[:step]]
-        if [row["step"] for row in rows] != list(range(1, step + 1)):
-            raise ValueError("steps are missing")
-    except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{path} is damaged: {error}") from error
-    if len(lines) > step:
-        shorter = path.with_suffix(".tmp")
-        shorter.write_text("".join(lines[:step]))
-        shorter.replace(path)
-    return rows
+    for path in out.iterdir() if out.exists() else ():
+        if path.name in runs:
+            _require_new(path)
+        elif path.name != CHECKPOINTS:
+            raise Refusal(f"--out {out} is not empty: name another folder")
 
 
 @contextlib.contextmanager
@@ -233,20 +233,23 @@ def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[re
     """
     out = pathlib.Path(given.get("out", Config.out))
     names = [f"{number}_{re.sub('[^A-Za-z0-9=_.-]+', '_', pattern)}" for number, pattern in enumerate(patterns, 1)]
-    own = [{"pattern": pattern, "out": str(out / name)} for pattern, name in zip(patterns, names, strict=True)]
+    own: list[dict[str, Any]] = [
+        {"pattern": pattern, "out": str(out / name)} for pattern, name in zip(patterns, names, strict=True)
+    ]
     if resume:
         base = _saved_config({**given, **own[0]})
     else:
-        _require_new(out)
+        _require_new(out, names)
         base = Config(**given)
     configs = [dataclasses.replace(base, **fields) for fields in own]
     for config in configs:
         build(config)
     results = []
     for config in configs:
-        begun = resume and (pathlib.Path(config.out) / CHECKPOINTS).exists()
+        begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
         results.append(train(_saved_config(dataclasses.asdict(config)) if begun else config, begun))
-    report.draw_comparison(results, out / "compare.png")
+    with _writing(out):
+        report.draw_comparison(results, out / "compare.png")
     return results
 
 
@@ -264,13 +267,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its own settings")
     parser.add_argument("--compare", metavar="P,Q,...", help="train each of these patterns and draw them in one figure")
+    parser.add_argument("--config", metavar="NAME", help=f"settings to start from: {', '.join(CONFIGS)} [cpu]")
     add_options(parser)
     given = vars(parser.parse_args(argv))
-    resume, patterns = given.pop("resume"), given.pop("compare")
+    resume, patterns, name = (given.pop(key) for key in ("resume", "compare", "config"))
     out = pathlib.Path(given.get("out", Config.out))
     try:
         if patterns and "pattern" in given:
             raise Refusal("--compare names the patterns: leave out --pattern")
+        given = {**(named(name) if name else {}), **given}
         if patterns:
             results = compare(split_patterns(patterns), given, resume)
         else:

@@ -42,6 +42,9 @@ class SparseTransformer(nnx.Module):
       scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
         along a first axis: compile time and program size do not grow with the depth. The number of patterns must
         divide num_layers.
+      residual_sharding: how the residual stream [..., T, features] lies on the mesh in force, if there is one: told to
+        the partitioner after the embedding and after each block. Weights that are split along features (FSDP) need
+        it, ``PartitionSpec("data")``, say: left alone, the partitioner may split and gather activations instead.
       dtype: of the computation; None: from the parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
@@ -79,6 +82,7 @@ class SparseTransformer(nnx.Module):
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
         scan_layers: bool = False,
+        residual_sharding: jax.sharding.PartitionSpec | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -137,6 +141,7 @@ class SparseTransformer(nnx.Module):
             )
 
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
+        self.residual_sharding = residual_sharding
         if scan_layers:
             turns = num_layers // len(layers)
             stacked = (nnx.vmap(functools.partial(block, pattern))(rngs.split(turns)) for pattern in layers)
@@ -166,11 +171,11 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
         """
-        x = self._embed(tokens, jnp.arange(tokens.shape[-1]))
+        x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1])))
 
         def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
-                x = block(x, segment_ids=segment_ids, deterministic=deterministic)
+                x = self._placed(block(x, segment_ids=segment_ids, deterministic=deterministic))
             return x
 
         if self.scan_layers:
@@ -247,6 +252,11 @@ class SparseTransformer(nnx.Module):
             row, column = jnp.divmod(positions, self.column_embedding.num_embeddings)
             x = x + self.row_embedding(row) + self.column_embedding(column)
         return x
+
+    def _placed(self, x: jax.Array) -> jax.Array:
+        if self.residual_sharding is None or jax.sharding.get_abstract_mesh().empty:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.residual_sharding)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         x = self.final_norm(x)

@@ -1,0 +1,143 @@
+"""Bits per byte by minimum context: ``python -m examples.train_lm.evaluate --out DIR``.
+
+As in Child et al. 2019, table 3: each byte is predicted from at least so many bytes before it, by windows that overlap.
+The longer the context that a model can use, the better it gets down the table.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .config import Config, Refusal
+from .data import Batch, Text, bits, text_windows
+from .run import Run, State, fitting, open_run
+from .train import check_corpus, load
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Bits per byte of the bytes that have at least ``context`` bytes before them in their window.
+
+    Attributes:
+      context: in bytes.
+      bits_per_byte: mean over the bytes scored.
+      windows: how many the model read.
+      seconds: that it took, with compiling.
+    """
+
+    context: int
+    bits_per_byte: float
+    windows: int
+    seconds: float
+
+
+def default_contexts(seq_len: int) -> list[int]:
+    """1 and those of the paper's table, as shares of the length: 1/2, 3/4, 7/8, 31/32, 63/64.
+
+    Example:
+      >>> default_contexts(12288)
+      [1, 6144, 9216, 10752, 11904, 12096]
+    """
+    return sorted({max(1, seq_len - seq_len // part) for part in (seq_len, 2, 4, 8, 32, 64)} | {1} - {seq_len})
+
+
+def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:
+    """One `Row` for each minimum context, all scored on the same bytes.
+
+    Args:
+      run: whose model reads.
+      state: of the run.
+      text: what is read; the first max(contexts) bytes are context only.
+      contexts: each in 1..seq_len.
+      count: bytes to score; fewer if the text is shorter.
+
+    Raises:
+      Refusal: a context out of range, or a text without bytes to score.
+    """
+    length, first = run.config.seq_len, max(contexts)
+    for context in contexts:
+        if not 1 <= context <= length:
+            raise Refusal(f"--contexts must lie in 1..seq_len={length}, got {context}")
+    scored = min(count, text.size - first)
+    if scored < 1:
+        raise Refusal(f"--bytes {count}: of {text.size} bytes, none has {first} before it")
+    step = jax.jit(functools.partial(_scores, run))
+    for context in contexts:
+        began, total, windows = time.perf_counter(), 0.0, 0
+        # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
+        fresh = length - context + 1
+        targets = np.arange(first, first + scored, fresh)
+        for rows in np.array_split(targets, -(-len(targets) // run.config.batch_size)):
+            batch, weights = _windows(text, rows - context, rows, first + scored, run.config)
+            total += float(step(state, run.place(batch), weights))
+            windows += len(rows)
+        yield Row(context, bits(total / scored), windows, time.perf_counter() - began)
+
+
+def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> tuple[Batch, np.ndarray]:
+    """Windows and which of their targets count: those from ``firsts`` on, before ``end``, that no other window has."""
+    size = config.batch_size
+    # A last batch is filled up with windows that count for nothing, and those that pass the end are moved back.
+    starts = np.concatenate([starts, np.zeros(size - len(starts), np.int64)])
+    firsts = np.concatenate([firsts, np.full(size - len(firsts), end)])
+    moved = np.minimum(starts, text.size - config.seq_len - 1)
+    lasts = np.minimum(starts + config.seq_len, end - 1)
+    target = moved[:, None] + 1 + np.arange(config.seq_len)
+    weights = (target >= firsts[:, None]) & (target <= lasts[:, None])
+    return text_windows(text, moved, config.seq_len, config.packed), weights
+
+
+def _scores(run: Run, state: State, batch: Batch, weights: jax.Array) -> jax.Array:
+    """Nats of the bytes that count, together."""
+    tokens, segments = batch
+    seen = None if segments is None else segments[:, :-1]
+    logits = run.model(state)(tokens[:, :-1], segment_ids=seen, deterministic=True)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.where(weights, nats, 0).sum()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the evaluation. Returns the exit code: 0, or 2 with one line on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_lm.evaluate", description="Bits per byte of a trained run by minimum context."
+    )
+    parser.add_argument("--out", default=Config.out, help=f"folder of the run [{Config.out}]")
+    parser.add_argument("--part", choices=("heldout", "test"), default="heldout", help="bytes to read [heldout]")
+    parser.add_argument("--contexts", help="minimum contexts in bytes, as in 1,128,256 [1, T/2, 3T/4, ... of T]")
+    parser.add_argument("--bytes", type=int, default=1 << 17, help="bytes to score [131072]")
+    args = parser.parse_args(argv)
+    try:
+        run, state, facts = open_run(args.out)
+        corpus = load(run.config)
+        check_corpus(run.config, corpus, facts)
+        text = corpus.heldout if args.part == "heldout" else corpus.test
+        if text is None:
+            raise Refusal("--part test: a folder has none, only a file is split into three")
+        contexts = _numbers(args.contexts) if args.contexts else default_contexts(run.config.seq_len)
+        print("minimum context  bits per byte  windows  seconds")
+        with fitting(run.config), jax.set_mesh(run.mesh):
+            for row in by_context(run, state, text, contexts, args.bytes):
+                print(f"{row.context:15,}  {row.bits_per_byte:13.4f}  {row.windows:7,}  {row.seconds:7.1f}", flush=True)
+    except Refusal as refusal:
+        print(f"evaluate: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise Refusal(f"--contexts must be whole numbers between commas, got {text!r}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

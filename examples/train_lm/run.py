@@ -1,0 +1,197 @@
+"""A model and its optimiser as pure functions of a state, laid out over the devices."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sparse_layers.ops.platforms import platform
+
+from . import checkpoint
+from .config import Config, Refusal
+from .data import Batch
+from .model import build, mean_loss
+from .sharding import SEQUENCES, make_mesh, param_shardings, state_shardings
+
+CHECKPOINTS = "checkpoints"
+
+State = dict[str, Any]
+
+
+def use_device(name: str) -> None:
+    """Makes JAX compute on a kind of device: "cpu", "gpu", "tpu" or "auto".
+
+    Raises:
+      Refusal: there is none.
+    """
+    if name == "auto":
+        return
+    try:
+        device = jax.devices(name)[0]
+    except RuntimeError as error:
+        raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
+    if device.platform != jax.default_backend():
+        jax.config.update("jax_default_device", device)
+
+
+class Run:
+    """A model and its optimiser as pure functions of a state ``{"params": ..., "optimizer": ...}``.
+
+    Args:
+      config: its settings.
+
+    Attributes:
+      mesh: the devices; axes "data", "fsdp" and "tensor".
+      shardings: where each array of a state lies, a pytree like it.
+
+    Raises:
+      Refusal: the pattern cannot serve the length, or there are too few devices.
+    """
+
+    def __init__(self, config: Config):
+        use_device(config.device)
+        self.config = config
+        self.mesh = make_mesh(config, platform())
+        # A cosine that warms up needs at least one step on each side of the peak, even in a run of two steps.
+        warmup = min(config.warmup, config.steps - 1)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, config.lr * config.lr_end)
+        self._optimizer = optax.chain(
+            optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
+            optax.adamw(
+                # The count starts at 0, where a warm-up would waste a step on a rate of 0.
+                lambda count: schedule(count + 1),
+                b2=config.beta2,
+                weight_decay=config.weight_decay,
+                mask=_decayed,
+            ),
+        )
+        # `rest` is what is not learnt: the keys of dropout, which each step makes its own from.
+        self._graph, abstract, _ = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)
+        placed = param_shardings(abstract, self.mesh)
+        self._shapes = {"params": abstract, "optimizer": jax.eval_shape(self._optimizer.init, abstract)}
+        self.shardings = state_shardings(self._shapes, placed)
+        self._everywhere = NamedSharding(self.mesh, PartitionSpec())
+        with jax.set_mesh(self.mesh):
+            self._rest = jax.jit(self._fresh, static_argnums=0, out_shardings=self._everywhere)(1)
+
+    def _fresh(self, part: int) -> Any:
+        return nnx.split(build(self.config), nnx.Param, ...)[1:][part]
+
+    @property
+    def num_params(self) -> int:
+        return sum(p.size for p in jax.tree.leaves(self._shapes["params"]))
+
+    @property
+    def like(self) -> State:
+        """Shapes, dtypes and shardings of a state."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self._shapes, self.shardings
+        )
+
+    def init(self) -> State:
+        """The state before the first step."""
+
+        def fresh():
+            params = self._fresh(0)
+            return {"params": params, "optimizer": self._optimizer.init(params)}
+
+        with jax.set_mesh(self.mesh):
+            return jax.jit(fresh, out_shardings=self.shardings)()
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch on the devices, split by sequences."""
+        return jax.device_put(batch, NamedSharding(self.mesh, SEQUENCES))
+
+    def model(self, state: State, step: Any = 0) -> Any:
+        """The model with the weights of ``state``, and the dropout of a step."""
+        rest = jax.tree.map(
+            lambda leaf: _folded(leaf, step) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, self._rest
+        )
+        return nnx.merge(self._graph, state["params"], rest)
+
+    def loss(self, state: State, batch: Batch) -> jax.Array:
+        """Mean nats a byte, without dropout."""
+        return mean_loss(self.model(state), batch)
+
+    def step(self, state: State, batch: Batch, number: Any) -> tuple[State, dict[str, jax.Array]]:
+        """One optimiser step, the ``number``-th: the new state, and the loss and the gradients' norm before it."""
+
+        def loss(params):
+            return mean_loss(self.model({"params": params}, number), batch, deterministic=not self.config.dropout)
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        updates, optimizer = self._optimizer.update(grads, state["optimizer"], state["params"])
+        new = {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}
+        return new, {"loss": value, "grad_norm": optax.global_norm(grads)}
+
+    def finite(self, state: State) -> jax.Array:
+        """Whether all weights are numbers."""
+        return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"])]))
+
+    def compiled(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """`step` (whose first argument is used up), `loss` and `finite`, compiled for batches like this one.
+
+        Raises:
+          Refusal: they do not fit the devices' memory.
+        """
+        like, number = self.like, np.int32(1)
+        outs = (self.shardings, self._everywhere)
+        with jax.set_mesh(self.mesh), fitting(self.config):
+            step = jax.jit(self.step, donate_argnums=0, out_shardings=outs).lower(like, batch, number).compile()
+            loss = jax.jit(self.loss, out_shardings=self._everywhere).lower(like, batch).compile()
+            finite = jax.jit(self.finite, out_shardings=self._everywhere).lower(like).compile()
+        return step, loss, finite
+
+
+def open_run(out: str) -> tuple[Run, State, dict[str, Any]]:
+    """A saved run, its newest state on the devices, and the facts saved with it.
+
+    Raises:
+      Refusal: the folder holds no checkpoint, or one that is damaged; or as `Run`.
+    """
+    folder = pathlib.Path(out) / CHECKPOINTS
+    step, facts = checkpoint.latest(folder)
+    run = Run(Config.load(facts["config"], {"out": out}))
+    return run, checkpoint.restore(folder, step, facts, run.like), facts
+
+
+@contextlib.contextmanager
+def fitting(config: Config) -> Iterator[None]:
+    """Says in one line that the devices' memory is too small.
+
+    Raises:
+      Refusal: it is.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = "" if config.recompute else ", or --recompute"
+        raise Refusal(
+            f"--batch-size {config.batch_size} --seq-len {config.seq_len} does not fit the memory of the "
+            f"{jax.devices()[0].device_kind}: take a smaller batch{hint}"
+        ) from error
+
+
+def _decayed(params: Any) -> Any:
+    """Which parameters weight decay acts on: by name, since biases of stacked layers are matrices, too."""
+    names = ("kernel", "embedding")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: any(n in jax.tree_util.keystr(path[-2:]) for n in names), params
+    )
+
+
+def _folded(keys: jax.Array, step: Any) -> jax.Array:
+    """A key, or each of an array of keys, made that of a step."""
+    fold = lambda key: jax.random.fold_in(key, step)  # noqa: E731
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold)
+    return fold(keys)

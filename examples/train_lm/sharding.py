@@ -1,0 +1,81 @@
+"""Which device holds what: a mesh of three axes, and Flax's annotations of the parameters by these axes.
+
+No collective is written here: JAX's partitioner inserts them, and the attention op maps itself over the mesh.
+"""
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .config import Config, Refusal
+
+AXES = ("data", "fsdp", "tensor")
+# Sequences are split by both of the first two axes.
+SEQUENCES = PartitionSpec(("data", "fsdp"))
+
+# The axis of the mesh for each axis of a layer's kernel; a bias lies as its layer's results do. What is not listed
+# (scales, the tables of 256 bytes and of positions) is small and lies on all devices; so does what an axis of the mesh
+# does not divide.
+_KERNELS = {
+    "query": ("fsdp", "tensor", None),
+    "key": ("fsdp", "tensor", None),
+    "value": ("fsdp", "tensor", None),
+    "out": ("tensor", None, "fsdp"),
+    "mlp_in": ("fsdp", "tensor"),
+    "mlp_gate": ("fsdp", "tensor"),
+    "mlp_out": ("tensor", "fsdp"),
+}
+
+
+def make_mesh(config: Config, platform: str) -> Mesh:
+    """The mesh of ``config`` over the devices of a platform; axes are `AXES`.
+
+    Raises:
+      Refusal: there are too few devices.
+    """
+    devices = jax.devices(platform)
+    rest = config.fsdp * config.tensor_parallel
+    most = len(devices) // rest
+    data = config.data_parallel or max(
+        (d for d in range(1, most + 1) if config.batch_size % (d * config.fsdp) == 0), default=1
+    )
+    if data > most:
+        raise Refusal(
+            f"--data-parallel {data} --fsdp {config.fsdp} --tensor-parallel {config.tensor_parallel} needs "
+            f"{data * rest} devices, JAX sees {len(devices)} ({platform})"
+        )
+    shape = (data, config.fsdp, config.tensor_parallel)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: data * rest])
+
+
+def param_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
+    """Where each parameter of a `sparse_layers.SparseTransformer` lies: a pytree like ``params``, of NamedSharding."""
+    annotated = nnx.clone(params)
+    for path, variable in nnx.to_flat_state(annotated):
+        layer, name = path[-2:]
+        names = _KERNELS.get(str(layer), ())
+        if name == "bias":
+            names = names[1:] if names[:1] == ("fsdp",) else ()
+        # Parameters of scanned layers have one axis more, in front: the layer.
+        names = (None,) * (variable.ndim - len(names)) + names
+        fits = zip(names, variable.shape, strict=True)
+        variable.set_metadata(out_sharding=tuple(n if n and size % mesh.shape[n] == 0 else None for n, size in fits))
+    shardings = nnx.get_named_sharding(annotated, mesh)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(shardings))
+
+
+def state_shardings(state: dict, params: nnx.State) -> dict:
+    """Where a whole training state lies: its parameters as ``params`` says, moments like their parameters.
+
+    Args:
+      state: {"params": like params, "optimizer": ...}; whatever is named and shaped as no parameter is on all devices.
+      params: of `param_shardings`.
+    """
+    placed = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(params)}
+    everywhere = NamedSharding(next(iter(placed.values())).mesh, PartitionSpec())
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path)
+        return next((s for end, s in placed.items() if leaf.ndim and name.endswith(end)), everywhere)
+
+    return jax.tree_util.tree_map_with_path(place, state)
