@@ -3,6 +3,7 @@
 import functools
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from . import cudnn, pallas_tpu, reference, triton_gpu, xla
-from .call import Call, Operands, checked_scalars, checked_sinks, sharded_as
+from . import cudnn, pallas_tpu, reference, sharding, triton_gpu, xla
+from .call import Call, Operands, checked_scalars, checked_sinks
 from .params import BwdParams, FwdParams, checked_params
 from .plan import Plan, make_plan
 from .platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
@@ -103,7 +104,7 @@ def block_sparse_attention(
     )
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
-    out, lse = _jitted_attend(_choose(implementation, call, operands), call, _varying_alike(operands))
+    out, lse = _jitted_attend(_choose(implementation, call, operands), call, operands)
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
@@ -134,30 +135,35 @@ def implementations() -> tuple[str, ...]:
 
 def _run(implementation: str, call: Call, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
-    backend = IMPLEMENTATIONS[implementation]
-    return (
-        (backend.attend(call, operands), None)
-        if hasattr(backend, "attend")
-        else _attend(implementation, call, operands)
-    )
+    return sharding.over_explicit_axes(functools.partial(_on_device, implementation, call), operands)
 
 
-def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    out, lse = IMPLEMENTATIONS[implementation].forward(call, operands)
-    return sharded_as(out, operands.query), sharded_as(lse, operands.query)
+def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
+    backend, operands = IMPLEMENTATIONS[implementation], _varying_alike(operands)
+    if hasattr(backend, "attend"):
+        return backend.attend(call, operands), None
+    return _attend(implementation, call, share, operands)
 
 
-_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | None, *args: Any) -> Any:
+    """A backend's forward or backward: of this device's share, if one is known, otherwise for the partitioner."""
+    return sharding.over_auto_axes(function, call, *args) if share is None else share.run(function, call, *args)
 
 
-def _attend_fwd(implementation, call, operands):
-    out, lse = (
-        checkpoint_name(x, name) for x, name in zip(_forward(implementation, call, operands), SAVED, strict=True)
-    )
+def _forward(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
+    return _shared(IMPLEMENTATIONS[implementation].forward, call, share, operands)
+
+
+_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
+
+
+def _attend_fwd(implementation, call, share, operands):
+    results = _forward(implementation, call, share, operands)
+    out, lse = (checkpoint_name(x, name) for x, name in zip(results, SAVED, strict=True))
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(implementation, call, residuals, cotangents):
+def _attend_bwd(implementation, call, share, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
@@ -166,8 +172,7 @@ def _attend_bwd(implementation, call, residuals, cotangents):
     if call.plan is None or operands.segments is not None or not call.plan.sees_itself:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
-    gradients = IMPLEMENTATIONS[implementation].backward(call, operands, lse, delta, dout)
-    dq, dk, dv = (sharded_as(x, like) for x, like in zip(gradients, operands[:3], strict=True))
+    dq, dk, dv = _shared(IMPLEMENTATIONS[implementation].backward, call, share, operands, lse, delta, dout)
     dsinks = None
     if operands.sinks is not None:
         weight = jnp.where(dead, 0, jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - lse))

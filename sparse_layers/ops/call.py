@@ -101,18 +101,6 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x in the sharding of ``like`` along the axes of both, on a mesh of explicit axes; anywhere else x as it is.
-
-    JAX cannot know how the results of a kernel are laid out; it takes them to be the same on all devices.
-    """
-    sharding = jax.typeof(like).sharding
-    spec = jax.sharding.PartitionSpec(*sharding.spec[: x.ndim])
-    if all(axis is None for axis in spec) or jax.typeof(x).sharding.spec == spec:
-        return x
-    return jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, spec))
-
-
 def joined(parts: Sequence[jax.Array]) -> jax.Array:
     """The inverse of x[:, :, c::C] for c in range(C)."""
     together = jnp.stack(parts, axis=3)

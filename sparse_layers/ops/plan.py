@@ -114,6 +114,17 @@ class Plan:
         with jax.ensure_compile_time_eval():
             return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
 
+    def of_heads(self, first: int, count: int) -> "Plan":
+        """The plan of ``count`` heads from head ``first`` on, of all that take this plan's masks in turn."""
+        turn = [self.masks.index(self.masks[head % len(self.masks)]) for head in range(first, first + count)]
+        period = next(p for p in range(1, count + 1) if count % p == 0 and turn == turn[:p] * (count // p))
+        if turn[:period] == list(range(len(self.masks))):
+            return self
+        masks, chains, candidates = (
+            tuple(entries[i] for i in turn[:period]) for entries in (self.masks, self.chains, self.candidates)
+        )
+        return dataclasses.replace(self, masks=masks, chains=chains, candidates=candidates)
+
 
 def make_plan(
     mask: Any,

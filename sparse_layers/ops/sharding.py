@@ -1,0 +1,279 @@
+"""How a call of the op is spread over devices: batches and heads are independent, so each device takes its own.
+
+A kernel is a program for one device, which JAX cannot split by itself. What it has to be told depends on the mesh:
+
+* On axes of type Explicit, shardings are part of the types of arrays. `over_explicit_axes` maps the whole op over them
+  by `jax.shard_map`, outside its derivative, so that JAX sums the gradients of what devices share.
+* On axes of type Auto, shardings are known when the partitioner runs. `over_auto_axes` tells it how to split forward
+  and backward, each by itself, for `custom_partitioning` has no derivative.
+
+On axes of type Manual, inside somebody's `jax.shard_map`, arrays are a device's own already.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .call import Call, Operands
+
+# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes), c (the mask's only).
+# Only b, n and k are split.
+_WHOLE = "tshdc"
+
+
+# --- one device's share of the heads ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A device's share of the heads.
+
+    Attributes:
+      heads: the number of query heads of all devices.
+      kv_heads: the number of key heads of all devices. A device holds those of its query heads only if ``shards``
+        divides it, and all of them if not.
+      shards: the number of devices that the query heads are split over.
+      axes: the mesh axes of these devices; the index along them says which share a device has.
+    """
+
+    heads: int
+    kv_heads: int
+    shards: int = 1
+    axes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(operands: Operands, mesh: Any = None, axes: tuple[str, ...] = ()) -> "Share":
+        """The share of a device if the heads of the operands, those of all devices, are split over mesh axes."""
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes)
+
+    @property
+    def splits_keys(self) -> bool:
+        """Whether a device holds the key heads of its query heads only."""
+        return self.kv_heads % self.shards == 0
+
+    def run(self, function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
+        """A backend's forward, or with ``by_query`` its backward, on a device's arrays; ``call`` is that of all heads.
+
+        If the device holds all key heads, their gradients are still to be summed over the devices.
+        """
+        if self.splits_keys:
+            return self._under_own_masks(function, call, operands, *by_query)
+        kv_heads = self._own_kv_heads()
+        key, value = (jnp.take(x, kv_heads, axis=2) for x in (operands.key, operands.value))
+        own = operands._replace(key=key, value=value)
+        results = self._under_own_masks(function, call, own, *by_query)
+        if not by_query:
+            return results
+        wide = by_query[0].dtype
+        dk, dv = (
+            jnp.zeros_like(like, wide).at[:, :, kv_heads].add(x.astype(wide)).astype(like.dtype)
+            for x, like in zip(results[1:], (operands.key, operands.value), strict=True)
+        )
+        return results[0], dk, dv
+
+    def _own_kv_heads(self) -> jax.Array:
+        """The key heads that the device's query heads use: one for all of these, or one for each."""
+        own, group = self.heads // self.shards, self.heads // self.kv_heads
+        return (jax.lax.axis_index(self.axes) * own + jnp.arange(1 if group % own == 0 else own)) // group
+
+    def _under_own_masks(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
+        """function(call, *args) with the plan of the device's heads in the call."""
+        if call.plan is None:
+            return function(call, *args)
+        own = self.heads // self.shards
+        plans = [call.plan.of_heads(i * own, own) for i in range(self.shards)]
+        distinct = list(dict.fromkeys(plans))
+        branches = [functools.partial(function, dataclasses.replace(call, plan=plan)) for plan in distinct]
+        if len(branches) == 1:
+            return branches[0](*args)
+        which = jnp.asarray([distinct.index(plan) for plan in plans])[jax.lax.axis_index(self.axes)]
+        return jax.lax.switch(which, branches, *args)
+
+
+def _axes_of(operands: Operands) -> Operands:
+    """The names of the operands' axes, in the place of the arrays."""
+    heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
+    k = "n" if heads == kv_heads else "k"
+    c = "n" if operands.mask is not None and operands.mask.shape[-3] == heads else "c"
+    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t s")
+
+
+def _where_given(operands: Operands, *values: Any) -> Any:
+    """``values`` in the place of the operands that are not None."""
+    return Operands(*(None if x is None else value for x, value in zip(operands, values, strict=True)))
+
+
+def _mesh(operands: Operands) -> Any:
+    """The mesh in force: that of an operand's type, or that of `jax.set_mesh`; it may be empty."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _spec(axes: str, over: dict[str, Any]) -> PartitionSpec:
+    """How an array is sharded whose named axes are split over mesh axes."""
+    return PartitionSpec(*map(over.get, axes.split()))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+# --- axes of type Explicit -------------------------------------------------------------------------------------------
+
+
+def over_explicit_axes(function: Callable[[Share | None, Operands], Any], operands: Operands) -> tuple[Any, Any]:
+    """function(share, operands) -> (out, lse or None) on each device, for its own batch entries and heads.
+
+    The share is None if the mesh in force has no axes of type Explicit.
+
+    Raises:
+      ValueError: an axis is sharded that the op is not mapped over, or not as that of the query.
+    """
+    mesh = _mesh(operands)
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return function(None, operands)
+    batch, _, heads, _ = jax.typeof(operands.query).sharding.spec
+    share = Share.of(operands, mesh, _names(heads))
+    over = {"b": batch, "n": heads, "k": heads if share.splits_keys else None}
+    specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
+    segments = "segment_ids of queries", "segment_ids of keys"
+    names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask")
+    placed = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
+    by_query = PartitionSpec(batch, None, heads)
+    # Over all of these axes, also those that nothing is sharded over: JAX refuses TPU kernels on what is left.
+    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=explicit)
+    return mapped(functools.partial(function, share))(placed)
+
+
+def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Array:
+    """x sharded as the op needs it. What is replicated is cut, what is sharded otherwise is refused, never gathered."""
+    given = jax.typeof(x).sharding.spec
+    if any(_names(have) not in ((), _names(want)) for have, want in zip(given, spec, strict=True)):
+        raise ValueError(
+            f"{name} must be sharded as {spec}, or replicated, but its sharding is {given}: the op is mapped over the "
+            "batch and the heads of query, every other axis has to be whole, and all arrays are split as query is; "
+            "change it by jax.sharding.reshard"
+        )
+    return x if given == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+# --- axes of type Auto -----------------------------------------------------------------------------------------------
+
+
+def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
+    """A backend's forward, or with ``by_query`` its backward, that JAX's partitioner can split by batch and heads.
+
+    Axes that do not divide batch or heads are left out. With a single device, inside a `jax.shard_map`, and without
+    any batch entries it is the backend's own.
+    """
+    mesh = _mesh(operands)
+    several = jax.device_count() > 1 if mesh.empty else mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
+    if not several or not operands.query.size:
+        return function(call, operands, *by_query)
+    return _Partitioned(function, call, ()).mappable(operands, *by_query)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partitioned:
+    """A backend's forward or backward, and how it is split.
+
+    Attributes:
+      function: the backend's.
+      call: the static part of the call.
+      maps: for each `jax.vmap` around it, from the inside out, which of the arguments have an axis for it; it is first.
+    """
+
+    function: Callable[..., Any]
+    call: Call
+    maps: tuple[Any, ...]
+
+    def mappable(self, *args: Any) -> Any:
+        """The results, also under `jax.vmap`, which `custom_partitioning` does not know."""
+        mapped = custom_vmap(self.whole)
+
+        @mapped.def_vmap
+        def rule(_, batched, *args):
+            results = dataclasses.replace(self, maps=(*self.maps, tuple(batched))).mappable(*args)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return mapped(*args)
+
+    def whole(self, *args: Any) -> Any:
+        """The results, in a program for any number of devices."""
+        # Inside jit, for custom_partitioning takes no function with constants of its own, like block lists.
+        split = custom_partitioning(jax.jit(functools.partial(self.run, Share.of(args[0]))))
+        sides = [jax.tree.leaves(axes) for axes in self.axes(*args)]
+        # In the order in which the rule names them, or Shardy refuses it.
+        held = tuple(axis for axis in dict.fromkeys(" ".join(sides[0]).split()) if axis in _WHOLE)
+        split.def_partition(
+            self.partition,
+            infer_sharding_from_operands=lambda *args: self.partition(*args)[2],
+            sharding_rule=" -> ".join(", ".join(side) for side in sides),
+            need_replication_factors=held,
+        )
+        return split(*args)
+
+    def run(self, share: Share, *args: Any) -> Any:
+        """The results of a device's share."""
+        run = functools.partial(share.run, self.function, self.call)
+        for mapped in self.maps:
+            run = jax.vmap(run, jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped))
+        return run(*args)
+
+    def axes(self, operands: Operands, *by_query: Any) -> tuple[Any, Any]:
+        """The names of the axes of arguments and results, in their place."""
+        own = _axes_of(operands)
+        args = own, *("b t n", "b t n", "b t n d")[: len(by_query)]
+        results = own[:3] if by_query else ("b t n d", "b t n")
+        for i, mapped in enumerate(self.maps):
+            args = jax.tree.map(lambda axes, is_mapped, i=i: f"v{i} {axes}" if is_mapped else axes, args, mapped)
+            results = tuple(f"v{i} {axes}" for axes in results)
+        return args, results
+
+    def partition(self, mesh: Any, args: Any, _: Any) -> tuple[Any, ...]:
+        """The mesh, what each device computes, and how results and arguments have to be sharded for it."""
+        axes, results = self.axes(*args)
+        over = _chosen(mesh, args, axes)
+        share = Share.of(args[0], mesh, over.get("n", ()))
+        over["k"] = share.axes if share.splits_keys else ()
+
+        def on_device(*args):
+            found = self.run(share, *args)
+            if share.splits_keys or len(args) == 1:
+                return found
+            return found[0], *jax.lax.psum(found[1:], share.axes)
+
+        placed = [jax.tree.map(lambda x: NamedSharding(mesh, _spec(x, over)), side) for side in (results, axes)]
+        return mesh, on_device, *placed
+
+
+def _chosen(mesh: Any, args: Any, axes: Any) -> dict[str, tuple[str, ...]]:
+    """The mesh axes to split each named axis over: as the first array that is split there, as far as they divide it."""
+    over: dict[str, tuple[str, ...]] = {}
+    sizes: dict[str, int] = {}
+    used: set[str] = set()
+    for x, names in zip(jax.tree.leaves(args), jax.tree.leaves(axes), strict=True):
+        # An array that nothing is known of has no sharding, or none with names.
+        spec = getattr(x.sharding, "spec", ())
+        for name, size, entry in zip(names.split(), x.shape, spec, strict=False):
+            name = "n" if name == "k" else name
+            sizes.setdefault(name, size)  # of all heads that of query, which is first
+            if name in _WHOLE or over.get(name):
+                continue
+            for axis in _names(entry):
+                together = math.prod(mesh.shape[a] for a in (*over.get(name, ()), axis))
+                if axis not in used and sizes[name] % together == 0:
+                    over[name] = (*over.get(name, ()), axis)
+                    used.add(axis)
+    return over
