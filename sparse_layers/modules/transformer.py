@@ -14,6 +14,7 @@ from flax.typing import Dtype
 from ..ops.cache import KVCache, checked_lengths, checked_positions
 from .attention import Pattern
 from .block import SparseTransformerBlock, make_norm
+from .embedding import Embed
 
 
 class SparseTransformer(nnx.Module):
@@ -112,8 +113,8 @@ class SparseTransformer(nnx.Module):
             rope_theta = 10000.0
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
-        def table(size: int, variance: float) -> nnx.Embed:
-            return nnx.Embed(size, features, embedding_init=nnx.initializers.normal(variance**0.5), **shared)
+        def table(size: int, variance: float) -> Embed:
+            return Embed(size, features, embedding_init=nnx.initializers.normal(variance**0.5), **shared)
 
         self.token_embedding = table(vocab_size, 1 / features)
         self.position_embedding = table(seq_len, 1 / features) if positions == "learned" else nnx.data(None)

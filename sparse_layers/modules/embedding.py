@@ -1,0 +1,59 @@
+"""`Embed`: Flax's embedding with a gradient that is fast and exact for few tokens."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+# Above, a product with one-hot rows costs more than adding up rows one by one.
+_FEW = 1024
+
+
+class Embed(nnx.Embed):
+    """``flax.nnx.Embed`` whose gradient, with up to 1024 embeddings, is a matrix product and not a scatter.
+
+    Where many tokens are alike, as bytes are, a GPU adds their gradients into one row one after the other, in no
+    certain order and, in bfloat16, with its rounding at each: half the time of a training step of a byte-level model,
+    and another result each time. The product sums in float32 at least.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> Embed(256, 8, rngs=nnx.Rngs(0))(jnp.zeros((2, 5), int)).shape
+      (2, 5, 8)
+    """
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The rows of ``inputs``, int [...]: an array [..., features] in the layer's dtype."""
+        if not (1 < self.num_embeddings <= _FEW and jnp.issubdtype(inputs.dtype, jnp.integer)):
+            return super().__call__(inputs)
+        return _rows(self.embedding[...], inputs, self.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.take(table.astype(dtype), tokens, axis=0)
+
+
+def _rows_fwd(table, tokens, dtype):
+    return _rows(table, tokens, dtype), (table, tokens)
+
+
+def _rows_bwd(dtype, residuals, gradient):
+    table, tokens = residuals
+    hot = jax.nn.one_hot(tokens, len(table), dtype=gradient.dtype)
+    over = tuple(range(tokens.ndim))
+    # Zeros and ones times bfloat16 are exact; those times float32 are with the highest precision only.
+    sums = jax.lax.dot_general(
+        hot,
+        gradient,
+        ((over, over), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.promote_types(jnp.float32, gradient.dtype),
+    )
+    return sums.astype(table.dtype), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
