@@ -46,7 +46,7 @@ def default_contexts(seq_len: int) -> list[int]:
       >>> default_contexts(12288)
       [1, 6144, 9216, 10752, 11904, 12096]
     """
-    return sorted({max(1, seq_len - seq_len // part) for part in (seq_len, 2, 4, 8, 32, 64)} | {1} - {seq_len})
+    return sorted({1, *(max(1, seq_len - seq_len // part) for part in (2, 4, 8, 32, 64))})
 
 
 def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:

@@ -129,7 +129,7 @@ class Run:
         value, grads = jax.value_and_grad(loss)(state["params"])
         updates, optimizer = self._optimizer.update(grads, state["optimizer"], state["params"])
         new = {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}
-        return new, {"loss": value, "grad_norm": optax.global_norm(grads)}
+        return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
     def finite(self, state: State) -> jax.Array:
         """Whether all weights are numbers."""

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from examples.train_lm import train
 from examples.train_lm.config import Config, Refusal
-from examples.train_lm.model import _causal, build, sample
+from examples.train_lm.data import Batch
+from examples.train_lm.model import _causal, build, mean_loss, sample, step_flops
+from examples.train_lm.run import Run
 
 from .conftest import TINY
 
@@ -56,7 +57,12 @@ def test_what_the_library_refuses_is_one_line(options, message):
         ({"lr": -1.0}, "--lr must be at least 0"),
         ({"lr": float("nan")}, "--lr must be at least 0"),
         ({"heads": 3}, "--heads must divide --features"),
-        ({"positions": "sine"}, "--positions must be"),
+        ({"positions": "sine"}, "--positions must be one of"),
+        ({"dropout": 1.0}, "--dropout must be below 1"),
+        ({"lr": float("inf")}, "--lr must be at least 0 and finite"),
+        ({"tensor_parallel": 4}, "--tensor-parallel must divide --heads"),
+        ({"fsdp": 3}, "--batch-size must be a multiple"),
+        ({"device": "abacus"}, "--device must be one of"),
         ({"prompt": ""}, "--prompt"),
     ],
 )
@@ -72,13 +78,48 @@ def test_weights_learn_the_period():
     1/32 of that; half of what order 1 allows proves that it looks further than one.
     """
     config = Config(**{**TINY, "pattern": "local:local_attn_ctx=8", "steps": 150, "lr": 1e-2})
-    run = train.Run(config)
+    run = Run(config)
     state, step = run.init(), jax.jit(run.step)
     word = np.tile(np.frombuffer(b"abac", np.uint8), 20).astype(np.int32)
     starts = np.random.default_rng(0).integers(0, 40, (config.steps, 4))
-    for start in starts:
-        state, loss = step(state, word[start[:, None] + np.arange(33)])
-    assert loss / np.log(2) < 0.25
+    for number, start in enumerate(starts, 1):
+        state, seen = step(state, Batch(word[start[:, None] + np.arange(33)], None), np.int32(number))
+    assert seen["loss"] / np.log(2) < 0.25
 
     # Greedy samples then go on with the period, also past the window of 32.
-    assert sample(run.model(state), 32, b"abacabac", 60, 0.0) == b"abac" * 17
+    assert sample(run.model(state), b"abacabac", 60, 0.0) == b"abac" * 17
+
+
+def test_packed_documents_do_not_see_each_other():
+    model = build(Config(**TINY))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (1, 33))
+    segments = (np.arange(33) >= 20).astype(np.int32)[None]
+    loss = mean_loss(model, Batch(tokens, segments))
+    nats = [mean_loss(model, Batch(part, None)) for part in (tokens[:, :20],)]
+    # 19 bytes are predicted of the first document, and 12 of the second, whose first byte is nobody's.
+    other = tokens.copy()
+    other[:, :20] = rng.integers(0, 256, (1, 20))
+    second = 31 * loss - 19 * nats[0]
+    np.testing.assert_allclose(
+        31 * mean_loss(model, Batch(other, segments)) - 19 * mean_loss(model, Batch(other[:, :20], None)),
+        second,
+        rtol=1e-5,
+    )
+    assert abs(mean_loss(model, Batch(tokens, None)) - loss) > 1e-4
+
+
+def test_dropout_is_that_of_the_step():
+    run = Run(Config(**{**TINY, "dropout": 0.5}))
+    state, batch = run.init(), Batch(np.zeros((2, 33), np.int32), None)
+    loss = jax.jit(lambda number: mean_loss(run.model(state, number), batch, deterministic=False))
+    assert loss(1) == loss(1) != loss(2)
+    np.testing.assert_allclose(run.loss(state, batch), mean_loss(run.model(state, 3), batch), rtol=1e-6)
+
+
+def test_flops_of_a_step():
+    """Counted by hand: one layer, 16 features, 32 bytes, two sequences; causal pairs 528, those of a window of 8 228."""
+    weights = 16 * 4 * 16 + 3 * 16 * 40 + 256 * 16
+    for pattern, pairs in (("dense", 528), ("local:local_attn_ctx=8", 228)):
+        config = Config(**{**TINY, "pattern": pattern})
+        assert step_flops(config) == 3 * 2 * (2 * weights * 32 + 4 * 16 * pairs)

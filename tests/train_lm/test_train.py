@@ -6,11 +6,14 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from examples.train_lm import checkpoint, data, generate, report, train
 from examples.train_lm.config import Config, Refusal
+from examples.train_lm.log import Log
+from examples.train_lm.run import Run
 
 from .conftest import TINY, flags, snapshot
 
@@ -38,31 +41,32 @@ def test_a_run_writes_what_it_says(finished, corpus, capsys):
     assert losses(finished) == before
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["pattern", "params", "steps"]
-    windows = data.load(str(corpus), 32).heldout_windows(4, 32)[:, 1:].astype(np.uint8)
+    windows = data.load(str(corpus), 32).heldout_windows(4, 32).tokens[:, 1:].astype(np.uint8)
     expected = [before[-1][2], data.gzip_bits(windows.reshape(-1)), data.order0_bits(windows.reshape(-1))]
     assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-3:] == [f"{bits:.3f}" for bits in expected]
 
 
-def at_step(monkeypatch, number, action):
-    """Calls ``action`` when the run asks for the data of step ``number``."""
-    batch = data.Corpus.batch
+def at_row(monkeypatch, number, action):
+    """Calls ``action`` when the row of step ``number`` has been written."""
+    write = Log.write
 
-    def hooked(corpus, seed, step, **options):
-        if step == number:
+    def hooked(log, row):
+        write(log, row)
+        if row["step"] == number:
             action()
-        return batch(corpus, seed, step, **options)
 
-    monkeypatch.setattr(data.Corpus, "batch", hooked)
+    monkeypatch.setattr(Log, "write", hooked)
 
 
-@pytest.mark.parametrize("step", [1, 4])
-def test_interrupted_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, monkeypatch, capsys, step):
+# The row of step 1 is written when step 2 has begun, which is then saved; that of step 4, which is saved, before step 5.
+@pytest.mark.parametrize(("step", "saved"), [(1, 2), (4, 4)])
+def test_interrupted_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, monkeypatch, capsys, step, saved):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        at_step(patch, step, lambda: signal.raise_signal(signal.SIGINT))
+        at_row(patch, step, lambda: signal.raise_signal(signal.SIGINT))
         assert train.main(flags(**TINY, data=corpus, out=out)) == 130
     assert f"saved in {out}; go on with: make train ARGS='--resume --out {out}'" in capsys.readouterr().err
-    assert checkpoint.latest(out / "checkpoints")[0] == step and len(rows(out)) == step
+    assert checkpoint.latest(out / "checkpoints")[0] == len(rows(out)) == saved
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train.main(["--out", str(out), "--resume"]) == 0
     assert losses(out) == losses(finished)
@@ -77,7 +81,7 @@ def test_crashed_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, mo
         raise Crash
 
     with monkeypatch.context() as patch:
-        at_step(patch, 4, crash)
+        at_row(patch, 3, crash)
         with pytest.raises(Crash):
             train.main(flags(**TINY, data=corpus, out=tmp_path / "run"))
     # Step 3 was done but not saved: it is done again.
@@ -111,7 +115,7 @@ def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         # Stopped in the second run, whose settings must come from the first: --resume repeats none.
         calls = []
-        at_step(patch, 5, lambda: calls.append(5) or (len(calls) == 2 and signal.raise_signal(signal.SIGINT)))
+        at_row(patch, 4, lambda: calls.append(4) or (len(calls) == 2 and signal.raise_signal(signal.SIGINT)))
         assert train.main([*flags(**options, data=corpus, out=out), "--compare", patterns]) == 130
     assert not (out / "compare.png").exists()
     assert train.main(["--out", str(out), "--resume", "--compare", patterns]) == 0
@@ -234,9 +238,9 @@ def test_another_corpus_is_refused(corpus, tmp_path, capsys):
 
 def test_state_of_another_model_is_refused(finished):
     facts = checkpoint.latest(finished / "checkpoints")[1]
-    other = train.Run(Config(**{**TINY, "features": 32}))
+    other = Run(Config(**{**TINY, "features": 32}))
     with pytest.raises(Refusal, match="does not hold the weights of this model"):
-        checkpoint.restore(finished / "checkpoints", 6, facts, other.init())
+        checkpoint.restore(finished / "checkpoints", 6, facts, other.like)
 
 
 def test_generate(finished, capsys):
@@ -254,12 +258,25 @@ def test_generate_refuses(finished, capsys, arguments):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, capsys):
-    assert train.main(flags(**{**TINY, "lr": 1e30}, data=corpus, out=tmp_path / "run")) == 2
-    assert "try a smaller --lr than 1e+30" in capsys.readouterr().err
+    out = tmp_path / "run"
+    assert train.main(flags(**{**TINY, "lr": 1e30, "save_every": 1}, data=corpus, out=out)) == 2
+    last = checkpoint.latest(out / "checkpoints")[0]
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"the last good checkpoint is {out}/checkpoints/{last}: start a new run with a smaller --lr" in message
+    assert last < TINY["steps"]
+    weights = checkpoint.restore(
+        out / "checkpoints", last, checkpoint.latest(out / "checkpoints")[1], Run(Config(**TINY)).like
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights["params"]))
 
 
 def test_table_is_aligned():
-    row = {"step": 10, "loss": 1.0, "seconds": 2.0, "heldout_bpb": 1.5}
-    lines = report.table([report.Result(name, 1234, [row], 8, 2.0, 4.0) for name in ("a", "longer")]).splitlines()
+    row = {"step": 10, "loss": 1.0, "seconds": 2.0, "step_ms": 200.0, "memory_gb": 1.25, "heldout_bpb": 1.5}
+    results = [
+        report.Result(name, 1234, [{**row, **mfu}], 8, 2.0, 4.0) for name, mfu in (("a", {}), ("bb", {"mfu": 0.5}))
+    ]
+    lines = report.table(results).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["a", "1,234", "10", "5.00", "40", "1.500", "2.000", "4.000"]
+    numbers = ["1,234", "10", "200.0", "40", "-", "1.2", "GB", "1.500", "2.000", "4.000"]
+    assert lines[2].split() == ["a", *numbers]
+    assert lines[3].split() == ["bb", *["50.0%" if number == "-" else number for number in numbers]]
