@@ -23,6 +23,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .call import Call, Operands
+from .platforms import platform
 
 # Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes), c (the mask's only).
 # Only b, n and k are split.
@@ -140,8 +141,8 @@ def over_explicit_axes(function: Callable[[Share | None, Operands], Any], operan
       ValueError: an axis is sharded that the op is not mapped over, or not as that of the query.
     """
     mesh = _mesh(operands)
-    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    if not explicit:
+    over_axes = _explicit_axes(mesh, operands)
+    if over_axes is None:
         return function(None, operands)
     batch, _, heads, _ = jax.typeof(operands.query).sharding.spec
     share = Share.of(operands, mesh, _names(heads))
@@ -151,9 +152,21 @@ def over_explicit_axes(function: Callable[[Share | None, Operands], Any], operan
     names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask")
     placed = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
     by_query = PartitionSpec(batch, None, heads)
-    # Over all of these axes, also those that nothing is sharded over: JAX refuses TPU kernels on what is left.
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=explicit)
+    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)
     return mapped(functools.partial(function, share))(placed)
+
+
+def _explicit_axes(mesh: Any, operands: Operands) -> set[str] | None:
+    """The axes to map over, as `jax.shard_map` takes them, or None for none."""
+    kinds = set(mesh.axis_types)
+    if AxisType.Explicit not in kinds:
+        return None
+    if AxisType.Auto not in kinds:
+        # All but those that a `jax.vmap` maps over, which JAX knows: it refuses TPU kernels where some are left.
+        return set()
+    return {
+        axis for x in jax.tree.leaves(operands) for entry in jax.typeof(x).sharding.spec for axis in _names(entry)
+    } or None
 
 
 def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Array:
@@ -174,12 +187,15 @@ def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Arra
 def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
     """A backend's forward, or with ``by_query`` its backward, that JAX's partitioner can split by batch and heads.
 
-    Axes that do not divide batch or heads are left out. With a single device, inside a `jax.shard_map`, and without
-    any batch entries it is the backend's own.
+    Axes that do not divide batch or heads are left out. It is the backend's own where there is nothing to split (one
+    device, no batch entries), where JAX cannot (a mesh of which some axes only are Auto), and on TPUs, whose compiler
+    does not know custom partitioning.
     """
     mesh = _mesh(operands)
     several = jax.device_count() > 1 if mesh.empty else mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
-    if not several or not operands.query.size:
+    device = mesh.abstract_device
+    on_tpu = (platform() if device is None else device.platform) == "tpu"
+    if not several or on_tpu or not operands.query.size:
         return function(call, operands, *by_query)
     return _Partitioned(function, call, ()).mappable(operands, *by_query)
 
