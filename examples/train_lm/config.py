@@ -159,7 +159,7 @@ CONFIGS = types.MappingProxyType(
             "save_every": 500,
             "prompt": "The ",
         },
-        # Child et al. 2019 for enwik8. Batch size (0.4 million bytes), peak learning rate and length (80 epochs) are ours.
+        # Child et al. 2019 for enwik8. Batch size (0.4 million bytes), peak learning rate and 80 epochs are ours.
         "enwik8_paper": {
             "pattern": "sparse_transformer_fixed:stride=128,summary=32",
             "seq_len": 12288,

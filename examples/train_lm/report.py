@@ -22,6 +22,7 @@ class Result:
       params: number of weights.
       rows: one dict a step, see `examples.train_lm.log.Log`.
       tokens_per_step: bytes seen in a step.
+      memory: bytes that a step takes of one device's memory.
       gzip: bits per byte of gzip on the held-out windows.
       order0: order-0 entropy of the held-out windows, bits per byte.
     """
@@ -30,6 +31,7 @@ class Result:
     params: int
     rows: list[dict[str, Any]]
     tokens_per_step: int
+    memory: int
     gzip: float
     order0: float
 
@@ -41,7 +43,18 @@ class Result:
 
 def table(results: Sequence[Result]) -> str:
     """The closing table, one line a run; times are those of the median step."""
-    head = ("pattern", "params", "steps", "ms/step", "tokens/s", "MFU", "memory", "held-out bpb", "gzip", "order 0")
+    head = (
+        "pattern",
+        "params",
+        "steps",
+        "ms/step",
+        "tokens/s",
+        "MFU",
+        "memory/step",
+        "held-out bpb",
+        "gzip",
+        "order 0",
+    )
     lines: list[tuple[str, ...]] = [head]
     for r in results:
         mfu = median(r.rows, "mfu")
@@ -51,7 +64,7 @@ def table(results: Sequence[Result]) -> str:
             f"{median(r.rows, 'step_ms'):.1f}",
             f"{r.tokens_per_second:,.0f}",
             "-" if np.isnan(mfu) else f"{mfu:.1%}",
-            f"{r.rows[-1]['memory_gb']:.1f} GB",
+            f"{r.memory / 1e9:.2f} GB",
             f"{r.rows[-1]['heldout_bpb']:.3f}",
         )
         lines.append((r.pattern, *numbers, f"{r.gzip:.3f}", f"{r.order0:.3f}"))

@@ -181,6 +181,13 @@ def fitting(config: Config) -> Iterator[None]:
         ) from error
 
 
+def used(program: Any) -> int:
+    """Bytes that a compiled program takes of one device: arguments, results and all between, by its own account."""
+    size = program.memory_analysis()
+    taken = size.argument_size_in_bytes + size.output_size_in_bytes + size.temp_size_in_bytes
+    return taken - size.alias_size_in_bytes
+
+
 def _decayed(params: Any) -> Any:
     """Which parameters weight decay acts on: by name, since biases of stacked layers are matrices, too."""
     names = ("kernel", "embedding")

@@ -19,7 +19,7 @@ from . import checkpoint, data, report
 from .config import CONFIGS, Config, Refusal, add_options, named
 from .log import METRICS, Log, read_rows
 from .model import build, sample
-from .run import CHECKPOINTS, Run, State, fitting
+from .run import CHECKPOINTS, Run, State, fitting, used
 
 
 class Interrupted(Exception):
@@ -46,12 +46,12 @@ def train(config: Config, resume: bool) -> report.Result:
     heldout = corpus.heldout_windows(config.eval_batches * config.batch_size, config.seq_len, config.packed)
     with fitting(config):
         state, start, rows = _begin(run, corpus, resume)
-        state = _steps(run, corpus, heldout, state, start, rows)
+        state, memory = _steps(run, corpus, heldout, state, start, rows)
 
         # The bytes that gzip and the byte frequencies are measured on are those that the model was asked for.
         asked = heldout.tokens[:, 1:].astype(np.uint8).reshape(-1)
-        baselines = data.gzip_bits(asked), data.order0_bits(asked)
-        result = report.Result(config.pattern, run.num_params, rows, config.batch_size * config.seq_len, *baselines)
+        tokens, gzip, order0 = config.batch_size * config.seq_len, data.gzip_bits(asked), data.order0_bits(asked)
+        result = report.Result(config.pattern, run.num_params, rows, tokens, memory, gzip, order0)
         with _writing(out):
             report.draw_run(result, out / "loss.png")
             if config.sample_tokens:
@@ -100,8 +100,8 @@ def _facts(config: Config, corpus: data.Corpus) -> dict[str, Any]:
 
 def _steps(
     run: Run, corpus: data.Corpus, heldout: data.Batch, state: State, start: int, rows: list[dict[str, Any]]
-) -> State:
-    """Does the steps after ``start`` and returns the last state; adds to ``rows``."""
+) -> tuple[State, int]:
+    """Does the steps after ``start`` and adds to ``rows``; the last state, and the bytes that a step takes."""
     config, out = run.config, pathlib.Path(run.config.out)
     windows = [
         jax.tree.map(operator.itemgetter(slice(i, None, config.eval_batches)), heldout)
@@ -143,7 +143,7 @@ def _steps(
             if pressed and number < config.steps:
                 raise Interrupted(f"stopped after step {number}, saved in {out}")
             log.start_clock()
-    return state
+    return state, used(step)
 
 
 def _checked(row: dict[str, Any], out: pathlib.Path) -> dict[str, Any]:

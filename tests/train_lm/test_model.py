@@ -118,7 +118,7 @@ def test_dropout_is_that_of_the_step():
 
 
 def test_flops_of_a_step():
-    """Counted by hand: one layer, 16 features, 32 bytes, two sequences; causal pairs 528, those of a window of 8 228."""
+    """Counted by hand: one layer, 16 features, 32 bytes, two sequences; 528 causal pairs, 228 in a window of 8."""
     weights = 16 * 4 * 16 + 3 * 16 * 40 + 256 * 16
     for pattern, pairs in (("dense", 528), ("local:local_attn_ctx=8", 228)):
         config = Config(**{**TINY, "pattern": pattern})

@@ -58,7 +58,7 @@ def at_row(monkeypatch, number, action):
     monkeypatch.setattr(Log, "write", hooked)
 
 
-# The row of step 1 is written when step 2 has begun, which is then saved; that of step 4, which is saved, before step 5.
+# The row of step 1 is written when step 2 has begun, which is then saved; that of step 4, itself saved, before step 5.
 @pytest.mark.parametrize(("step", "saved"), [(1, 2), (4, 4)])
 def test_interrupted_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, monkeypatch, capsys, step, saved):
     out = tmp_path / "run"
@@ -271,12 +271,13 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, capsys):
 
 
 def test_table_is_aligned():
-    row = {"step": 10, "loss": 1.0, "seconds": 2.0, "step_ms": 200.0, "memory_gb": 1.25, "heldout_bpb": 1.5}
+    row = {"step": 10, "loss": 1.0, "seconds": 2.0, "step_ms": 200.0, "heldout_bpb": 1.5}
     results = [
-        report.Result(name, 1234, [{**row, **mfu}], 8, 2.0, 4.0) for name, mfu in (("a", {}), ("bb", {"mfu": 0.5}))
+        report.Result(name, 1234, [{**row, **mfu}], 8, 1_250_000_000, 2.0, 4.0)
+        for name, mfu in (("a", {}), ("bb", {"mfu": 0.5}))
     ]
     lines = report.table(results).splitlines()
     assert len({len(line) for line in lines}) == 1
-    numbers = ["1,234", "10", "200.0", "40", "-", "1.2", "GB", "1.500", "2.000", "4.000"]
+    numbers = ["1,234", "10", "200.0", "40", "-", "1.25", "GB", "1.500", "2.000", "4.000"]
     assert lines[2].split() == ["a", *numbers]
     assert lines[3].split() == ["bb", *["50.0%" if number == "-" else number for number in numbers]]
