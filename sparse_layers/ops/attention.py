@@ -47,6 +47,12 @@ def block_sparse_attention(
     ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query with no allowed key has out 0,
     lse -inf (its sink's logit, if there are sinks) and gradients 0. Letters as in `jax.nn.dot_product_attention`.
 
+    On several devices each computes its own batch entries and heads, as query is sharded; nothing is gathered, and only
+    gradients of what devices share are summed. Key and value are sharded alike; if the shards of heads do not divide K,
+    each device holds all key heads. Masks and sinks go with their heads. This holds on meshes whose axes are Explicit,
+    and on GPUs and CPUs if all are Auto; the compiler for TPUs splits no kernels, and Auto axes beside others are left
+    to JAX. Inside `jax.shard_map` N, K and the turn of masks are those of the heads at hand.
+
     Args:
       query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
       key: [B, S, K, H], same dtype. K divides N: query head n uses key head n // (N / K) (MHA, GQA, MQA).
@@ -69,8 +75,9 @@ def block_sparse_attention(
       [B, T, N] in float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule; on
-        TPUs, block lists that exceed scalar memory, with their size.
+      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule;
+        arrays sharded over Explicit axes otherwise than by batch and heads; on TPUs, block lists that exceed scalar
+        memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask.
       NotImplementedError: the named implementation cannot serve the call; says why.
 

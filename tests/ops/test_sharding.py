@@ -1,0 +1,307 @@
+"""The op on several devices: each computes its own batch entries and heads, and none asks another for q, k, v or out.
+
+The number of devices is fixed when JAX starts, so each kind of mesh has a process of its own: this file as a program.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import sparse_layers as sl
+from sparse_layers.ops.attention import SAVED
+from tests.ops.cases import COMPILER
+
+B, T, H = 4, 24, 8
+CAUSAL, NEAR, FULL, FAR = sl.Causal(), sl.Causal() & sl.Window(5), sl.Full(), sl.Causal() & sl.Strided(4)
+DATA, HEADS, BOTH = P("data"), P(None, None, "tensor"), P("data", None, "tensor")
+ALL = P(None, None, ("data", "tensor"))
+ALLOWED = np.random.default_rng(0).random((8, T, T)) < 0.4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, how its arrays are sharded, and what devices have to tell each other: sums of what they share."""
+
+    mask: Any
+    spec: P  # of query
+    heads: tuple[int, int] = (4, 4)
+    keys: P | None = None  # of key and value, if not that of query
+    extras: bool = False  # sinks and segment ids
+    told: frozenset[str] = frozenset()
+    implementation: str = "xla"
+
+
+SUM = frozenset({"all-reduce"})
+ANYTHING = SUM | {"all-gather", "all-to-all", "collective-permute"}
+CASES = {
+    "batch": Case(CAUSAL, DATA),
+    "heads": Case(CAUSAL, HEADS),
+    "batch and heads, sinks, segments": Case(CAUSAL, BOTH, (8, 4), extras=True, told=SUM),
+    "two axes": Case((CAUSAL, NEAR), ALL, (16, 8)),
+    "masks differ": Case((CAUSAL, NEAR, FULL, FAR), BOTH, (8, 8)),
+    "masks are out of step": Case((CAUSAL, NEAR), HEADS, (12, 4)),
+    "MQA": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, told=SUM),
+    "GQA, one key head each": Case((CAUSAL, NEAR), HEADS, (8, 2), keys=P(), told=SUM),
+    "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True),
+    "run-time masks": Case(jnp.asarray(ALLOWED), BOTH, (8, 4)),
+    "reference": Case((CAUSAL, NEAR, FULL), BOTH, (12, 3), keys=DATA, told=SUM, implementation="reference"),
+    "triton": Case((CAUSAL, FULL, NEAR, NEAR), BOTH, (8, 4), implementation="triton"),
+}
+
+
+def arrays(heads, kv_heads):
+    """Query, key, value and the cotangents of out and lse."""
+    draw = np.random.default_rng(1).standard_normal
+    shapes = [(B, T, heads, H), (B, T, kv_heads, H), (B, T, kv_heads, H), (B, T, heads, H), (B, T, heads)]
+    return [jnp.asarray(draw(shape), jnp.float32) for shape in shapes]
+
+
+def gradients(attend, *args, pull):
+    """What attend(*args) gives, and its gradients."""
+    results, pullback = jax.vjp(attend, *args)
+    return results, pullback(pull)
+
+
+def collectives(compiled):
+    names = r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast)[-\w]*\("
+    return set(re.findall(names, compiled.as_text()))
+
+
+def on(mesh, x, spec):
+    return None if x is None else jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def agree(mesh, program, args, specs, right=None, told=frozenset()):
+    """program(*args) on the devices of a mesh is right(*args) on one, and tells no more than it must."""
+    want = jax.jit(right or program, compiler_options=COMPILER)(*args)
+    placed = [jax.tree.map(lambda x, spec=spec: on(mesh, x, spec), x) for x, spec in zip(args, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda *args: program(*args), compiler_options=COMPILER).lower(*placed).compile()
+    found = compiled(*placed)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert collectives(compiled) <= told, f"{collectives(compiled)} instead of {set(told)}"
+    return found
+
+
+def check_case(mesh, case):
+    q, k, v, *pull = arrays(*case.heads)
+    sinks = jnp.linspace(-1, 1, case.heads[0]) if case.extras else None
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), axis=1)) if case.extras else None
+    mask = case.mask if isinstance(case.mask, jax.Array) else None
+
+    def program(implementation, q, k, v, sinks, ids, mask, *pull):
+        def attend(q, k, v, sinks):
+            options = {"segment_ids": ids, "sinks": sinks, "implementation": implementation, "return_lse": True}
+            return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
+
+        (out, lse), slopes = gradients(attend, q, k, v, sinks, pull=tuple(pull))
+        return out, jnp.where(jnp.isfinite(lse), lse, 0), slopes
+
+    batch, _, heads = (*case.spec, None, None)[:3]
+    keys = case.spec if case.keys is None else case.keys
+    masks = P(heads) if mask is not None and mask.ndim == 3 else P()
+    specs = [case.spec, keys, keys, P(heads), P(batch), masks, case.spec, case.spec]
+    right = functools.partial(program, "reference")
+    out, lse, slopes = agree(
+        mesh,
+        functools.partial(program, case.implementation),
+        [q, k, v, sinks, ids, mask, *pull],
+        specs,
+        right,
+        case.told,
+    )
+    for x, spec in ((out, case.spec), (lse, case.spec), *zip(slopes, specs[:3], strict=False)):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), x.sharding
+
+
+# --- inside of other transformations ---------------------------------------------------------------------------------
+
+
+def attend(q, k, v, mask=(CAUSAL, NEAR), implementation="xla", **options):
+    return sl.block_sparse_attention(q, k, v, mask, implementation=implementation, **options)
+
+
+def check_vmap(mesh):
+    # JAX 0.10 gathers what `jax.vmap` maps over an axis of type Explicit.
+    old = jax.__version_info__ < (0, 11) and AxisType.Explicit in mesh.axis_types
+    check_transformed(mesh, jax.vmap, told=frozenset({"all-gather"} if old else ()))
+    check_transformed(mesh, jax.vmap, (P(None, *BOTH),) * 4, lambda x: jnp.stack([x, x / 2]))
+
+
+def check_transformed(mesh, transform, specs=(BOTH,) * 4, change=lambda x: x, right=None, told=frozenset()):
+    args = [change(x) for x in arrays(4, 4)[:4]]
+    by_reference = functools.partial(attend, implementation="reference")
+    program = functools.partial(_sloped, transform(attend))
+    agree(mesh, program, args, specs, functools.partial(_sloped, right or transform(by_reference)), told)
+
+
+def _sloped(function, q, k, v, pull):
+    return gradients(function, q, k, v, pull=pull)
+
+
+def repeated(function):
+    """Layers under `jax.lax.scan`, recomputed but for what is saved by name."""
+    saved = jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
+    return lambda q, k, v: jax.lax.scan(lambda x, _: (saved(x, k, v), None), q, None, length=2)[0]
+
+
+def check_manual(mesh):
+    """Inside of somebody's `jax.shard_map` the plan is that of the heads at hand, here all alike."""
+    right = functools.partial(_sloped, functools.partial(attend, mask=NEAR))
+    over_heads = [HEADS, P(), P(), HEADS]  # the one key head is on all devices
+    for specs, kv_heads, name in (([BOTH] * 4, 4, "xla"), (over_heads, 1, "xla"), (over_heads, 1, "triton")):
+        alike = functools.partial(attend, mask=NEAR, implementation=name)
+        mapped = jax.shard_map(alike, mesh=mesh, in_specs=tuple(specs[:3]), out_specs=specs[0])
+        agree(mesh, functools.partial(_sloped, mapped), arrays(4, kv_heads)[:4], specs, right, SUM)
+    part = jax.shard_map(attend, mesh=mesh, in_specs=(DATA,) * 3, out_specs=DATA, axis_names={"data"})
+    check_transformed(mesh, lambda _: part, right=attend, told=ANYTHING)  # the other axis is left to JAX
+
+
+def check_names(mesh):
+    q, k, v, *_ = (on(mesh, x, BOTH) for x in arrays(8, 8)[:3])
+    with jax.set_mesh(mesh):
+        text = str(jax.make_jaxpr(lambda *args: jax.vjp(attend, *args))(q, k, v))
+    assert all(name in text for name in SAVED)
+
+
+def check_layers(mesh):
+    layer = sl.SparseSelfAttention(4, 16, pattern=(CAUSAL, NEAR), seq_len=T, use_sinks=True, rngs=nnx.Rngs(0))
+    definition, state = nnx.split(layer)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 16)), jnp.float32)
+    step = jax.grad(lambda x, state: (nnx.merge(definition, state)(x) ** 2).sum(), (0, 1))
+    agree(mesh, step, [x, state], [DATA, P()], told=SUM)
+    check_transformed(mesh, lambda _: sl.make_attention_fn((CAUSAL, NEAR), seq_len=T, recompute=True), right=attend)
+
+
+def check_without_context(mesh):
+    args = arrays(8, 8)[:3]
+    found = jax.jit(attend)(*(on(mesh, x, BOTH) for x in args))
+    np.testing.assert_allclose(found, attend(*args), atol=2e-5)
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, BOTH), 4)
+
+
+TRANSFORMED = {
+    "scan, remat": functools.partial(check_transformed, transform=repeated),
+    "no batch": functools.partial(
+        check_transformed, transform=lambda f: f, specs=(P(None, "tensor"),) * 4, change=lambda x: x[0]
+    ),
+    "vmap": check_vmap,
+    "replicated keys": functools.partial(
+        check_transformed, transform=lambda f: f, specs=(BOTH, P(), P(), BOTH), told=ANYTHING
+    ),
+    "shard_map": check_manual,
+    "names": check_names,
+    "layers": check_layers,
+    "without context": check_without_context,
+}
+
+
+# --- what only one kind of mesh has ----------------------------------------------------------------------------------
+
+
+def check_refusals(mesh):
+    q, k, v, *_ = arrays(4, 4)
+    ids = jnp.zeros((B, T), int)
+    whole, length = "P('data', None, None, None)", P("data", "tensor")
+    for message, specs in {
+        f"query must be sharded as {whole}, or replicated, but its sharding is P('data', 'tensor'": [
+            length,
+            DATA,
+            DATA,
+        ],
+        f"key must be sharded as {whole}, or replicated, but its sharding is P('tensor'": [DATA, P("tensor"), DATA],
+        f"value must be sharded as {whole}": [DATA, DATA, BOTH],
+        "segment_ids of queries must be sharded as P('data', None)": [DATA, DATA, DATA, P(None, "data")],
+    }.items():
+        specs = [*specs, DATA][:4]
+        placed = [on(mesh, x, spec) for x, spec in zip((q, k, v, ids), specs, strict=True)]
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
+            attend(*placed[:3], segment_ids=placed[3])
+
+
+def check_types(mesh):
+    q, k, v, *_ = (on(mesh, x, BOTH) for x in arrays(8, 8)[:3])
+    with jax.set_mesh(mesh):
+        types = jax.eval_shape(functools.partial(attend, return_lse=True), q, k, v)
+    assert [x.sharding.spec for x in types] == [P("data", None, "tensor", None), P("data", None, "tensor")]
+
+
+def check_mixed(_):
+    """Over axes of type Explicit the op is mapped; what becomes of the others is up to JAX's partitioner."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    check_transformed(mesh, lambda f: f, told=ANYTHING)
+
+
+def check_indivisible(mesh):
+    """Axes that do not divide are left out: three batch entries, two heads."""
+
+    def part(f):
+        return lambda *args: jnp.pad(f(*(x[:3, :, :2] for x in args)), [(0, 1), (0, 0), (0, 2), (0, 0)])
+
+    check_transformed(mesh, part, told=ANYTHING)
+
+
+ONLY = {
+    AxisType.Explicit: {"refusals": check_refusals, "types": check_types, "mixed": check_mixed},
+    AxisType.Auto: {"indivisible": check_indivisible},
+}
+
+
+def main(kind):
+    """Prints what fails on a mesh of 2 x 4 devices."""
+    from sparse_layers.ops.triton_gpu import launch
+    from tests.ops import triton_interpreter
+
+    launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
+    checks = {name: functools.partial(check_case, case=case) for name, case in CASES.items()} | TRANSFORMED | ONLY[kind]
+    if kind == AxisType.Auto:
+        del checks["triton"]  # interpreted kernels are callbacks, which JAX cannot call from a part of a program
+    for name, check in checks.items():
+        try:
+            check(mesh)
+        except Exception:
+            print(f"--- {name}\n{traceback.format_exc()}")
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_on_eight_devices(kind):
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
+    run = subprocess.run([sys.executable, __file__, kind], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
+
+
+def test_compiles_for_tpus():
+    pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    mesh = Mesh(np.reshape(devices, (2, 2)), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    specs = [BOTH, DATA, DATA, BOTH]
+    args = [
+        jax.ShapeDtypeStruct((2, 256, heads, 128), "bfloat16", sharding=NamedSharding(mesh, spec))
+        for heads, spec in zip((2, 1, 1, 2), specs, strict=True)
+    ]
+    kernel = functools.partial(attend, implementation="pallas_tpu")
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(_sloped, kernel)).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    assert "tpu_custom_call" in compiled.as_text() and collectives(compiled) == SUM
+
+
+if __name__ == "__main__":
+    main(getattr(AxisType, sys.argv[1]))
