@@ -110,7 +110,8 @@ def _axes_of(operands: Operands) -> Operands:
 
 def _where_given(operands: Operands, *values: Any) -> Any:
     """``values`` in the place of the operands that are not None."""
-    return Operands(*(None if x is None else value for x, value in zip(operands, values, strict=True)))
+    given: Any = (None if x is None else value for x, value in zip(operands, values, strict=True))
+    return Operands(*given)
 
 
 def _mesh(operands: Operands) -> Any:
