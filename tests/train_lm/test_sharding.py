@@ -1,0 +1,106 @@
+"""Losses on eight simulated devices, in a process of its own: their number is fixed when JAX starts."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from examples.train_lm import train
+from examples.train_lm.config import Config, Refusal
+from examples.train_lm.sharding import make_mesh
+
+from .conftest import TINY
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETTINGS = {
+    **TINY,
+    "batch_size": 8,
+    "layers": 2,
+    "heads": 4,
+    "sample_tokens": 0,
+    "dropout": 0.1,
+    "pattern": "fixed:local_attn_ctx=8,num_verts=2,blocksize=2+dense",
+}
+MESHES = {
+    "data": {},
+    "fsdp": {"fsdp": 8},
+    "mixed": {"fsdp": 2, "tensor_parallel": 2},
+    "heads": {"tensor_parallel": 4, "packed": True, "scan": True, "recompute": True},
+}
+SCRIPT = """
+import json, sys
+import jax
+from examples.train_lm import train
+from examples.train_lm.config import Config
+from examples.train_lm.run import Run
+out, corpus, settings, meshes = json.loads(sys.argv[1])
+assert jax.device_count() == 8
+programs = {}
+for name, options in meshes.items():
+    config = Config(**{**settings, **options, "data": corpus, "out": f"{out}/{name}"})
+    train.train(config, resume=False)
+    run = Run(config)
+    batch = run.place(train.load(config).batch(0, 1, config.batch_size, config.seq_len, config.packed))
+    programs[name] = run.mesh.size, run.compiled(batch)[0].as_text()
+json.dump(programs, open(f"{out}/programs.json", "w"))
+assert train.main(["--out", f"{out}/moved", "--resume", "--fsdp", "4"]) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def one(corpus, tmp_path_factory):
+    """Folders of the runs on one device: of the settings, and of those with what else "heads" has."""
+    out = tmp_path_factory.mktemp("one")
+    for name, options in (("plain", {}), ("heads", {**MESHES["heads"], "tensor_parallel": 1})):
+        train.train(Config(**{**SETTINGS, **options, "data": str(corpus), "out": str(out / name)}), resume=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def eight(one, corpus, tmp_path_factory):
+    """The folder of runs on eight devices, one for each mesh, and one that did four steps on one device before."""
+    out = tmp_path_factory.mktemp("eight")
+    shutil.copytree(one / "plain", out / "moved")
+    shutil.rmtree(out / "moved" / "checkpoints" / "6")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
+    }
+    arguments = json.dumps([str(out), str(corpus), SETTINGS, MESHES])
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def losses(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return np.array([(row["loss"], row["grad_norm"], row.get("heldout_bpb", 0)) for row in rows])
+
+
+@pytest.mark.parametrize("name", [*MESHES, "moved"])
+def test_losses_are_those_of_one_device(one, eight, name):
+    # Six steps of Adam; sums over devices are in another order.
+    np.testing.assert_allclose(losses(eight / name), losses(one / ("heads" if name == "heads" else "plain")), rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_only_weights_are_gathered(eight, name):
+    devices, text = json.loads((eight / "programs.json").read_text())[name]
+    assert devices == 8
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+    # Activations have the axis of the 32 tokens in a sequence, and no weight of this model has.
+    assert not [shape for shape, _ in moved if str(TINY["seq_len"]) in shape.split(",")], moved
+    assert bool(moved) == ("fsdp" in MESHES[name])
+
+
+def test_too_few_devices():
+    with pytest.raises(Refusal, match="--data-parallel 4 --fsdp 2 --tensor-parallel 1 needs 8 devices, JAX sees 1"):
+        make_mesh(Config(data_parallel=4, fsdp=2, batch_size=8), "cpu")
