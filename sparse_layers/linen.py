@@ -35,6 +35,7 @@ class _Settings(nn.Module, kw_only=True):
     implementation: str | None = None
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
+    query_sharding: jax.sharding.PartitionSpec | None = None
     normalize_qk: bool = False
     use_bias: bool = True
     dtype: Dtype | None = None
@@ -76,6 +77,8 @@ class SparseSelfAttention(_Settings):
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       implementation: None for the best that the platform offers, or the name of one.
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, see `block_sparse_attention`; B are all
+        leading axes together.
       normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without bias.
       use_bias: whether the four projections have biases.
       dtype: of the computation; None: from inputs and parameters.
@@ -162,6 +165,7 @@ class SparseSelfAttention(_Settings):
             implementation=self.implementation,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
+            query_sharding=self.query_sharding,
         )
         if qkv_features % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} must divide qkv_features={qkv_features}")
@@ -208,8 +212,9 @@ class SparseTransformerBlock(_Settings):
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       use_bias: whether attention and MLP projections have biases.
       pattern, seq_len, qkv_features, num_kv_heads, rope_theta, use_sinks, scale, logits_soft_cap, implementation,
-        fwd_params, bwd_params, normalize_qk, dtype, param_dtype, precision, kernel_init, bias_init, out_bias_init: see
-        `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the last four only attention's.
+        fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype, precision, kernel_init, bias_init,
+        out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the last four only
+        attention's.
 
     Raises:
       ValueError: at construction: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), a bad pattern;

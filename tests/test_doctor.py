@@ -33,7 +33,7 @@ def only(monkeypatch, implementation, number):
     monkeypatch.setattr(doctor, "checks", lambda name: every(name)[number:][:1] if name == implementation else [])
     # JAX keeps what it traced by function: another function, another trace.
     run = attention._jitted_attend.__wrapped__
-    monkeypatch.setattr(attention, "_jitted_attend", jax.jit(lambda *args: run(*args), static_argnums=(0, 1)))
+    monkeypatch.setattr(attention, "_jitted_attend", jax.jit(lambda *args: run(*args), static_argnums=(0, 1, 2)))
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from sparse_layers.ops.platforms import platform
 
 from .config import Config, Refusal
 from .data import Batch
-from .sharding import SEQUENCES
+from .sharding import QUERIES, SEQUENCES
 
 _ROWS = 512  # of a mask, looked at to count its pairs
 
@@ -43,6 +43,7 @@ def build(config: Config) -> sl.SparseTransformer:
             remat=config.recompute,
             scan_layers=config.scan,
             residual_sharding=SEQUENCES,
+            query_sharding=QUERIES,
             dtype=_dtype(config),
             rngs=nnx.Rngs(config.seed),
         )

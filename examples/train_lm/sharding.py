@@ -10,8 +10,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .config import Config, Refusal
 
 AXES = ("data", "fsdp", "tensor")
-# Sequences are split by both of the first two axes.
+# Sequences are split by both of the first two axes, and so is all that has them in front; queries by heads, too.
 SEQUENCES = PartitionSpec(("data", "fsdp"))
+QUERIES = PartitionSpec(("data", "fsdp"), None, "tensor")
 
 # The axis of the mesh for each axis of a layer's kernel; a bias lies as its layer's results do. What is not listed
 # (scales, the tables of 256 bytes and of positions) is small and lies on all devices; so does what an axis of the mesh

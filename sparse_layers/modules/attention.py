@@ -185,6 +185,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       implementation: None for the best that the platform offers, or the name of one.
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, see `block_sparse_attention`; B are all
+        leading axes together.
       dropout_rate: must be 0, see Raises.
       decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
@@ -228,6 +230,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         implementation: str | None = None,
         fwd_params: FwdParams | None = None,
         bwd_params: BwdParams | None = None,
+        query_sharding: jax.sharding.PartitionSpec | None = None,
         dropout_rate: float = 0.0,
         decode: bool | None = None,
         rngs: nnx.Rngs,
@@ -248,6 +251,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             implementation=implementation,
             fwd_params=fwd_params,
             bwd_params=bwd_params,
+            query_sharding=query_sharding,
         )
         super().__init__(
             num_heads,

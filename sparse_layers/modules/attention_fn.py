@@ -29,7 +29,8 @@ class AttentionFn:
     Attributes:
       masks: the masks that the heads take in turn.
       seq_len: the longest input, in tokens.
-      recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
+      recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding: see
+        `make_attention_fn`.
     """
 
     masks: tuple[Mask, ...]
@@ -40,6 +41,7 @@ class AttentionFn:
     logits_soft_cap: float | None = None
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
+    query_sharding: jax.sharding.PartitionSpec | None = None
 
     def plan(self, length: int, causal: bool = False) -> Plan:
         """The compiled pattern for ``length`` tokens (cached); with ``causal``, without what lies in the future."""
@@ -93,6 +95,7 @@ class AttentionFn:
                 logits_soft_cap=self.logits_soft_cap,
                 sinks=sinks,
                 implementation=self.implementation,
+                query_sharding=self.query_sharding,
             )
 
         out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
@@ -215,6 +218,7 @@ def make_attention_fn(
     logits_soft_cap: float | None = None,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
+    query_sharding: jax.sharding.PartitionSpec | None = None,
     segment_ids: jax.Array | None = None,
 ) -> Any:
     """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
@@ -240,6 +244,8 @@ def make_attention_fn(
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, see `block_sparse_attention`; B are all
+        leading axes together.
       segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
         is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps
         its function, so give it to a copy of the layer (``copy = nnx.clone(layer)``), lest a traced array stay behind.
@@ -267,7 +273,7 @@ def make_attention_fn(
     for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
         if isinstance(number, jax.Array):
             raise ValueError(f"{name} must be a finite Python number, got {number!r}: it is part of the function")
-    settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params
+    settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
 

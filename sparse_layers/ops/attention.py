@@ -41,6 +41,7 @@ def block_sparse_attention(
     bwd_params: BwdParams | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    query_sharding: jax.sharding.PartitionSpec | None = None,
 ) -> Any:
     r"""Attention restricted to a mask, exact, with exact gradients, at the cost of the blocks that the mask touches.
 
@@ -49,9 +50,10 @@ def block_sparse_attention(
 
     On several devices each computes its own batch entries and heads, as query is sharded; nothing is gathered, and only
     gradients of what devices share are summed. Key and value are sharded alike; if the shards of heads do not divide K,
-    each device holds all key heads. Masks and sinks go with their heads. This holds on meshes whose axes are Explicit,
-    and on GPUs and CPUs if all are Auto; the compiler for TPUs splits no kernels, and Auto axes beside others are left
-    to JAX. Inside `jax.shard_map` N, K and the turn of masks are those of the heads at hand.
+    each device holds all key heads. Masks and sinks go with their heads. Of meshes whose axes are Explicit this needs
+    nothing; of those whose axes are all Auto neither on GPUs and CPUs, but on TPUs, whose compiler splits no kernels,
+    ``query_sharding``. Auto axes beside others are left to JAX. Inside `jax.shard_map` N, K and the turn of masks are
+    those of the heads at hand.
 
     Args:
       query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
@@ -69,6 +71,9 @@ def block_sparse_attention(
       bwd_params: the same for the backward pass.
       implementation: one of `implementations()`; None takes the best that serves the call on this platform.
       return_lse: also return the log-sum-exp of the allowed logits.
+      query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", None,
+        "heads")``. It never changes the result; what does not lie so is moved, and axes that do not divide are left
+        out. None: JAX's partitioner finds out. Without effect where there is no mesh, or one of other axes.
 
     Returns:
       out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
@@ -76,8 +81,8 @@ def block_sparse_attention(
 
     Raises:
       ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule;
-        arrays sharded over Explicit axes otherwise than by batch and heads; on TPUs, block lists that exceed scalar
-        memory, with their size.
+        arrays sharded over Explicit axes otherwise than by batch and heads; a query_sharding of other axes, or none
+        where TPU kernels need it; on TPUs, block lists that exceed scalar memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask.
       NotImplementedError: the named implementation cannot serve the call; says why.
 
@@ -111,7 +116,7 @@ def block_sparse_attention(
     )
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
-    out, lse = _jitted_attend(_choose(implementation, call, operands), call, operands)
+    out, lse = _jitted_attend(_choose(implementation, call, operands), call, query_sharding, operands)
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
@@ -140,15 +145,17 @@ def implementations() -> tuple[str, ...]:
 # --- the derivative --------------------------------------------------------------------------------------------------
 
 
-def _run(implementation: str, call: Call, operands: Operands):
+def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
-    return sharding.over_explicit_axes(functools.partial(_on_device, implementation, call), operands)
+    return sharding.over_known_axes(functools.partial(_on_device, implementation, call), operands, query_sharding)
 
 
 def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
     backend, operands = IMPLEMENTATIONS[implementation], _varying_alike(operands)
+    if share is None and implementation == "pallas_tpu":
+        sharding.check_whole(operands)
     if hasattr(backend, "attend"):
-        return backend.attend(call, operands), None
+        return (backend.attend(call, operands) if share is None else share.run(backend.attend, call, operands)), None
     return _attend(implementation, call, share, operands)
 
 
@@ -189,7 +196,7 @@ def _attend_bwd(implementation, call, share, residuals, cotangents):
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 # Compiled once for each (implementation, call, shapes), also for eager callers.
-_jitted_attend = jax.jit(_run, static_argnums=(0, 1))
+_jitted_attend = jax.jit(_run, static_argnums=(0, 1, 2))
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 A kernel is a program for one device, which JAX cannot split by itself. What it has to be told depends on the mesh:
 
-* On axes of type Explicit, shardings are part of the types of arrays. `over_explicit_axes` maps the whole op over them
+* On axes of type Explicit, shardings are part of the types of arrays. `over_known_axes` maps the whole op over them
   by `jax.shard_map`, outside its derivative, so that JAX sums the gradients of what devices share.
-* On axes of type Auto, shardings are known when the partitioner runs. `over_auto_axes` tells it how to split forward
-  and backward, each by itself, for `custom_partitioning` has no derivative.
+* On axes of type Auto, shardings are known when the partitioner runs. If the caller says how query lies, that is mapped
+  over in the same way; if not, `over_auto_axes` tells the partitioner how to split forward and backward, each by
+  itself, for `custom_partitioning` has no derivative.
 
 On axes of type Manual, inside somebody's `jax.shard_map`, arrays are a device's own already.
 """
@@ -130,31 +131,57 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-# --- axes of type Explicit -------------------------------------------------------------------------------------------
+# --- axes of type Explicit, or that the caller names ----------------------------------------------------------------
 
 
-def over_explicit_axes(function: Callable[[Share | None, Operands], Any], operands: Operands) -> tuple[Any, Any]:
+def over_known_axes(
+    function: Callable[[Share | None, Operands], Any], operands: Operands, query_sharding: PartitionSpec | None
+) -> tuple[Any, Any]:
     """function(share, operands) -> (out, lse or None) on each device, for its own batch entries and heads.
 
-    The share is None if the mesh in force has no axes of type Explicit.
+    The share is None if it is not known how the operands lie: the mesh in force has no axes of type Explicit, and
+    ``query_sharding`` is None.
 
     Raises:
-      ValueError: an axis is sharded that the op is not mapped over, or not as that of the query.
+      ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
+        such an axis, or one that the mesh does not have.
     """
     mesh = _mesh(operands)
     over_axes = _explicit_axes(mesh, operands)
-    if over_axes is None:
+    if over_axes is not None:
+        batch, _, heads, _ = jax.typeof(operands.query).sharding.spec
+    elif query_sharding is not None and _is_auto(mesh):
+        batch, heads = _named(mesh, operands.query, query_sharding)
+        over_axes = set()
+    else:
         return function(None, operands)
-    batch, _, heads, _ = jax.typeof(operands.query).sharding.spec
     share = Share.of(operands, mesh, _names(heads))
     over = {"b": batch, "n": heads, "k": heads if share.splits_keys else None}
     specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
-    segments = "segment_ids of queries", "segment_ids of keys"
-    names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask")
-    placed = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
+    if AxisType.Explicit in mesh.axis_types:
+        segments = "segment_ids of queries", "segment_ids of keys"
+        names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask")
+        operands = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
     by_query = PartitionSpec(batch, None, heads)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)
-    return mapped(functools.partial(function, share))(placed)
+    return mapped(functools.partial(function, share))(operands)
+
+
+def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any]:
+    """The mesh axes that ``spec`` names for the batch and the heads of query, as far as they divide them."""
+    entries = (*spec, None, None, None, None)[:4]
+    axes = [axis for entry in entries for axis in _names(entry)]
+    if len(spec) > 4 or entries[1] or entries[3] or not set(axes) <= set(mesh.axis_names):
+        raise ValueError(
+            f"query_sharding must be PartitionSpec(axes of the batch, None, axes of the heads) with axes of the mesh, "
+            f"{mesh.axis_names}, got {spec}"
+        )
+
+    def dividing(size: int, entry: Any) -> tuple[str, ...] | None:
+        names = _names(entry)
+        return names if names and size % math.prod(mesh.shape[axis] for axis in names) == 0 else None
+
+    return dividing(query.shape[0], entries[0]), dividing(query.shape[2], entries[2])
 
 
 def _explicit_axes(mesh: Any, operands: Operands) -> set[str] | None:
@@ -193,12 +220,34 @@ def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands,
     does not know custom partitioning.
     """
     mesh = _mesh(operands)
-    several = jax.device_count() > 1 if mesh.empty else mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
-    device = mesh.abstract_device
-    on_tpu = (platform() if device is None else device.platform) == "tpu"
-    if not several or on_tpu or not operands.query.size:
+    several = jax.device_count() > 1 if mesh.empty else _is_auto(mesh)
+    if not several or _on_tpu(mesh) or not operands.query.size:
         return function(call, operands, *by_query)
     return _Partitioned(function, call, ()).mappable(operands, *by_query)
+
+
+def check_whole(operands: Operands) -> None:
+    """Refuses a TPU kernel in a program of several devices that does not know how its operands lie.
+
+    Raises:
+      ValueError: the mesh in force has several devices and axes of type Auto.
+    """
+    mesh = _mesh(operands)
+    if _is_auto(mesh) and _on_tpu(mesh):
+        raise ValueError(
+            f"query_sharding must say how query lies on the mesh in force, {mesh.axis_names} of type Auto, as in "
+            "PartitionSpec(axes of the batch, None, axes of the heads): the compiler for TPUs cannot split kernels; or "
+            "make the axes Explicit, or call the op inside jax.shard_map"
+        )
+
+
+def _is_auto(mesh: Any) -> bool:
+    return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
+
+
+def _on_tpu(mesh: Any) -> bool:
+    device = None if mesh.empty else mesh.abstract_device
+    return (platform() if device is None else device.platform) == "tpu"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
+from sparse_layers.ops import attention
 from sparse_layers.ops.attention import SAVED
 from tests.ops.cases import COMPILER
 
@@ -44,6 +46,7 @@ class Case:
     extras: bool = False  # sinks and segment ids
     told: frozenset[str] = frozenset()
     implementation: str = "xla"
+    named: bool = False  # whether the op is told the sharding of query
 
 
 SUM = frozenset({"all-reduce"})
@@ -107,6 +110,7 @@ def check_case(mesh, case):
     def program(implementation, q, k, v, sinks, ids, mask, *pull):
         def attend(q, k, v, sinks):
             options = {"segment_ids": ids, "sinks": sinks, "implementation": implementation, "return_lse": True}
+            options["query_sharding"] = case.spec if case.named else None
             return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
 
         (out, lse), slopes = gradients(attend, q, k, v, sinks, pull=tuple(pull))
@@ -191,6 +195,15 @@ def check_layer(mesh):
     agree(mesh, step, [x, state], [DATA, P()], told=SUM)
 
 
+def check_key_heads(mesh):
+    """An implementation that JAX differentiates gets the key heads of its query heads, too."""
+    program, right = (functools.partial(attend, mask=CAUSAL, implementation=name) for name in ("cudnn", "xla"))
+    if AxisType.Auto in mesh.axis_types:
+        program = functools.partial(program, query_sharding=HEADS)
+    specs = [HEADS, P(), P(), HEADS]
+    agree(mesh, functools.partial(_sloped, program), arrays(8, 2)[:4], specs, functools.partial(_sloped, right), SUM)
+
+
 def check_without_context(mesh):
     args = arrays(8, 8)[:3]
     found = jax.jit(attend)(*(on(mesh, x, BOTH) for x in args))
@@ -203,6 +216,7 @@ TRANSFORMED = {
     "vmap": check_vmap,
     "shard_map": check_manual,
     "names": check_names,
+    "key heads": check_key_heads,
     "without context": check_without_context,
 }
 
@@ -230,6 +244,17 @@ def check_refusals(mesh):
             attend(*placed[:3], segment_ids=placed[3])
 
 
+def check_names_of_axes(mesh):
+    """A sharding that is told is checked, and what it does not divide is left out."""
+    q, k, v, *_ = arrays(4, 4)
+    for spec in (P("batch"), P(None, "data"), P("data", None, None, "tensor"), P(*[None] * 5)):
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(f"'tensor'), got {spec}")):
+            attend(q, k, v, query_sharding=spec)
+    told = functools.partial(attend, query_sharding=BOTH)
+    check_indivisible(mesh, lambda f: told if f is attend else f)
+    np.testing.assert_array_equal(told(q, k, v), attend(q, k, v))  # without a mesh it says nothing
+
+
 def check_types(mesh):
     q, k, v, *_ = (on(mesh, x, BOTH) for x in arrays(8, 8)[:3])
     with jax.set_mesh(mesh):
@@ -243,11 +268,11 @@ def check_mixed(_):
     check_transformed(mesh, lambda f: f, told=ANYTHING)
 
 
-def check_indivisible(mesh):
+def check_indivisible(mesh, change=lambda f: f):
     """Axes that do not divide are left out: three batch entries, two heads."""
 
     def part(f):
-        return lambda *args: jnp.pad(f(*(x[:3, :, :2] for x in args)), [(0, 1), (0, 0), (0, 2), (0, 0)])
+        return lambda *args: jnp.pad(change(f)(*(x[:3, :, :2] for x in args)), [(0, 1), (0, 0), (0, 2), (0, 0)])
 
     check_transformed(mesh, part, told=ANYTHING)
 
@@ -265,6 +290,7 @@ ONLY = {
     },
     AxisType.Auto: {
         "indivisible": check_indivisible,
+        "names of axes": check_names_of_axes,
         "attention_fn": check_attention_fn,
         "no batch": functools.partial(
             check_transformed, transform=lambda f: f, specs=(P(None, "tensor"),) * 4, change=lambda x: x[0]
@@ -281,8 +307,14 @@ def main(kind):
     launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
     checks = {name: functools.partial(check_case, case=case) for name, case in CASES.items()} | TRANSFORMED | ONLY[kind]
+    attention.IMPLEMENTATIONS["cudnn"] = types.SimpleNamespace(
+        unsupported=lambda call, operands: None,
+        attend=lambda call, operands: jax.nn.dot_product_attention(*operands[:3], is_causal=True),
+    )
     if kind == AxisType.Auto:
         del checks["triton"]  # interpreted kernels are callbacks, which JAX cannot call from a part of a program
+        for name in ("triton", "two axes", "GQA, key heads straddle", "run-time masks"):
+            checks[f"{name}, told"] = functools.partial(check_case, case=dataclasses.replace(CASES[name], named=True))
     for name, check in checks.items():
         try:
             check(mesh)
@@ -298,10 +330,11 @@ def test_on_eight_devices(kind):
     assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
 
 
-def test_compiles_for_tpus():
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_compiles_for_tpus(kind):
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    mesh = Mesh(np.reshape(devices, (2, 2)), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = Mesh(np.reshape(devices, (2, 2)), ("data", "tensor"), axis_types=(kind,) * 2)
     specs = [BOTH, DATA, DATA, BOTH]
     args = [
         jax.ShapeDtypeStruct((2, 256, heads, 128), "bfloat16", sharding=NamedSharding(mesh, spec))
@@ -309,6 +342,10 @@ def test_compiles_for_tpus():
     ]
     kernel = functools.partial(attend, implementation="pallas_tpu")
     with jax.set_mesh(mesh):
+        if kind == AxisType.Auto:
+            with pytest.raises(ValueError, match="query_sharding must say how query lies"):
+                jax.eval_shape(kernel, *args[:3])
+            kernel = functools.partial(kernel, query_sharding=BOTH)
         compiled = jax.jit(functools.partial(_sloped, kernel)).trace(*args).lower(lowering_platforms=("tpu",)).compile()
     assert "tpu_custom_call" in compiled.as_text() and collectives(compiled) == SUM
 
