@@ -15,8 +15,8 @@ class Embed(nnx.Embed):
     """``flax.nnx.Embed`` whose gradient, with up to 1024 embeddings, is a matrix product and not a scatter.
 
     Where many tokens are alike, as bytes are, a GPU adds their gradients into one row one after the other, in no
-    certain order and, in bfloat16, with its rounding at each: half the time of a training step of a byte-level model,
-    and another result each time. The product sums in float32 at least.
+    certain order and, in bfloat16, with its rounding at each: 50 of 120 ms of a training step of 65,536 bytes on an
+    H200, and another result each time. The product sums in float32 at least.
 
     Example:
       >>> import jax.numpy as jnp
