@@ -185,7 +185,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       implementation: None for the best that the platform offers, or the name of one.
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
-      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, see `block_sparse_attention`; B are all
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
       dropout_rate: must be 0, see Raises.
       decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.

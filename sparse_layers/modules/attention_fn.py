@@ -29,8 +29,8 @@ class AttentionFn:
     Attributes:
       masks: the masks that the heads take in turn.
       seq_len: the longest input, in tokens.
-      recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding: see
-        `make_attention_fn`.
+      recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
+      query_sharding: see `make_attention_fn`.
     """
 
     masks: tuple[Mask, ...]
@@ -244,7 +244,7 @@ def make_attention_fn(
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
-      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, see `block_sparse_attention`; B are all
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
       segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
         is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps

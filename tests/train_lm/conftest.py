@@ -1,7 +1,9 @@
 import hashlib
 import pathlib
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from examples.train_lm import train
 
@@ -25,6 +27,32 @@ TINY = {
 def flags(**options):
     """The settings as command line arguments."""
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A folder of compiled programs: most tests, and the processes that they start, run the same few."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation(compiled):
+    """Programs are compiled once for all tests, and without XLA's slower passes, which would gain nothing here."""
+    settings = {
+        "jax_compilation_cache_dir": str(compiled),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        compilation_cache.reset_cache()  # Whether there is one is asked once.
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
