@@ -107,18 +107,27 @@ class Log(contextlib.ExitStack):
         )
 
     def _tensorboard(self, folder: pathlib.Path, done: int) -> Callable[[dict[str, Any]], None]:
-        try:
-            from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports] (an option)
-        except ImportError as error:
-            raise Refusal("--tensorboard needs the package tensorboardX, which is not installed") from error
         # What was written of steps that a resumed run does again is left out by TensorBoard.
-        writer = self.enter_context(SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1))
+        writer = self.enter_context(summary_writer()(str(folder / "tensorboard"), purge_step=done + 1))
 
         def write(row):
             for name in row.keys() - {"step"}:
                 writer.add_scalar(name, row[name], row["step"])
 
         return write
+
+
+def summary_writer() -> Any:
+    """The class that writes TensorBoard files.
+
+    Raises:
+      Refusal: tensorboardX is not installed.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports] (an option)
+    except ImportError as error:
+        raise Refusal("--tensorboard needs the package tensorboardX, which is not installed") from error
+    return SummaryWriter
 
 
 def read_rows(path: pathlib.Path, step: int) -> list[dict[str, Any]]:

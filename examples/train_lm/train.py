@@ -17,7 +17,7 @@ import numpy as np
 
 from . import checkpoint, data, report
 from .config import CONFIGS, Config, Refusal, add_options, named
-from .log import METRICS, Log, read_rows
+from .log import METRICS, Log, read_rows, summary_writer
 from .model import build, sample
 from .run import CHECKPOINTS, Run, State, fitting, used
 
@@ -41,6 +41,8 @@ def train(config: Config, resume: bool) -> report.Result:
     out = pathlib.Path(config.out)
     if not resume:
         _require_new(out)
+    if config.tensorboard:
+        summary_writer()  # Missing, it must be missed before anything is written.
     corpus = load(config)
     run = Run(config)
     heldout = corpus.heldout_windows(config.eval_batches * config.batch_size, config.seq_len, config.packed)
@@ -83,7 +85,9 @@ def _begin(run: Run, corpus: data.Corpus, resume: bool) -> tuple[State, int, lis
         return state, 0, []
     start, facts = checkpoint.latest(folder)
     check_corpus(run.config, corpus, facts)
-    return checkpoint.restore(folder, start, facts, run.like), start, read_rows(out / METRICS, start)
+    with _writing(out):
+        rows = read_rows(out / METRICS, start)
+    return checkpoint.restore(folder, start, facts, run.like), start, rows
 
 
 def check_corpus(config: Config, corpus: data.Corpus, facts: dict[str, Any]) -> None:
