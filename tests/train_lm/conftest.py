@@ -1,4 +1,5 @@
 import hashlib
+import json
 import pathlib
 
 import jax
@@ -29,17 +30,11 @@ def flags(**options):
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """A folder of compiled programs: most tests, and the processes that they start, run the same few."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(compiled):
-    """Programs are compiled once for all tests, and without XLA's slower passes, which would gain nothing here."""
+@pytest.fixture(scope="package", autouse=True)
+def quick_compilation(tmp_path_factory):
+    """Compiled without XLA's slower passes, which gain nothing here, and once: the tests run the same few programs."""
     settings = {
-        "jax_compilation_cache_dir": str(compiled),
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_disable_most_optimizations": True,
     }
@@ -47,8 +42,9 @@ def quick_compilation(compiled):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             jax.config.update(name, value)
+            # For the processes that the tests start.
             patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()  # Whether there is one is asked once.
+        compilation_cache.reset_cache()  # JAX asks only once whether there is one.
         yield
         for name, value in before.items():
             jax.config.update(name, value)
@@ -65,8 +61,8 @@ def corpus(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def finished(corpus, tmp_path_factory):
+@pytest.fixture(scope="package")
+def finished(quick_compilation, corpus, tmp_path_factory):
     """The folder of a run of six steps that nothing disturbed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     assert train.main(flags(**TINY, data=corpus, out=out)) == 0
@@ -79,3 +75,14 @@ def snapshot(folder: pathlib.Path):
         path.relative_to(folder): path.is_file() and hashlib.sha256(path.read_bytes()).digest()
         for path in folder.rglob("*")
     }
+
+
+def rows(out: pathlib.Path):
+    """The rows of a run; a process that is writing may not have ended its last line."""
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def losses(out: pathlib.Path):
+    return [(row["step"], row["loss"], row.get("heldout_bpb")) for row in rows(out)]

@@ -1,31 +1,27 @@
-import json
+import collections
+import contextlib
 import pathlib
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
 
-from examples.train_lm import checkpoint, data, generate, report, train
+from examples.train_lm import checkpoint, data, evaluate, generate, report, train
 from examples.train_lm.config import Config, Refusal
 from examples.train_lm.log import Log
 from examples.train_lm.run import Run
 
-from .conftest import TINY, flags, snapshot
+from .conftest import TINY, flags, losses, rows, snapshot
 
 PNG = b"\x89PNG\r\n"
-
-
-def rows(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out):
-    return [(row["step"], row["loss"], row.get("heldout_bpb")) for row in rows(out)]
 
 
 def test_a_run_writes_what_it_says(finished, corpus, capsys):
@@ -110,7 +106,7 @@ def test_ctrl_c_of_a_process(corpus, tmp_path):
 
 def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "both"
-    options = {name: value for name, value in TINY.items() if name != "pattern"}
+    options = {name: value for name, value in TINY.items() if name != "pattern"} | {"sample_tokens": 0}
     patterns = "sparse_transformer_fixed:stride=16,summary=4,dense"
     with monkeypatch.context() as patch:
         # Stopped in the second run, whose settings must come from the first: --resume repeats none.
@@ -151,6 +147,7 @@ def refused(capsys, folder, arguments, main=train.main):
         ({"out": "short"}, "is a file"),
         ({"out": "full"}, "is not empty"),
         ({"out": "nowhere", "steps": -1}, "--steps"),
+        ({"device": "tpu" if jax.default_backend() == "gpu" else "gpu"}, "JAX sees none here"),
     ],
 )
 def test_wrong_requests_write_nothing(corpus, tmp_path, capsys, change, message):
@@ -231,9 +228,10 @@ def test_an_older_checkpoint_serves_when_the_newest_is_removed(finished, tmp_pat
 def test_another_corpus_is_refused(corpus, tmp_path, capsys):
     shutil.copytree(corpus, tmp_path / "corpus")
     out = tmp_path / "run"
-    assert train.main(flags(**{**TINY, "steps": 1}, data=tmp_path / "corpus", out=out)) == 0
+    assert train.main(flags(**{**TINY, "steps": 1, "sample_tokens": 0}, data=tmp_path / "corpus", out=out)) == 0
     (tmp_path / "corpus" / "part0" / "file0.txt").write_text("changed")
     assert "no longer the corpus" in refused(capsys, out, ["--out", str(out), "--resume"])
+    assert "no longer the corpus" in refused(capsys, out, ["--out", str(out)], evaluate.main)
 
 
 def test_state_of_another_model_is_refused(finished):
@@ -268,6 +266,113 @@ def test_a_loss_that_is_no_number_ends_the_run(corpus, tmp_path, capsys):
         out / "checkpoints", last, checkpoint.latest(out / "checkpoints")[1], Run(Config(**TINY)).like
     )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(weights["params"]))
+
+
+def stopped(capsys):
+    """The one line on stderr, after that of compiling and the progress bar, of a run that a Refusal ended."""
+    *before, message, end = capsys.readouterr().err.split("\n")
+    assert not end and len(before) <= 2 and not [line for line in before if line.startswith("train: ")]
+    return message
+
+
+@contextlib.contextmanager
+def growing_to(size):
+    """No file may grow beyond ``size`` bytes: writing fails then as on a full disk."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.mark.parametrize(
+    ("file", "message", "left"),
+    [
+        ("metrics.jsonl", "cannot write into {out}", 2),
+        ("checkpoint", "{out}/checkpoints/4 could not be written", 2),
+        ("loss.png", "cannot write into {out}", 6),
+    ],
+)
+def test_a_full_disk_is_one_line_and_the_run_goes_on(
+    finished, corpus, tmp_path, monkeypatch, capsys, file, message, left
+):
+    out = tmp_path / "run"
+    message = f"{message.format(out=out)}: File too large; the checkpoint of step {left} is intact"
+    with monkeypatch.context() as patch, contextlib.ExitStack() as full:
+
+        def fill():
+            # Room for all rows, or none; in no case for a checkpoint or a picture.
+            full.enter_context(growing_to(1 if file == "metrics.jsonl" else 5000))
+
+        if file == "loss.png":
+            draw = report.draw_run
+            patch.setattr(report, "draw_run", lambda *args: fill() or draw(*args))
+        else:
+            at_row(patch, 3, fill)
+        assert train.main(flags(**TINY, data=corpus, out=out)) == 2
+        assert stopped(capsys) == f"train: {message}"
+    with growing_to(100):
+        # Rows of steps that were not saved are dropped first, for which there is no room either.
+        assert train.main(["--out", str(out), "--resume"]) == 2
+    assert f"File too large; the checkpoint of step {left} is intact" in stopped(capsys)
+    assert train.main(["--out", str(out), "--resume"]) == 0
+    assert losses(out) == losses(finished)
+    assert (out / "loss.png").read_bytes().startswith(PNG)
+
+
+def test_too_little_memory_is_one_line(corpus, tmp_path, monkeypatch, capsys):
+    compiled = Run.compiled
+
+    def small(run, batch):
+        def step(*args):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+        return (step, *compiled(run, batch)[1:])
+
+    monkeypatch.setattr(Run, "compiled", small)
+    assert train.main(flags(**TINY, data=corpus, out=tmp_path / "run")) == 2
+    assert stopped(capsys).startswith("train: --batch-size 2 --seq-len 32 does not fit the memory of the ")
+
+
+class Writer(contextlib.AbstractContextManager):
+    """Records what tensorboardX's class of the same methods would write, by folder."""
+
+    told: ClassVar = collections.defaultdict(list)
+
+    def __init__(self, folder, purge_step):
+        self._told = self.told[pathlib.Path(folder)]
+        self._told.append(purge_step)
+
+    def add_scalar(self, name, value, step):
+        self._told.append((step, name, value))
+
+    def __exit__(self, *exception):
+        self._told.append("closed")
+
+
+def test_tensorboard_gets_every_number(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_row(patch, 1, lambda: signal.raise_signal(signal.SIGINT))
+        options = {**TINY, "sample_tokens": 0}
+        assert train.main([*flags(**options, data=corpus, out=out), "--tensorboard"]) == 130
+    assert train.main(["--out", str(out), "--resume"]) == 0
+    told = Writer.told[out / "tensorboard"]
+    first, second = told.index("closed"), len(told) - 1
+    # Without the steps from 3 on, should a process that was killed have written them.
+    assert told[0] == 1 and told[first + 1] == 3 and told[second] == "closed"
+    expected = [(row["step"], name, value) for row in rows(out) for name, value in row.items() if name != "step"]
+    assert sorted(told[1:first] + told[first + 2 : second]) == sorted(expected)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_tensorboard_that_is_missing(finished, corpus, tmp_path, monkeypatch, capsys, resume):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    arguments = ["--out", str(finished), "--resume"] if resume else flags(**TINY, data=corpus, out=tmp_path / "run")
+    message = refused(capsys, finished if resume else tmp_path, [*arguments, "--tensorboard"])
+    assert "--tensorboard needs the package tensorboardX" in message
 
 
 def test_table_is_aligned():
