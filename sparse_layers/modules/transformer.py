@@ -12,6 +12,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ..ops.cache import KVCache, checked_lengths, checked_positions
+from ..ops.sharding import check_sharding, constrained
 from .attention import Pattern
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
@@ -43,9 +44,10 @@ class SparseTransformer(nnx.Module):
       scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
         along a first axis: compile time and program size do not grow with the depth. The number of patterns must
         divide num_layers.
-      residual_sharding: how the residual stream [..., T, features] lies on the mesh in force, if there is one: told to
-        the partitioner after the embedding and after each block. Weights that are split along features (FSDP) need
-        it, ``PartitionSpec("data")``, say: left alone, the partitioner may split and gather activations instead.
+      residual_sharding: how the residual stream [..., T, features] lies on the mesh in force if its axes are Auto, told
+        to the partitioner after the embedding and after each block; axes that do not divide are left out. Weights that
+        are split along features (FSDP) need it, ``PartitionSpec("data")``, say: left alone, the partitioner may split
+        and gather activations instead.
       dtype: of the computation; None: from the parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
@@ -54,8 +56,8 @@ class SparseTransformer(nnx.Module):
 
     Raises:
       ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column";
-        num_layers < 1; an empty tuple of patterns or one longer than num_layers, or with scan_layers one whose length
-        does not divide num_layers; and the layers' own.
+        num_layers < 1; a residual_sharding that is no PartitionSpec; an empty tuple of patterns or one longer than
+        num_layers, or with scan_layers one whose length does not divide num_layers; and the layers' own.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -90,6 +92,7 @@ class SparseTransformer(nnx.Module):
         **options: Any,
     ):
         layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
+        check_sharding(residual_sharding, "residual_sharding")
         if num_layers < 1:
             raise ValueError(f"num_layers must be >= 1, got {num_layers}")
         if not 1 <= len(layers) <= num_layers:
@@ -255,9 +258,7 @@ class SparseTransformer(nnx.Module):
         return x
 
     def _placed(self, x: jax.Array) -> jax.Array:
-        if self.residual_sharding is None or jax.sharding.get_abstract_mesh().empty:
-            return x
-        return jax.lax.with_sharding_constraint(x, self.residual_sharding)
+        return constrained(x, self.residual_sharding, "residual_sharding")
 
     def _logits(self, x: jax.Array) -> jax.Array:
         x = self.final_norm(x)

@@ -73,7 +73,9 @@ def block_sparse_attention(
       return_lse: also return the log-sum-exp of the allowed logits.
       query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", None,
         "heads")``. It never changes the result; what does not lie so is moved, and axes that do not divide are left
-        out. None: JAX's partitioner finds out. Without effect where there is no mesh, or one of other axes.
+        out. None: JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent
+        cache. Without effect where there is no mesh, or one of other axes. Under `jax.vmap`, leave it out: the axis
+        that is mapped over would be gathered.
 
     Returns:
       out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
@@ -96,6 +98,7 @@ def block_sparse_attention(
       Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (the patterns); Dao 2023,
       "FlashAttention-2" (online softmax and its backward by blocks).
     """
+    sharding.check_sharding(query_sharding, "query_sharding")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     _check_arrays(query, key, value)
     unbatched = query.ndim == 3

@@ -115,9 +115,9 @@ def _where_given(operands: Operands, *values: Any) -> Any:
     return Operands(*given)
 
 
-def _mesh(operands: Operands) -> Any:
-    """The mesh in force: that of an operand's type, or that of `jax.set_mesh`; it may be empty."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)]
+def _mesh(arrays: Any) -> Any:
+    """The mesh in force: that of an array's type, or that of `jax.set_mesh`; it may be empty."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
@@ -169,19 +169,45 @@ def over_known_axes(
 
 def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any]:
     """The mesh axes that ``spec`` names for the batch and the heads of query, as far as they divide them."""
-    entries = (*spec, None, None, None, None)[:4]
-    axes = [axis for entry in entries for axis in _names(entry)]
-    if len(spec) > 4 or entries[1] or entries[3] or not set(axes) <= set(mesh.axis_names):
+    batch, length, heads, size = _dividing(mesh, query.shape, spec, "query_sharding")
+    if length or size or any((*spec,)[1::2]):
         raise ValueError(
-            f"query_sharding must be PartitionSpec(axes of the batch, None, axes of the heads) with axes of the mesh, "
-            f"{mesh.axis_names}, got {spec}"
+            f"query_sharding must be PartitionSpec(axes of the batch, None, axes of the heads), got {spec}"
         )
+    return batch, heads
 
-    def dividing(size: int, entry: Any) -> tuple[str, ...] | None:
-        names = _names(entry)
-        return names if names and size % math.prod(mesh.shape[axis] for axis in names) == 0 else None
 
-    return dividing(query.shape[0], entries[0]), dividing(query.shape[2], entries[2])
+def _dividing(mesh: Any, shape: tuple[int, ...], spec: PartitionSpec, name: str) -> list[tuple[str, ...] | None]:
+    """The mesh axes that ``spec``, the argument ``name``, names for each axis of an array, if they divide it."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    axes = [axis for entry in entries for axis in ((entry,) if entry is PartitionSpec.UNCONSTRAINED else _names(entry))]
+    if len(entries) > len(shape) or not set(axes) <= set(mesh.axis_names) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{name} must name axes of the mesh, {mesh.axis_names}, each once, for an array of shape {shape}, "
+            f"got {spec}"
+        )
+    fits = [
+        size % math.prod(mesh.shape[axis] for axis in _names(e)) == 0 for size, e in zip(shape, entries, strict=True)
+    ]
+    return [_names(entry) if entry and fit else None for entry, fit in zip(entries, fits, strict=True)]
+
+
+def check_sharding(spec: Any, name: str) -> None:
+    """Raises ValueError if the argument ``name`` is neither a `PartitionSpec` nor None."""
+    if spec is not None and not isinstance(spec, PartitionSpec):
+        raise ValueError(f"{name} must be a jax.sharding.PartitionSpec or None, got {spec!r}")
+
+
+def constrained(x: jax.Array, spec: PartitionSpec | None, name: str) -> jax.Array:
+    """x, of which the partitioner is told how it lies, if the axes of the mesh in force are Auto.
+
+    Raises:
+      ValueError: ``spec``, the argument ``name``, names axes that the mesh does not have.
+    """
+    mesh = _mesh(x)
+    if spec is None or not _is_auto(mesh):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*_dividing(mesh, x.shape, spec, name)))
 
 
 def _explicit_axes(mesh: Any, operands: Operands) -> set[str] | None:
@@ -278,7 +304,8 @@ class _Partitioned:
     def whole(self, *args: Any) -> Any:
         """The results, in a program for any number of devices."""
         # Inside jit, for custom_partitioning takes no function with constants of its own, like block lists.
-        split = custom_partitioning(jax.jit(functools.partial(self.run, Share.of(args[0]))))
+        run = functools.partial(self.run, Share.of(args[0]))
+        split = custom_partitioning(jax.jit(run))
         sides = [jax.tree.leaves(axes) for axes in self.axes(*args)]
         # In the order in which the rule names them, or Shardy refuses it.
         held = tuple(axis for axis in dict.fromkeys(" ".join(sides[0]).split()) if axis in _WHOLE)
@@ -288,7 +315,10 @@ class _Partitioned:
             sharding_rule=" -> ".join(", ".join(side) for side in sides),
             need_replication_factors=held,
         )
-        return split(*args)
+        # Of second derivatives: `custom_partitioning` has none, the backends' may have.
+        differentiable = jax.custom_jvp(split)
+        differentiable.defjvp(functools.partial(jax.jvp, run))
+        return differentiable(*args)
 
     def run(self, share: Share, *args: Any) -> Any:
         """The results of a device's share."""

@@ -176,6 +176,17 @@ def check_manual(mesh):
     check_transformed(mesh, lambda _: part, right=attend, told=ANYTHING)  # the other axis is left to JAX
 
 
+def check_second_derivative(mesh):
+    q, k, v, pull, _ = arrays(8, 8)
+
+    def along(q):
+        return jax.jvp(jax.grad(lambda q: (attend(q, k, v, implementation="reference") ** 2).sum()), (q,), (pull,))[1]
+
+    want = along(q)  # of one device's program, in this process of eight
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(along)(on(mesh, q, BOTH)), want, atol=1e-4)
+
+
 def check_names(mesh):
     q, k, v, *_ = (on(mesh, x, BOTH) for x in arrays(8, 8)[:3])
     with jax.set_mesh(mesh):
@@ -247,8 +258,9 @@ def check_refusals(mesh):
 def check_names_of_axes(mesh):
     """A sharding that is told is checked, and what it does not divide is left out."""
     q, k, v, *_ = arrays(4, 4)
-    for spec in (P("batch"), P(None, "data"), P("data", None, None, "tensor"), P(*[None] * 5)):
-        with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(f"'tensor'), got {spec}")):
+    wrong = P("batch"), P(None, "data"), P("data", None, None, "tensor"), P(*[None] * 5), P(("data", "data")), ["data"]
+    for spec in wrong:
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(f"got {spec}")):
             attend(q, k, v, query_sharding=spec)
     told = functools.partial(attend, query_sharding=BOTH)
     check_indivisible(mesh, lambda f: told if f is attend else f)
@@ -290,6 +302,7 @@ ONLY = {
     },
     AxisType.Auto: {
         "indivisible": check_indivisible,
+        "second derivative": check_second_derivative,
         "names of axes": check_names_of_axes,
         "attention_fn": check_attention_fn,
         "no batch": functools.partial(
