@@ -15,7 +15,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 KILLS = int(os.environ.get("TRAIN_LM_KILLS", "3"))
 
 
-def test_killed_at_any_moment(corpus, tmp_path):
+def test_killed_at_any_moment(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     options = {**TINY, "steps": 40, "eval_every": 5}
     alone, out, draw = tmp_path / "alone", tmp_path / "run", random.Random(0)
 
