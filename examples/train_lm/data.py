@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Text:
-    """Bytes spread over files, which are mapped, a few at a time.
+    """Bytes spread over files, which are mapped, a few at a time, and must not change from now on.
 
     No byte is kept: what a process monitor counts of the maps is the system's page cache, which it takes back at need.
 
@@ -62,6 +62,7 @@ class Text:
         self.size = int(ends[-1])
         self._begins = ends[:-1]
         self.document_starts = self._begins if document_starts is None else document_starts
+        self._stamps = tuple(_stamp(part.path) for part in self.parts)
         self._map = functools.lru_cache(_OPEN_MAPS)(functools.partial(_mapped, self.parts))
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -69,7 +70,7 @@ class Text:
 
         Raises:
           IndexError: the text does not reach that far.
-          Refusal: a file has gone or shrunk since it was loaded.
+          Refusal: a file has gone or changed since it was loaded.
         """
         if not 0 <= start <= start + count <= self.size:
             raise IndexError(f"bytes {start} to {start + count} of a text of {self.size}")
@@ -77,18 +78,27 @@ class Text:
         index = int(np.searchsorted(self._begins, start, "right")) - 1
         while filled < count:
             within = start + filled - int(self._begins[index])
+            # Also for a map that is open: where its file has shrunk, reading it would end the process.
+            if _stamp(self.parts[index].path) != self._stamps[index]:
+                raise Refusal(f"--data {self.parts[index].path} changed while it was being learnt")
             piece = self._map(index)[within : within + count - filled]
             out[filled : filled + piece.size] = piece
             filled, index = filled + piece.size, index + 1
         return out
 
 
+def _stamp(path: str) -> tuple[int, int]:
+    """What changes with a file's content: its size and its time; of one that is gone, -1."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
 def _mapped(parts: tuple[Part, ...], index: int) -> np.ndarray:
     path, offset, length = parts[index]
-    try:
-        return np.memmap(path, np.uint8, "r", offset, (length,)).view(np.ndarray)
-    except (OSError, ValueError) as error:
-        raise Refusal(f"--data {path}: {length} bytes from {offset} on were there and are not now: {error}") from error
+    return np.memmap(path, np.uint8, "r", offset, (length,)).view(np.ndarray)
 
 
 class Batch(NamedTuple):
@@ -161,7 +171,7 @@ class Corpus:
         return text_windows(self.train, starts, seq_len, packed)
 
     def heldout_windows(self, count: int, seq_len: int, packed: bool = False) -> Batch:
-        """Fixed windows spread evenly over the held-out bytes."""
+        """Fixed windows spread evenly over the held-out bytes; they overlap if ``count * seq_len`` exceeds these."""
         starts = np.linspace(0, self.heldout.size - seq_len - 1, count).astype(np.int64)
         return text_windows(self.heldout, starts, seq_len, packed)
 
@@ -241,7 +251,11 @@ def _split(root: pathlib.Path, glob: str, library: bool) -> list[list[Part]]:
 def _names(root: pathlib.Path, glob: str, skipped: set[str]) -> list[str]:
     """The paths, from ``root`` on, of the files that ``glob`` matches; folders named in ``skipped`` are left out."""
     names = []
-    for folder, subfolders, files in os.walk(root):
+
+    def refuse(error: OSError) -> None:
+        raise error  # os.walk would leave out what it cannot read
+
+    for folder, subfolders, files in os.walk(root, onerror=refuse):
         subfolders[:] = set(subfolders) - skipped
         paths = [pathlib.Path(folder, name) for name in fnmatch.filter(files, glob)]
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]

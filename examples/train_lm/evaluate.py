@@ -40,13 +40,13 @@ class Row:
 
 
 def default_contexts(seq_len: int) -> list[int]:
-    """1 and those of the paper's table, as shares of the length: 1/2, 3/4, 7/8, 31/32, 63/64.
+    """1 and those of the paper's table, as shares of the length: 1/2, 3/4, 7/8, 31/32, 63/64, 95/96.
 
     Example:
       >>> default_contexts(12288)
-      [1, 6144, 9216, 10752, 11904, 12096]
+      [1, 6144, 9216, 10752, 11904, 12096, 12160]
     """
-    return sorted({1, *(max(1, seq_len - seq_len // part) for part in (2, 4, 8, 32, 64))})
+    return sorted({1, *(max(1, seq_len - seq_len // part) for part in (2, 4, 8, 32, 64, 96))})
 
 
 def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:
@@ -71,15 +71,17 @@ def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], coun
         raise Refusal(f"--bytes {count}: of {text.size} bytes, none has {first} before it")
     step = jax.jit(functools.partial(_scores, run))
     for context in contexts:
-        began, total, windows = time.perf_counter(), 0.0, 0
+        began, total, counted, windows = time.perf_counter(), 0.0, 0, 0
         # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
         fresh = length - context + 1
         targets = np.arange(first, first + scored, fresh)
         for rows in np.array_split(targets, -(-len(targets) // run.config.batch_size)):
             batch, weights = _windows(text, rows - context, rows, first + scored, run.config)
+            if batch.segments is not None:  # the first byte of a document is nobody's next byte, as in training
+                weights &= batch.segments[:, 1:] == batch.segments[:, :-1]
             total += float(step(state, run.place(batch), weights))
-            windows += len(rows)
-        yield Row(context, bits(total / scored), windows, time.perf_counter() - began)
+            windows, counted = windows + len(rows), counted + int(weights.sum())
+        yield Row(context, bits(total / max(counted, 1)), windows, time.perf_counter() - began)
 
 
 def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> tuple[Batch, np.ndarray]:
@@ -113,19 +115,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--part", choices=("heldout", "test"), default="heldout", help="bytes to read [heldout]")
     parser.add_argument("--contexts", help="minimum contexts in bytes, as in 1,128,256 [1, T/2, 3T/4, ... of T]")
     parser.add_argument("--bytes", type=int, default=1 << 17, help="bytes to score [131072]")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help="where [auto]")
     args = parser.parse_args(argv)
     try:
-        run, state, facts = open_run(args.out)
+        run, state, facts = open_run(args.out, args.device)
         corpus = load(run.config)
         check_corpus(run.config, corpus, facts)
         text = corpus.heldout if args.part == "heldout" else corpus.test
         if text is None:
             raise Refusal("--part test: a folder has none, only a file is split into three")
         contexts = _numbers(args.contexts) if args.contexts else default_contexts(run.config.seq_len)
-        print("minimum context  bits per byte  windows  seconds")
+        heading = "minimum context  bits per byte  windows  seconds\n"
         with fitting(run.config), jax.set_mesh(run.mesh):
             for row in by_context(run, state, text, contexts, args.bytes):
-                print(f"{row.context:15,}  {row.bits_per_byte:13.4f}  {row.windows:7,}  {row.seconds:7.1f}", flush=True)
+                line = f"{row.context:15,}  {row.bits_per_byte:13.4f}  {row.windows:7,}  {row.seconds:7.1f}"
+                print(f"{heading}{line}", flush=True)
+                heading = ""
     except Refusal as refusal:
         print(f"evaluate: {refusal}", file=sys.stderr)
         return 2

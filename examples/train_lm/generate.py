@@ -21,13 +21,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: likeliest byte; 1: as the model is [0.8]")
     parser.add_argument("--top-p", type=float, help="sample from the likeliest bytes only that make up this share")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample [0]")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help="where [auto]")
     args = parser.parse_args(argv)
     try:
-        run, state, _ = open_run(args.out)
+        if not 0 <= args.seed < 2**32:
+            raise Refusal(f"--seed must be in 0..2**32 - 1, got {args.seed}")
+        run, state, _ = open_run(args.out, args.device)
         prompt = run.config.prompt if args.prompt is None else args.prompt
         with fitting(run.config), jax.set_mesh(run.mesh):
             model = run.model(state)
-            text = sample(model, prompt.encode(), args.tokens, args.temperature, args.top_p, args.seed)
+            text = sample(
+                model, prompt.encode("utf-8", "surrogateescape"), args.tokens, args.temperature, args.top_p, args.seed
+            )
     except Refusal as refusal:
         print(f"generate: {refusal}", file=sys.stderr)
         return 2

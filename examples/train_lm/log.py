@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import pathlib
 import resource
 import sys
@@ -38,8 +39,8 @@ class Log(contextlib.ExitStack):
     """The rows of a run, as a context manager that closes what they are written to.
 
     A row has step, loss (nats a byte), grad_norm, seconds (of training so far: no compiling, evaluating or saving),
-    step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of the first device; of the process on a
-    CPU), mfu (where the device's peak is known), and heldout_bpb where it was evaluated.
+    step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of the first device since the process
+    began; of the process on a CPU), mfu (where the device's peak is known), and heldout_bpb where it was evaluated.
 
     Args:
       folder: where metrics.jsonl lies.
@@ -98,6 +99,10 @@ class Log(contextlib.ExitStack):
         self._bar.set_postfix_str(self._line(row), refresh=False)
         self._bar.update()
 
+    def sync(self) -> None:
+        """Puts the rows on disk: none of them may be younger than the checkpoint that is saved next."""
+        os.fsync(self._file.fileno())
+
     def _line(self, row: dict[str, Any]) -> str:
         heldout = f"held-out {self._heldout:.3f} bpb, " if math.isfinite(self._heldout) else ""
         mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
@@ -136,8 +141,8 @@ def read_rows(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
     Raises:
       Refusal: rows are missing.
     """
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     try:
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         rows = [json.loads(line) for line in lines[:step]]
         if [row["step"] for row in rows] != list(range(1, step + 1)):
             raise ValueError("steps are missing")

@@ -9,7 +9,6 @@ import optax
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.ops.platforms import platform
 
 from .config import Config, Refusal
 from .data import Batch
@@ -36,7 +35,7 @@ def build(config: Config) -> sl.SparseTransformer:
             positions=config.positions,
             position_stride=config.position_stride if config.positions == "row_column" else None,
             mlp=config.mlp,
-            mlp_features=8 * round(config.features / 3) if config.mlp == "swiglu" else 4 * config.features,
+            mlp_features=_hidden(config),
             norm=config.norm,
             tie_embeddings=config.tied,
             dropout_rate=config.dropout,
@@ -44,20 +43,18 @@ def build(config: Config) -> sl.SparseTransformer:
             scan_layers=config.scan,
             residual_sharding=SEQUENCES,
             query_sharding=QUERIES,
-            dtype=_dtype(config),
+            dtype=None if config.dtype == "auto" else jnp.dtype(config.dtype),
             rngs=nnx.Rngs(config.seed),
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise Refusal(
             f"--pattern {config.pattern} --seq-len {config.seq_len}: {' '.join(str(error).split())}"
         ) from error
 
 
-def _dtype(config: Config) -> Any:
-    """The dtype of the computation; weights are float32 in any case."""
-    if config.dtype != "auto":
-        return jnp.dtype(config.dtype)
-    return jnp.float32 if platform() == "cpu" else jnp.bfloat16
+def _hidden(config: Config) -> int:
+    """Hidden features of the MLPs; as many weights with a gate as without."""
+    return max(8, 8 * round(config.features / 3)) if config.mlp == "swiglu" else 4 * config.features
 
 
 def _causal(pattern: Any) -> Any:
@@ -85,9 +82,9 @@ def step_flops(config: Config) -> float:
 
     Two for each weight of a matrix product and token, four for each feature of a head and allowed (query, key) pair,
     and twice as many again for the gradients. What is computed in vain (masked pairs, recomputation) is not counted.
-    The pairs of a pattern are estimated from 512 rows.
+    The pairs of a pattern are estimated from 512 rows; those that documents kept apart forbid are counted with them.
     """
-    hidden = 3 * 8 * round(config.features / 3) if config.mlp == "swiglu" else 2 * 4 * config.features
+    hidden = (3 if config.mlp == "swiglu" else 2) * _hidden(config)
     weights = config.layers * config.features * (4 * config.features + hidden) + 256 * config.features
     patterns = [_causal(sl.preset(part)) for part in config.pattern.split("+")]
     pairs = sum(_pairs(patterns[layer % len(patterns)], config.seq_len) for layer in range(config.layers))

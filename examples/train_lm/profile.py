@@ -57,7 +57,8 @@ def profile(config: Config, warm: int = 5, steps: int = 20) -> Profile:
     Raises:
       Refusal: as `train`, or the device's profile has no kernels (a CPU's has none).
     """
-    corpus, run = load(config), Run(config)
+    run = Run(config)
+    corpus = load(config)
 
     def make(number: int) -> data.Batch:
         return run.place(corpus.batch(config.seed, number, config.batch_size, config.seq_len, config.packed))

@@ -1,7 +1,10 @@
 """A model and its optimiser as pure functions of a state, laid out over the devices."""
 
 import contextlib
+import dataclasses
+import os
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +34,10 @@ def use_device(name: str) -> None:
     Raises:
       Refusal: there is none.
     """
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: JAX_PLATFORMS=cuda where there is none
+        raise Refusal(f"JAX finds no device with JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}") from error
     if name == "auto":
         return
     try:
@@ -39,6 +46,17 @@ def use_device(name: str) -> None:
         raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
     if device.platform != jax.default_backend():
         jax.config.update("jax_default_device", device)
+
+
+def resolved(config: Config) -> Config:
+    """The config with what "auto" stands for here, which is what a run goes on with.
+
+    Raises:
+      Refusal: the device is not there.
+    """
+    use_device(config.device)
+    dtype = "float32" if platform() == "cpu" else "bfloat16"
+    return dataclasses.replace(config, device=platform(), dtype=dtype if config.dtype == "auto" else config.dtype)
 
 
 class Run:
@@ -56,12 +74,16 @@ class Run:
     """
 
     def __init__(self, config: Config):
-        use_device(config.device)
-        self.config = config
+        self.config = config = resolved(config)
         self.mesh = make_mesh(config, platform())
         # A cosine that warms up needs at least one step on each side of the peak, even in a run of two steps.
         warmup = min(config.warmup, config.steps - 1)
-        schedule = optax.warmup_cosine_decay_schedule(0.0, config.lr, warmup, config.steps, config.lr * config.lr_end)
+        if warmup < config.warmup:
+            print(f"the warm-up is shortened to {warmup} steps", file=sys.stderr)
+        # The cosine ends after the last step, which would be wasted on a rate of 0.
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, config.lr, warmup, config.steps + 1, config.lr * config.lr_end
+        )
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
             optax.adamw(
@@ -132,8 +154,8 @@ class Run:
         return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
     def finite(self, state: State) -> jax.Array:
-        """Whether all weights are numbers."""
-        return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"])]))
+        """Whether all weights and moments are finite numbers."""
+        return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]))
 
     def compiled(self, batch: Batch) -> tuple[Any, Any, Any]:
         """`step` (whose first argument is used up), `loss` and `finite`, compiled for batches like this one.
@@ -150,29 +172,53 @@ class Run:
         return step, loss, finite
 
 
-def open_run(out: str) -> tuple[Run, State, dict[str, Any]]:
+def open_run(out: str, device: str = "auto") -> tuple[Run, State, dict[str, Any]]:
     """A saved run, its newest state on the devices, and the facts saved with it.
+
+    Where there are fewer devices than weights were split over, each holds all of them.
+
+    Args:
+      out: folder of the run.
+      device: as in `Config`, of any kind.
 
     Raises:
       Refusal: the folder holds no checkpoint, or one that is damaged; or as `Run`.
     """
     folder = pathlib.Path(out) / CHECKPOINTS
-    step, facts = checkpoint.latest(folder)
-    run = Run(Config.load(facts["config"], {"out": out}))
-    return run, checkpoint.restore(folder, step, facts, run.like), facts
+    with reading(out):
+        step, facts = checkpoint.latest(folder)
+        config = dataclasses.replace(Config.load(facts["config"], {"out": out}), device=device, data_parallel=0)
+        use_device(device)
+        if config.fsdp * config.tensor_parallel > len(jax.devices(platform())):
+            config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
+        run = Run(config)
+        return run, checkpoint.restore(folder, step, facts, run.like), facts
+
+
+@contextlib.contextmanager
+def reading(out: str) -> Iterator[None]:
+    """Says in one line that a run's folder cannot be read.
+
+    Raises:
+      Refusal: that line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise Refusal(f"--out {out}: cannot read {error.filename or ''}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def fitting(config: Config) -> Iterator[None]:
-    """Says in one line that the devices' memory is too small.
+    """Says in one line that the memory, of the devices or of the host, is too small.
 
     Raises:
       Refusal: it is.
     """
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         hint = "" if config.recompute else ", or --recompute"
         raise Refusal(

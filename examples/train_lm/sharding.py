@@ -43,7 +43,7 @@ def make_mesh(config: Config, platform: str) -> Mesh:
     if data > most:
         raise Refusal(
             f"--data-parallel {data} --fsdp {config.fsdp} --tensor-parallel {config.tensor_parallel} needs "
-            f"{data * rest} devices, JAX sees {len(devices)} ({platform})"
+            f"{data * rest} devices, JAX sees {len(devices)} ({platform}); a run may go on with others"
         )
     shape = (data, config.fsdp, config.tensor_parallel)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: data * rest])

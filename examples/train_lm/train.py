@@ -3,8 +3,11 @@
 import argparse
 import contextlib
 import dataclasses
+import fcntl
+import functools
 import math
 import operator
+import os
 import pathlib
 import re
 import signal
@@ -14,12 +17,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from . import checkpoint, data, report
 from .config import CONFIGS, Config, Refusal, add_options, named
 from .log import METRICS, Log, read_rows, summary_writer
 from .model import build, sample
-from .run import CHECKPOINTS, Run, State, fitting, used
+from .run import CHECKPOINTS, Run, State, fitting, reading, used
 
 
 class Interrupted(Exception):
@@ -43,10 +47,13 @@ def train(config: Config, resume: bool) -> report.Result:
         _require_new(out)
     if config.tensorboard:
         summary_writer()  # Missing, it must be missed before anything is written.
-    corpus = load(config)
     run = Run(config)
-    heldout = corpus.heldout_windows(config.eval_batches * config.batch_size, config.seq_len, config.packed)
-    with fitting(config):
+    config = run.config
+    corpus = load(config)
+    with fitting(config), _locked(out):
+        # As many windows as do not overlap, but one batch at least.
+        batches = min(config.eval_batches, max(1, corpus.heldout.size // (config.seq_len * config.batch_size)))
+        heldout = corpus.heldout_windows(batches * config.batch_size, config.seq_len, config.packed)
         state, start, rows = _begin(run, corpus, resume)
         state, memory = _steps(run, corpus, heldout, state, start, rows)
 
@@ -57,7 +64,7 @@ def train(config: Config, resume: bool) -> report.Result:
         with _writing(out):
             report.draw_run(result, out / "loss.png")
             if config.sample_tokens:
-                prompt = config.prompt.encode()
+                prompt = config.prompt.encode("utf-8", "surrogateescape")
                 text = sample(run.model(state), prompt, config.sample_tokens, 0.8, seed=config.seed)
                 (out / "sample.txt").write_bytes(text)
     return result
@@ -78,9 +85,8 @@ def _begin(run: Run, corpus: data.Corpus, resume: bool) -> tuple[State, int, lis
     out = pathlib.Path(run.config.out)
     folder = out / CHECKPOINTS
     if not resume:
+        _require_new(out)  # Once more, now that no other process can begin a run here.
         state = run.init()
-        with _writing(out):
-            out.mkdir(parents=True, exist_ok=True)
         checkpoint.save(folder, 0, state, _facts(run.config, corpus))
         return state, 0, []
     start, facts = checkpoint.latest(folder)
@@ -107,18 +113,16 @@ def _steps(
 ) -> tuple[State, int]:
     """Does the steps after ``start`` and adds to ``rows``; the last state, and the bytes that a step takes."""
     config, out = run.config, pathlib.Path(run.config.out)
-    windows = [
-        jax.tree.map(operator.itemgetter(slice(i, None, config.eval_batches)), heldout)
-        for i in range(config.eval_batches)
-    ]
-    parts = [run.place(part) for part in windows]
+    starts = range(0, len(heldout.tokens), config.batch_size)
+    windows = [operator.itemgetter(slice(i, i + config.batch_size)) for i in starts]
+    parts = [run.place(jax.tree.map(part, heldout)) for part in windows]
 
     def make(number: int) -> data.Batch:
-        return run.place(corpus.batch(config.seed, number, config.batch_size, config.seq_len, config.packed))
+        return run.place(corpus.batch(config.seed, number - 1, config.batch_size, config.seq_len, config.packed))
 
     # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
     print(f"compiling {config.pattern} ({run.num_params:,} weights, {run.mesh.size} devices)", file=sys.stderr)
-    step, loss, finite = run.compiled(make(0))
+    step, loss, finite = run.compiled(make(1))
     devices, numbers = list(run.mesh.devices.flat), range(start + 1, config.steps + 1)
     with (
         _noted_interrupt() as pressed,
@@ -142,7 +146,8 @@ def _steps(
             log.write(row)
             if saves or pressed or number == config.steps:
                 if not finite(state):
-                    raise Refusal(_diverged("a weight", number, out))
+                    raise Refusal(_diverged("a weight or moment", number, out))
+                log.sync()
                 checkpoint.save(out / CHECKPOINTS, number, state, _facts(config, corpus))
             if pressed and number < config.steps:
                 raise Interrupted(f"stopped after step {number}, saved in {out}")
@@ -163,6 +168,25 @@ def _diverged(what: str, number: int, out: pathlib.Path) -> str:
         f"{what} is no finite number at step {number}; the last good checkpoint is {out / CHECKPOINTS / str(last)}: "
         "start a new run with a smaller --lr"
     )
+
+
+@contextlib.contextmanager
+def _locked(out: pathlib.Path):
+    """Keeps other processes from training in the same folder, which is made if it is not there.
+
+    Raises:
+      Refusal: one does.
+    """
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise Refusal(f"--out {out}: another process is training there") from error
+    finally:
+        os.close(folder)  # and with it the lock
 
 
 @contextlib.contextmanager
@@ -247,7 +271,7 @@ def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[re
         base = Config(**given)
     configs = [dataclasses.replace(base, **fields) for fields in own]
     for config in configs:
-        build(config)
+        nnx.eval_shape(functools.partial(build, config))
     results = []
     for config in configs:
         begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
@@ -258,8 +282,11 @@ def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[re
 
 
 def _saved_config(given: dict[str, Any]) -> Config:
-    facts = checkpoint.latest(pathlib.Path(given.get("out", Config.out)) / CHECKPOINTS)[1]
-    return Config.load(facts["config"], given)
+    out = given.get("out", Config.out)
+    with reading(out):
+        if not checkpoint.has_any(pathlib.Path(out) / CHECKPOINTS):
+            raise Refusal(f"{out} holds no checkpoint of this example: start the run without --resume")
+        return Config.load(checkpoint.latest(pathlib.Path(out) / CHECKPOINTS)[1]["config"], given)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -277,14 +304,16 @@ def main(argv: list[str] | None = None) -> int:
     resume, patterns, name = (given.pop(key) for key in ("resume", "compare", "config"))
     out = pathlib.Path(given.get("out", Config.out))
     try:
-        if patterns and "pattern" in given:
-            raise Refusal("--compare names the patterns: leave out --pattern")
+        if patterns is not None and ("pattern" in given or not patterns):
+            raise Refusal("--compare names the patterns, one at least: leave out --pattern")
         given = {**(named(name) if name else {}), **given}
+        if name not in (None, "cpu") and not resume and not given.get("data"):
+            raise Refusal(f"--config {name} needs --data: what it is to learn")
         if patterns:
             results = compare(split_patterns(patterns), given, resume)
         else:
             results = [train(_saved_config(given) if resume else Config(**given), resume)]
-    except Refusal as refusal:
+    except (Refusal, PermissionError) as refusal:
         print(f"train: {refusal}", file=sys.stderr)
         return 2
     except Interrupted as interrupted:

@@ -1,3 +1,4 @@
+import errno
 import itertools
 import math
 import os
@@ -130,13 +131,28 @@ def test_folder_of_more_files_than_may_be_open(tmp_path):
     assert sorted(np.frombuffer(b"".join(content), "S4").astype(int)) == list(range(3000))
 
 
-@pytest.mark.parametrize("change", ["shrunk", "gone"])
+@pytest.mark.parametrize("change", ["shrunk", "gone", "overwritten"])
 def test_a_file_that_changed_since_is_refused(saved, change):
     text = saved(b"abcdef")
     path = pathlib.Path(text.parts[0].path)
-    path.unlink() if change == "gone" else path.write_bytes(b"??abc")
-    with pytest.raises(Refusal, match=f"--data {path}: 6 bytes from 2 on were there and are not now"):
+    text.read(0, 2)  # it stays mapped: where it has shrunk, the system would end a process that reads it
+    if change == "overwritten":
+        path.write_bytes(path.read_bytes().upper())
+        os.utime(path, ns=(0, 0))  # another time, however coarse the clock of the file system
+    else:
+        path.unlink() if change == "gone" else path.write_bytes(b"??abc")
+    with pytest.raises(Refusal, match=f"--data {path} changed while it was being learnt"):
         text.read(0, 2)
+
+
+def test_an_unreadable_folder_is_not_left_out(corpus, monkeypatch):
+    def walk(root, onerror):
+        onerror(PermissionError(errno.EACCES, "Permission denied", f"{root}/locked"))
+        return []
+
+    monkeypatch.setattr(os, "walk", walk)  # root may read everything
+    with pytest.raises(Refusal, match="/locked: Permission denied"):
+        data.load(str(corpus), 32)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from examples.train_lm import train
+from examples.train_lm import generate, train
 from examples.train_lm.config import Config, Refusal
 from examples.train_lm.sharding import make_mesh
 
@@ -36,7 +36,7 @@ MESHES = {
 SCRIPT = """
 import json, pathlib, sys
 import jax
-from examples.train_lm import train
+from examples.train_lm import generate, train
 from examples.train_lm.config import Config
 from examples.train_lm.run import Run
 out, corpus, settings, meshes = json.loads(sys.argv[1])
@@ -102,6 +102,11 @@ def test_eight_devices(one, eight):
         # Activations have the axis of the 32 tokens in a sequence, and no weight of this model has.
         assert not [shape for shape, _ in moved if str(TINY["seq_len"]) in shape.split(",")], (name, moved)
         assert bool(moved) == (name in ("mixed", "moved")), (name, moved)
+
+
+def test_fewer_devices_sample_what_more_have_learnt(eight, capsys):
+    assert generate.main(["--out", str(eight / "heads"), "--prompt", "\udcff", "--tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("\ufffd")
 
 
 def test_too_few_devices():

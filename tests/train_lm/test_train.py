@@ -1,5 +1,7 @@
 import collections
 import contextlib
+import fcntl
+import os
 import pathlib
 import resource
 import shutil
@@ -230,10 +232,45 @@ def test_an_older_checkpoint_serves_when_the_newest_is_removed(finished, tmp_pat
 def test_another_corpus_is_refused(corpus, tmp_path, capsys):
     shutil.copytree(corpus, tmp_path / "corpus")
     out = tmp_path / "run"
-    assert train.main(flags(**{**TINY, "steps": 1, "sample_tokens": 0}, data=tmp_path / "corpus", out=out)) == 0
+    assert (
+        train.main(flags(**{**TINY, "steps": 2, "warmup": 1, "sample_tokens": 0}, data=tmp_path / "corpus", out=out))
+        == 0
+    )
     (tmp_path / "corpus" / "part0" / "file0.txt").write_text("changed")
     assert "no longer the corpus" in refused(capsys, out, ["--out", str(out), "--resume"])
     assert "no longer the corpus" in refused(capsys, out, ["--out", str(out)], evaluate.main)
+
+
+def test_two_processes_do_not_train_in_one_folder(finished, capsys):
+    folder = os.open(finished, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as the other process does
+    try:
+        assert "another process is training there" in refused(capsys, finished, ["--out", str(finished), "--resume"])
+    finally:
+        os.close(folder)
+
+
+def test_what_auto_stands_for_is_saved(finished):
+    saved = checkpoint.latest(finished / "checkpoints")[1]["config"]
+    assert (saved["device"], saved["dtype"]) == ("cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "enwik9"], "--config must be one of cpu, small, enwik8_paper, got 'enwik9'"),
+        (["--config", "small"], "--config small needs --data"),
+        (["--compare", ""], "--compare names the patterns, one at least"),
+        (["--compare", "dense", "--pattern", "dense"], "leave out --pattern"),
+        (["--resume"], "holds no checkpoint of this example: start the run without --resume"),
+        (["--separator", "x"], "--separator begins a document, which only --packed keeps apart"),
+        (["--seed", str(10**30)], "--seed must be below"),
+        (["--seq-len", "1"], "--sample-tokens 0"),
+        (["--pattern", f"strided:local_attn_ctx={10**21}"], "--pattern strided"),
+    ],
+)
+def test_more_wrong_requests(tmp_path, capsys, arguments, message):
+    assert message in refused(capsys, tmp_path, [*arguments, "--out", str(tmp_path / "run")])
 
 
 def test_state_of_another_model_is_refused(finished):
