@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from examples.train_lm import data
@@ -69,7 +68,7 @@ def train(
         compiled[name] = jax.jit(step).lower(*state[name], batch).compile()
     runs = {name: Run([], [], start) for name in models}
     for i in range(steps):
-        batch = np.asarray(_corpus().batch(seed, i, batch_size, seq_len))
+        batch = _corpus().batch(seed, i, batch_size, seq_len).tokens
         for name, run in runs.items():
             begin = time.perf_counter()
             *new, loss = compiled[name](*state[name], batch)
