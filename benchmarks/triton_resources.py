@@ -164,7 +164,7 @@ def launches(
         found.setdefault(one.key, one)
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    def attend(implementation, call, operands):
+    def attend(implementation, call, query_sharding, operands):
         out, lse = triton_gpu.forward(call, operands)
         triton_gpu.backward(call, operands, lse, lse, out)
         return out, lse

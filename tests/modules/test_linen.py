@@ -250,6 +250,7 @@ def test_all_settings_of_the_block_reach_its_attention():
         "implementation": "reference",
         "fwd_params": BLOCKS,
         "bwd_params": sl.BwdParams(num_warps=2),
+        "query_sharding": jax.sharding.PartitionSpec("data"),
         "normalize_qk": True,
         "use_bias": False,
         "dtype": jnp.bfloat16,
