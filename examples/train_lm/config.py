@@ -200,23 +200,26 @@ CONFIGS = types.MappingProxyType(
 )
 
 
-def named(name: str) -> dict[str, Any]:
-    """The settings of the config called ``name``.
+def settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a command line: those of the config that its flag "config" names, changed by its other flags.
 
     Raises:
-      Refusal: there is none.
+      Refusal: there is no such config.
 
     Example:
-      >>> named("enwik8_paper")["seq_len"]
+      >>> settings({"config": "enwik8_paper", "layers": 2})["seq_len"]
       12288
     """
+    name = given.get("config", "cpu")
     if name not in CONFIGS:
         raise Refusal(f"--config must be one of {', '.join(CONFIGS)}, got {name!r}")
-    return dict(CONFIGS[name])
+    return {**CONFIGS[name], **{flag: value for flag, value in given.items() if flag != "config"}}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag a field; a flag that is not given is absent from the result, so that a resumed run can tell."""
+    """Adds --config and a flag a field; what is not given is absent from the result, so that a resumed run can tell."""
+    names = ", ".join(CONFIGS)
+    parser.add_argument("--config", metavar="NAME", default=argparse.SUPPRESS, help=f"start from one of {names} [cpu]")
     for field in dataclasses.fields(Config):
         text = field.metadata["help"] + (f" [{field.default}]" if field.default != "" else "")
         kind: Any = {"action": argparse.BooleanOptionalAction} if field.type is bool else {"type": field.type}

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from .config import Config, Refusal
 from .data import Batch, Text, bits, text_windows
+from .model import counted, nats
 from .run import Run, State, fitting, open_run
 from .train import check_corpus, load
 
@@ -71,17 +71,17 @@ def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], coun
         raise Refusal(f"--bytes {count}: of {text.size} bytes, none has {first} before it")
     step = jax.jit(functools.partial(_scores, run))
     for context in contexts:
-        began, total, counted, windows = time.perf_counter(), 0.0, 0, 0
+        began, total, bytes_scored, windows = time.perf_counter(), 0.0, 0, 0
         # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
         fresh = length - context + 1
         targets = np.arange(first, first + scored, fresh)
         for rows in np.array_split(targets, -(-len(targets) // run.config.batch_size)):
             batch, weights = _windows(text, rows - context, rows, first + scored, run.config)
             if batch.segments is not None:  # the first byte of a document is nobody's next byte, as in training
-                weights &= batch.segments[:, 1:] == batch.segments[:, :-1]
+                weights &= counted(batch.segments)
             total += float(step(state, run.place(batch), weights))
-            windows, counted = windows + len(rows), counted + int(weights.sum())
-        yield Row(context, bits(total / max(counted, 1)), windows, time.perf_counter() - began)
+            windows, bytes_scored = windows + len(rows), bytes_scored + int(weights.sum())
+        yield Row(context, bits(total / max(bytes_scored, 1)), windows, time.perf_counter() - began)
 
 
 def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> tuple[Batch, np.ndarray]:
@@ -99,11 +99,7 @@ def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, confi
 
 def _scores(run: Run, state: State, batch: Batch, weights: jax.Array) -> jax.Array:
     """Nats of the bytes that count, together."""
-    tokens, segments = batch
-    seen = None if segments is None else segments[:, :-1]
-    logits = run.model(state)(tokens[:, :-1], segment_ids=seen, deterministic=True)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.where(weights, nats, 0).sum()
+    return jnp.where(weights, nats(run.model(state), batch), 0).sum()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,13 +24,12 @@ def build(config: Config) -> sl.SparseTransformer:
       Refusal: no such preset, a preset that takes other options, or one that cannot serve the length or the heads.
     """
     try:
-        patterns = tuple(_causal(sl.preset(part)) for part in config.pattern.split("+"))
         return sl.SparseTransformer(
             256,
             config.features,
             config.heads,
             config.layers,
-            patterns=patterns,
+            patterns=_patterns(config),
             seq_len=config.seq_len,
             positions=config.positions,
             position_stride=config.position_stride if config.positions == "row_column" else None,
@@ -57,6 +56,11 @@ def _hidden(config: Config) -> int:
     return max(8, 8 * round(config.features / 3)) if config.mlp == "swiglu" else 4 * config.features
 
 
+def _patterns(config: Config) -> tuple[Any, ...]:
+    """The patterns that the layers take in turn."""
+    return tuple(_causal(sl.preset(part)) for part in config.pattern.split("+"))
+
+
 def _causal(pattern: Any) -> Any:
     """The pattern without what lies in the future, where a language model must not look."""
     return tuple(map(_causal, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
@@ -67,14 +71,24 @@ def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> ja
 
     Of documents kept apart, the first byte of each is nobody's next byte.
     """
+    each = nats(model, batch, deterministic)
+    if batch.segments is None:
+        return each.mean()
+    counts = counted(batch.segments)
+    return jnp.where(counts, each, 0).sum() / jnp.maximum(counts.sum(), 1)
+
+
+def nats(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:
+    """Cross-entropy in nats of each next byte: float32 [B, T]."""
     tokens, segments = batch
     seen = None if segments is None else segments[:, :-1]
     logits = model(tokens[:, :-1], segment_ids=seen, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    if segments is None:
-        return nats.mean()
-    counted = segments[:, 1:] == segments[:, :-1]
-    return jnp.where(counted, nats, 0).sum() / jnp.maximum(counted.sum(), 1)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+
+
+def counted(segments: Any) -> Any:
+    """Which next bytes are of the document of the byte before: bool [B, T] from numbers [B, T + 1]."""
+    return segments[:, 1:] == segments[:, :-1]
 
 
 def step_flops(config: Config) -> float:
@@ -86,8 +100,8 @@ def step_flops(config: Config) -> float:
     """
     hidden = (3 if config.mlp == "swiglu" else 2) * _hidden(config)
     weights = config.layers * config.features * (4 * config.features + hidden) + 256 * config.features
-    patterns = [_causal(sl.preset(part)) for part in config.pattern.split("+")]
-    pairs = sum(_pairs(patterns[layer % len(patterns)], config.seq_len) for layer in range(config.layers))
+    pairs = [_pairs(pattern, config.seq_len) for pattern in _patterns(config)]
+    pairs = sum(pairs[layer % len(pairs)] for layer in range(config.layers))
     forward = config.batch_size * (2 * weights * config.seq_len + 4 * config.features * pairs)
     return 3.0 * forward
 

@@ -6,6 +6,7 @@ Trains a few steps exactly as `train` does, without writing anything, and reads 
 import argparse
 import collections
 import dataclasses
+import functools
 import pathlib
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from . import data
-from .config import CONFIGS, Config, Refusal, add_options, named
+from .config import Config, Refusal, add_options, settings
 from .run import Run, fitting
 from .train import load
 
@@ -58,13 +59,9 @@ def profile(config: Config, warm: int = 5, steps: int = 20) -> Profile:
       Refusal: as `train`, or the device's profile has no kernels (a CPU's has none).
     """
     run = Run(config)
-    corpus = load(config)
-
-    def make(number: int) -> data.Batch:
-        return run.place(corpus.batch(config.seed, number, config.batch_size, config.seq_len, config.packed))
-
+    make = functools.partial(run.batch, load(config))
     with fitting(config), tempfile.TemporaryDirectory() as folder:
-        state, step, began, waited = run.init(), run.compiled(make(0))[0], 0.0, 0.0
+        state, step, began, waited = run.init(), run.compiled(make(1))[0], 0.0, 0.0
         with data.Prefetch(make, range(1, warm + steps + 1)) as batches:
             last: Any = None
             for number, batch in enumerate(batches, 1):
@@ -128,13 +125,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_lm.profile", description="Where a training step's time goes on a GPU."
     )
-    parser.add_argument("--config", metavar="NAME", help=f"settings to start from: {', '.join(CONFIGS)} [cpu]")
     parser.add_argument("--top", type=int, default=12, help="kernels listed by name [12]")
     add_options(parser)
     given = vars(parser.parse_args(argv))
-    name, top = given.pop("config"), given.pop("top")
+    top = given.pop("top")
     try:
-        result = profile(Config(**{**(named(name) if name else {}), **given}))
+        result = profile(Config(**settings(given)))
     except Refusal as refusal:
         print(f"profile: {refusal}", file=sys.stderr)
         return 2

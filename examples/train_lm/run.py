@@ -19,7 +19,7 @@ from sparse_layers.ops.platforms import platform
 
 from . import checkpoint
 from .config import Config, Refusal
-from .data import Batch
+from .data import Batch, Corpus
 from .model import build, mean_loss
 from .sharding import SEQUENCES, make_mesh, param_shardings, state_shardings
 
@@ -130,6 +130,11 @@ class Run:
     def place(self, batch: Batch) -> Batch:
         """A batch on the devices, split by sequences."""
         return jax.device_put(batch, NamedSharding(self.mesh, SEQUENCES))
+
+    def batch(self, corpus: Corpus, number: int) -> Batch:
+        """What the ``number``-th step learns, from 1 on, on the devices."""
+        config = self.config
+        return self.place(corpus.batch(config.seed, number - 1, config.batch_size, config.seq_len, config.packed))
 
     def model(self, state: State, step: Any = 0) -> Any:
         """The model with the weights of ``state``, and the dropout of a step."""

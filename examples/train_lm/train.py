@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from . import checkpoint, data, report
-from .config import CONFIGS, Config, Refusal, add_options, named
+from .config import Config, Refusal, add_options, settings
 from .log import METRICS, Log, read_rows, summary_writer
 from .model import build, sample
 from .run import CHECKPOINTS, Run, State, fitting, reading, used
@@ -117,9 +117,7 @@ def _steps(
     windows = [operator.itemgetter(slice(i, i + config.batch_size)) for i in starts]
     parts = [run.place(jax.tree.map(part, heldout)) for part in windows]
 
-    def make(number: int) -> data.Batch:
-        return run.place(corpus.batch(config.seed, number - 1, config.batch_size, config.seq_len, config.packed))
-
+    make = functools.partial(run.batch, corpus)
     # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
     print(f"compiling {config.pattern} ({run.num_params:,} weights, {run.mesh.size} devices)", file=sys.stderr)
     step, loss, finite = run.compiled(make(1))
@@ -298,15 +296,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out, with its own settings")
     parser.add_argument("--compare", metavar="P,Q,...", help="train each of these patterns and draw them in one figure")
-    parser.add_argument("--config", metavar="NAME", help=f"settings to start from: {', '.join(CONFIGS)} [cpu]")
     add_options(parser)
     given = vars(parser.parse_args(argv))
-    resume, patterns, name = (given.pop(key) for key in ("resume", "compare", "config"))
+    resume, patterns, name = given.pop("resume"), given.pop("compare"), given.get("config")
     out = pathlib.Path(given.get("out", Config.out))
     try:
         if patterns is not None and ("pattern" in given or not patterns):
             raise Refusal("--compare names the patterns, one at least: leave out --pattern")
-        given = {**(named(name) if name else {}), **given}
+        given = settings(given)
         if name not in (None, "cpu") and not resume and not given.get("data"):
             raise Refusal(f"--config {name} needs --data: what it is to learn")
         if patterns:
