@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.platforms import FALLBACK, PREFERRED
+from sparse_layers.ops.planning.platforms import FALLBACK, PREFERRED
 
 BLOCK, CHUNK, WHOLE = 128, 512, 16384  # rows judged together; rows of the reference at a time; longest checked in full
 DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations

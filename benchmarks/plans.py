@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.blocks import active_blocks
+from sparse_layers.ops.planning.blocks import active_blocks
 
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
 
@@ -33,7 +33,7 @@ def metadata_bytes(plan: sl.Plan) -> int:
 
 def plans() -> None:
     """Prints the table of plans; each is made anew, nothing of an earlier one is reused."""
-    from sparse_layers.ops import plan as planning
+    from sparse_layers.ops.planning import plan as planning
 
     for seq_len, limit in LIMITS.items():
         print(f"\nT = {seq_len}, default options; limit {limit:.0f} s")

@@ -47,10 +47,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 import sparse_layers as sl
-from sparse_layers.ops.blocks import active_blocks
-from sparse_layers.ops.pallas_tpu import backward_kernel, forward_kernel
-from sparse_layers.ops.pallas_tpu.launch import launch
-from sparse_layers.ops.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
+from sparse_layers.ops.kernels.pallas_tpu import backward_kernel, forward_kernel
+from sparse_layers.ops.kernels.pallas_tpu.launch import launch
+from sparse_layers.ops.kernels.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
+from sparse_layers.ops.planning.blocks import active_blocks
 
 CHIPS = {  # topology to compile for, and the name that JAX knows the device by
     "v5e": ("v5e:2x2", "TPU v5 lite"),

@@ -34,8 +34,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, triton_gpu
-from sparse_layers.ops.triton_gpu import launch, settings
+from sparse_layers.ops import attention
+from sparse_layers.ops.kernels import triton_gpu
+from sparse_layers.ops.kernels.triton_gpu import launch, settings
 
 # By compute capability: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
 TARGETS = {

@@ -2,10 +2,9 @@
 
 import typing
 
-from .adapters import Array, MaskMod, as_masks, from_mask_mod
-from .describe import describe, draw, picture
 from .masks import (
     And,
+    Array,
     BlockDiagonal,
     Blocks,
     Causal,
@@ -15,6 +14,7 @@ from .masks import (
     Global,
     LogSparse,
     Mask,
+    MaskMod,
     Not,
     Or,
     Prefix,
@@ -22,10 +22,16 @@ from .masks import (
     Strided,
     Transposed,
     Window,
+    as_masks,
+    from_deepspeed,
+    from_mask_mod,
+    preset,
+    preset_options,
+    presets,
 )
 from .ops.attention import block_sparse_attention, implementations
-from .ops.cache import KVCache
-from .ops.mask_info import (
+from .ops.decoding.cache import KVCache
+from .ops.planning.mask_info import (
     MaskInfo,
     bind,
     process_dynamic_mask,
@@ -33,10 +39,10 @@ from .ops.mask_info import (
     process_mask,
     process_mask_dkv,
 )
-from .ops.params import BwdParams, FwdParams
-from .ops.plan import Plan, make_plan
-from .presets import from_deepspeed, preset, preset_options, presets
-from .tuning import Tuned, load_tuned, tune
+from .ops.planning.params import BwdParams, FwdParams
+from .ops.planning.plan import Plan, make_plan
+from .tools.describe import describe, draw, picture
+from .tools.tuning import Tuned, load_tuned, tune
 
 if typing.TYPE_CHECKING:
     from .modules import (

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .describe import describe, draw
-from .presets import preset, preset_options, presets
+from .masks.presets import preset, preset_options, presets
+from .tools.describe import describe, draw
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{name}{':' if options else ''}{options}\n    {summary}")
         return
     if args.command == "doctor":
-        from . import doctor
+        from .tools import doctor
 
         if code := doctor.examine():
             sys.exit(code)

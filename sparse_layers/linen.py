@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from .masks import Mask
+from .masks.algebra import Mask
 from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import AttentionFn, Pattern, resolved_masks
 from .modules.block import check_settings, forward
-from .ops.params import BwdParams, FwdParams
-from .ops.plan import Plan
+from .ops.planning.params import BwdParams, FwdParams
+from .ops.planning.plan import Plan
 
 
 class _Settings(nn.Module, kw_only=True):

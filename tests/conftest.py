@@ -21,8 +21,8 @@ def triton_kernels_anywhere():
     if jax.default_backend() == "gpu":
         yield
         return
-    from sparse_layers.ops.triton_gpu import launch
-    from tests.ops import triton_interpreter
+    from sparse_layers.ops.kernels.triton_gpu import launch
+    from tests.ops.kernels import triton_interpreter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "call", triton_interpreter.call)

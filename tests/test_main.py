@@ -59,7 +59,7 @@ def test_errors_are_one_line_and_code_2(argv, message, capsys):
 
 
 def test_the_doctor_comes_when_called():
-    code = "import sys, sparse_layers.__main__; assert 'sparse_layers.doctor' not in sys.modules"
+    code = "import sys, sparse_layers.__main__; assert 'sparse_layers.tools.doctor' not in sys.modules"
     root = pathlib.Path(sl.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(root)}, check=True)
 

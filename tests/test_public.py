@@ -1,4 +1,3 @@
-import ast
 import inspect
 import pathlib
 import re
@@ -8,13 +7,9 @@ import sys
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.attention import IMPLEMENTATIONS
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SOURCES = sorted(
-    path for folder in ("sparse_layers", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
-)
 # The layers are no variables of the package before their first use: dir() lists them all the same.
 PUBLIC = {n: getattr(sl, n) for n in dir(sl) if not n.startswith("_") and not inspect.ismodule(getattr(sl, n))}
 # Written with &, |, ~ and .T; and made by functions of the package, whose examples show them.
@@ -44,11 +39,6 @@ def test_a_cold_import_is_light(tmp_path):
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["jax", "sparse_layers"]  # of jax, the few lines of jax.ad_checkpoint
     assert not list(tmp_path.iterdir()), "importing writes nothing"
-
-
-def test_masks_need_numpy_only():
-    for name in ("masks", "adapters", "presets", "deepspeed", "options"):
-        assert imports(ROOT / "sparse_layers" / f"{name}.py") <= {"numpy", "."} | sys.stdlib_module_names, name
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -83,47 +73,6 @@ def test_documentation(name):
     for parameter in parameters(thing):
         assert re.search(rf"^\s+(\w+, )*\**{parameter}(, \w+)*: ", documented, re.M), f"{parameter} is not documented"
     assert "raise ValueError" not in inspect.getsource(thing) or "Raises:" in documented
-
-
-# --- house rules -----------------------------------------------------------------------------------------------------
-
-
-def imports(path):
-    """Top-level names that a file imports; '.' for those of the package."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." if node.level else (node.module or "").partition(".")[0])
-    return found
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_source_files(path):
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 800
-    assert "jax._src" not in text
-    if ROOT / "sparse_layers" in path.parents and "modules" not in path.parts and path.name != "linen.py":
-        assert "flax" not in imports(path), "the core is neutral"
-    if "modules" in path.parts:
-        assert not imports(path) & {"triton", "jax_triton"} and "pallas" not in text
-
-
-def test_there_are_sources():
-    assert len(SOURCES) > 20
-
-
-def test_backends_do_not_import_each_other():
-    places = {name: pathlib.Path(backend.__file__) for name, backend in IMPLEMENTATIONS.items()}
-    backends = {place.parent.name if place.stem == "__init__" else place.stem for place in places.values()}
-    assert len(backends) == len(sl.implementations())
-    for place in places.values():
-        name = place.parent.name if place.stem == "__init__" else place.stem
-        files = [*place.parent.rglob("*.py")] if place.stem == "__init__" else [place]
-        for path in files:
-            modules = re.findall(r"^(?:from|import) (.+)$", path.read_text(encoding="utf-8"), re.M)
-            assert not [m for m in modules if re.search(rf"\b({'|'.join(backends - {name})})\b", m)]
 
 
 # --- the README ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparse_layers.ops.platforms import platform
+from sparse_layers.ops.planning.platforms import platform
 
 from . import checkpoint
 from .config import Config, Refusal

@@ -5,7 +5,7 @@ from .attention_fn import AttentionFn as AttentionFn
 from .attention_fn import make_attention_fn as make_attention_fn
 from .block import SparseTransformerBlock as SparseTransformerBlock
 from .generate import generate as generate
-from .gpt2 import from_gpt2 as from_gpt2
-from .loading import from_linen as from_linen
-from .loading import from_nnx as from_nnx
+from .loading.dense import from_linen as from_linen
+from .loading.dense import from_nnx as from_nnx
+from .loading.gpt2 import from_gpt2 as from_gpt2
 from .transformer import SparseTransformer as SparseTransformer

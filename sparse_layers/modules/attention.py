@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..masks import Mask
-from ..ops.cache import KVCache, checked_lengths, checked_positions
-from ..ops.call import accumulator
-from ..ops.params import BwdParams, FwdParams
-from ..ops.plan import Plan
+from ..masks.algebra import Mask
+from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
+from ..ops.kernels.call import accumulator
+from ..ops.planning.params import BwdParams, FwdParams
+from ..ops.planning.plan import Plan
 from .attention_fn import AttentionFn, Pattern, resolved_masks
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..adapters import as_masks
-from ..masks import Causal, Mask
+from ..masks.adapters import as_masks
+from ..masks.algebra import Mask
+from ..masks.presets import preset
+from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
-from ..ops.params import BwdParams, FwdParams
-from ..ops.plan import Plan, is_causal, make_plan
-from ..presets import preset
+from ..ops.planning.params import BwdParams, FwdParams
+from ..ops.planning.plan import Plan, is_causal, make_plan
 
 Pattern = str | Mask | np.ndarray | Sequence[Any]
 

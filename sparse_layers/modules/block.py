@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..ops.cache import KVCache
+from ..ops.decoding.cache import KVCache
 from .attention import Pattern, SparseSelfAttention
 
 

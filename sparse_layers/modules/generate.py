@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..ops.cache import checked_lengths
+from ..ops.decoding.cache import checked_lengths
 from .transformer import SparseTransformer
 
 

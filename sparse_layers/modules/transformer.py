@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
-from ..ops.cache import KVCache, checked_lengths, checked_positions
+from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from .attention import Pattern
 from .block import SparseTransformerBlock, make_norm

@@ -1,1 +1,1 @@
-"""Where to compute, and how: block grids, `MaskInfo`, plans, the attention op and its backends."""
+"""The op, and the rooms below it: `planning` (WHERE to compute), `kernels` (HOW), `decoding`."""

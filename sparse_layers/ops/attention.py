@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from . import cudnn, pallas_tpu, reference, sharding, triton_gpu, xla
-from .call import Call, Operands, checked_scalars, checked_sinks
-from .params import BwdParams, FwdParams, checked_params
-from .plan import Plan, make_plan
-from .platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
+from . import sharding
+from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
+from .kernels.call import Call, Operands, checked_scalars, checked_sinks
+from .planning.params import BwdParams, FwdParams, checked_params
+from .planning.plan import Plan, make_plan
+from .planning.platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .call import Call, Operands
-from .platforms import platform
+from .kernels.call import Call, Operands
+from .planning.platforms import platform
 
 # Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes), c (the mask's only).
 # Only b, n and k are split.

@@ -16,8 +16,8 @@ from flax.nnx.nn import dtypes
 
 import sparse_layers as sl
 import sparse_layers.linen
-from sparse_layers.modules.gpt2 import from_gpt2
-from sparse_layers.modules.loading import from_linen, from_nnx
+from sparse_layers.modules.loading.dense import from_linen, from_nnx
+from sparse_layers.modules.loading.gpt2 import from_gpt2
 
 T, F, N, V = 24, 16, 4, 40
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -568,7 +568,7 @@ def test_gpt2_refuses_tensors_by_name(name, tensor, reason, tmp_path, monkeypatc
     def no_model(*_, **__):
         raise AssertionError("refused before any model is built")
 
-    monkeypatch.setattr("sparse_layers.modules.gpt2.SparseTransformer", no_model)
+    monkeypatch.setattr("sparse_layers.modules.loading.gpt2.SparseTransformer", no_model)
     tensors = changed_file(gpt2_file(), name, tensor)
     with pytest.raises(ValueError, match=f"model.safetensors: .*{reason}"):
         load(write(tmp_path, tensors))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops import plan as plans
-from sparse_layers.ops.platforms import PREFERRED, TUNING
+from sparse_layers.ops.planning import plan as plans
+from sparse_layers.ops.planning.platforms import PREFERRED, TUNING
 
 # A new backend is one more name here.
 IMPLEMENTATIONS = ["pallas_tpu", "triton", "xla", "reference"]

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, platforms, reference
+from sparse_layers.ops import attention
+from sparse_layers.ops.kernels import reference
+from sparse_layers.ops.planning import platforms
 from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
 
 FIXED = sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"])

@@ -314,8 +314,8 @@ ONLY = {
 
 def main(kind):
     """Prints what fails on a mesh of 2 x 4 devices."""
-    from sparse_layers.ops.triton_gpu import launch
-    from tests.ops import triton_interpreter
+    from sparse_layers.ops.kernels.triton_gpu import launch
+    from tests.ops.kernels import triton_interpreter
 
     launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)

@@ -1,0 +1,31 @@
+"""WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy only.
+
+A new pattern is one class in `primitives.py`, or, if others can be combined to it, one docstring and expression in
+`presets.py`; masks of another library are read in `adapters.py`, its config files in a file like `deepspeed.py`.
+"""
+
+from .adapters import MaskMod as MaskMod
+from .adapters import as_masks as as_masks
+from .adapters import from_mask_mod as from_mask_mod
+from .algebra import And as And
+from .algebra import Array as Array
+from .algebra import Blocks as Blocks
+from .algebra import Mask as Mask
+from .algebra import Not as Not
+from .algebra import Or as Or
+from .algebra import Transposed as Transposed
+from .deepspeed import from_deepspeed as from_deepspeed
+from .presets import preset as preset
+from .presets import preset_options as preset_options
+from .presets import presets as presets
+from .primitives import BlockDiagonal as BlockDiagonal
+from .primitives import Causal as Causal
+from .primitives import Columns as Columns
+from .primitives import Empty as Empty
+from .primitives import Full as Full
+from .primitives import Global as Global
+from .primitives import LogSparse as LogSparse
+from .primitives import Prefix as Prefix
+from .primitives import Random as Random
+from .primitives import Strided as Strided
+from .primitives import Window as Window

@@ -1,0 +1,324 @@
+"""Which query may attend to which key: small frozen values, closed under ``&``, ``|`` and ``~``.
+
+A mask knows nothing of lengths, heads, blocks or devices. It answers two questions:
+
+* ``mask(q, k)``: may the query at position ``q`` attend to the key at position ``k``? The arguments are integer arrays
+  that broadcast against each other (numpy or JAX); the answer is a bool array of the broadcast shape. Every mask that
+  is ``computable`` uses operators only, so the same expression runs inside a kernel.
+* ``mask.bounds(q0, q1, k0, k1)``: is the inclusive rectangle of positions ``EMPTY``, ``PARTIAL`` or ``FULL``?
+  Answered in closed form, so that a plan for a million tokens never looks at single elements.
+
+Block lists, the dense oracle, pictures and tests all derive from these two.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import operator
+from typing import Any
+
+import numpy as np
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+# Inside this package a grade has a fourth value: 'PARTIAL as far as the closed form can tell'. Whoever needs the exact
+# answer evaluates just those rectangles (ops/planning/blocks.py); `bounds` reports them as PARTIAL, always sound.
+UNSURE = 3
+
+AND_TABLE = np.array([[0, 0, 0, 0], [0, 3, 1, 3], [0, 1, 2, 3], [0, 3, 3, 3]], np.int8)
+NOT_TABLE = np.array([2, 1, 0, 3], np.int8)
+OR_TABLE = NOT_TABLE[AND_TABLE[np.ix_(NOT_TABLE, NOT_TABLE)]]
+
+
+def graded(some: Any, every: Any) -> np.ndarray:
+    """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
+    return np.add(some, every, dtype=np.int8)
+
+
+def set_integers(mask: "Mask", least: int | None, *names: str, optional: bool = False) -> None:
+    """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic)."""
+    for name in names:
+        value: Any = getattr(mask, name)
+        if optional and value is None:
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+            rule = "an integer" if least is None else f"an integer >= {least}"
+            raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
+        object.__setattr__(mask, name, operator.index(value))
+
+
+# eq=False: a subclass that is no dataclass of its own, with fields to compare, equals nothing but itself.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``bounds`` (or ``grade``).
+
+    Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace. A
+    subclass that is no dataclass of its own is equal to itself only.
+
+    Raises:
+      TypeError: when used as a truth value (``and``, ``or``, ``not``, ``if``): write ``&``, ``|``, ``~``.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> mask = sl.Causal() & (sl.Window(1) | sl.Prefix(1))
+      >>> print(sl.picture(mask, 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ · ■ ■ · ·
+      ■ · · ■ ■ ·
+      ■ · · · ■ ■
+      >>> bool(mask(5, 0)), bool(mask(5, 1))
+      (True, False)
+    """
+
+    @property
+    def computable(self) -> bool:
+        """Whether ``mask(q, k)`` may be traced into a kernel (operators only, no table of its own)."""
+        return True
+
+    def __call__(self, q: Any, k: Any) -> Any:
+        """Whether query position q may attend to key position k: signed integer arrays that broadcast -> bools."""
+        raise TypeError(f"{type(self).__name__} is no concrete mask: it has no rule of its own")
+
+    def grade(self, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.ndarray:
+        """`bounds` with the fourth answer UNSURE; int8, of a shape that broadcasts to the arguments' shape."""
+        if type(self).bounds is Mask.bounds:
+            return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
+        states = self.bounds(q0, q1, k0, k1)  # a subclass's own, whose PARTIAL may mean anything
+        return np.where(states == PARTIAL, np.int8(UNSURE), states)
+
+    def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
+        """Grades inclusive rectangles of positions.
+
+        Args:
+          q0, q1: first and last query position of each rectangle, integer arrays (numpy).
+          k0, k1: first and last key position; all four broadcast against each other.
+
+        Returns:
+          int8 array of the broadcast shape: 0 (``EMPTY``) only if no pair is allowed, 2 (``FULL``) only if every pair
+          is, 1 (``PARTIAL``) otherwise. Primitives with a closed form are exact; a composition, `Random` and
+          `MaskMod` may say 1 where 0 or 2 would be right.
+        """
+        corners = [np.asarray(x, np.int64) for x in (q0, q1, k0, k1)]
+        states = self.grade(*corners)
+        shape = np.broadcast_shapes(*(c.shape for c in corners))
+        return np.broadcast_to(np.where(states == UNSURE, np.int8(PARTIAL), states), shape)
+
+    def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
+        """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
+        q, k = np.arange(q_len)[:, None], np.arange(q_len if kv_len is None else kv_len)[None, :]
+        return np.broadcast_to(self(q, k), (q.size, k.size))
+
+    @property
+    def T(self) -> "Mask":
+        """The transpose: ``mask.T(q, k) == mask(k, q)``."""
+        return self.mask if isinstance(self, Transposed) else Transposed(self)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> "Mask":
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value: combine masks with &, | and ~, not with 'and', 'or', 'not'")
+
+
+# --- the algebra -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class And(Mask):
+    """Both masks allow the pair: ``left & right``."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.left.computable and self.right.computable
+
+    def __call__(self, q, k):
+        return self.left(q, k) & self.right(q, k)
+
+    def grade(self, q0, q1, k0, k1):
+        return AND_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"{_operand(self.left, And)} & {_operand(self.right, And)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Or(Mask):
+    """At least one of the masks allows the pair: ``left | right``."""
+
+    left: Mask
+    right: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.left.computable and self.right.computable
+
+    def __call__(self, q, k):
+        return self.left(q, k) | self.right(q, k)
+
+    def grade(self, q0, q1, k0, k1):
+        return OR_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"{_operand(self.left, Or)} | {_operand(self.right, Or)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Not(Mask):
+    """The mask does not allow the pair: ``~mask``."""
+
+    mask: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        # `== False` and not `~`: on a Python bool `~` is arithmetic.
+        return self.mask(q, k) == False  # noqa: E712
+
+    def grade(self, q0, q1, k0, k1):
+        return NOT_TABLE[self.mask.grade(q0, q1, k0, k1)]
+
+    def __repr__(self):
+        return f"~{_operand(self.mask, Not)}"
+
+
+def _operand(mask: Mask, parent: type[Mask]) -> str:
+    return f"({mask!r})" if isinstance(mask, And | Or) and not isinstance(mask, parent) else repr(mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Mask):
+    """Queries and keys change places: ``mask.T``. Turns global columns into global rows."""
+
+    mask: Mask
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        return self.mask(k, q)
+
+    def grade(self, q0, q1, k0, k1):
+        return self.mask.grade(k0, k1, q0, q1)
+
+    def __repr__(self):
+        return f"{_operand(self.mask, Not)}.T"
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks(Mask):
+    """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
+
+    Args:
+      mask: what one block of queries may see of one block of keys.
+      block: block size in tokens.
+
+    Raises:
+      ValueError: block is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Blocks(sl.Causal(), block=2), 6))
+      ■ ■ · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■
+    """
+
+    mask: Mask
+    block: int
+
+    def __post_init__(self):
+        set_integers(self, 1, "block")
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        return self.mask(q // self.block, k // self.block)
+
+    def grade(self, q0, q1, k0, k1):
+        return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Array(Mask):
+    """A bool array [q_len, kv_len] as a mask; positions outside it are not allowed. Equal contents are equal masks.
+
+    Args:
+      array: bool, 2-dimensional.
+
+    Raises:
+      ValueError: not a 2-dimensional bool array.
+
+    Example:
+      >>> import numpy as np, sparse_layers as sl
+      >>> print(sl.picture(sl.Array(np.eye(3, dtype=bool)) | sl.Prefix(1), 3))
+      ■ · ·
+      ■ ■ ·
+      ■ · ■
+    """
+
+    array: np.ndarray = dataclasses.field(repr=False)
+
+    def __post_init__(self):
+        array = np.asarray(self.array)
+        if array.ndim != 2 or array.dtype != np.bool_:
+            raise ValueError(f"Array: must be a 2-dimensional bool array, got {array.dtype} of shape {array.shape}")
+        array = array.copy()
+        array.flags.writeable = False
+        object.__setattr__(self, "array", array)
+
+    def __reduce__(self):  # copies and unpickled arrays are read-only again
+        return Array, (self.array,)
+
+    @functools.cached_property
+    def _digest(self) -> tuple[tuple[int, ...], bytes]:
+        return self.array.shape, hashlib.sha256(np.packbits(self.array).tobytes()).digest()
+
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        """Summed-area table: the number of True in any rectangle from four look-ups."""
+        rows, columns = self.array.shape
+        dtype = np.int32 if self.array.size < 2**31 else np.int64
+        counts = np.zeros((rows + 1, columns + 1), dtype)
+        np.cumsum(np.cumsum(self.array, axis=0, dtype=dtype), axis=1, out=counts[1:, 1:])
+        return counts
+
+    @property
+    def computable(self) -> bool:
+        return False
+
+    def __eq__(self, other):
+        return isinstance(other, Array) and self._digest == other._digest
+
+    def __hash__(self):
+        return hash(self._digest)
+
+    def __call__(self, q, k):
+        q, k = np.asarray(q), np.asarray(k)
+        inside = (q >= 0) & (q < self.array.shape[0]) & (k >= 0) & (k < self.array.shape[1])
+        return inside & self.array[np.where(inside, q, 0), np.where(inside, k, 0)] if self.array.size else inside
+
+    def grade(self, q0, q1, k0, k1):
+        rows, columns = self.array.shape
+        a0, a1 = np.minimum(q0, rows), np.minimum(q1 + 1, rows)
+        b0, b1 = np.minimum(k0, columns), np.minimum(k1 + 1, columns)
+        c = self._counts
+        count = c[a1, b1] - c[a0, b1] - c[a1, b0] + c[a0, b0]
+        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))

@@ -1,0 +1,485 @@
+"""Sparsity patterns by the names and in the units that their systems gave them: ``preset("strided")``.
+
+A preset is a docstring plus one expression over the masks of this room. The query at position q attends to the key at
+position k where the formula holds; q and k count tokens from 0.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from .algebra import Blocks, Mask
+from .options import Natural, Positive, checked, near
+from .primitives import BlockDiagonal, Causal, Columns, Full, Global, LogSparse, Prefix, Random, Strided, Window
+
+
+def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
+    """The mask of a pattern that has a name; `presets` lists the names.
+
+    Args:
+      name: a preset's name, or ``"name:option=value,option=value"``.
+      **options: the preset's options, integers or bools in the units that its system uses; the rest keep their
+        defaults. An option given both ways takes the value given here.
+
+    Returns:
+      A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len).
+
+    Raises:
+      ValueError: an unknown name or option (the message lists the near ones), or a value of the wrong type or range.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.preset("sliding_window", window=3)
+      Window(left=2, right=0)
+      >>> sl.preset("strided:local_attn_ctx=64")
+      Causal() & Strided(stride=64)
+      >>> sl.preset("stridde")
+      Traceback (most recent call last):
+      ValueError: preset: unknown name 'stridde', did you mean 'strided'? Known: all, bidirectional, bigbird, ...
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"preset: name must be a string, got {name!r}")
+    name, _, text = name.partition(":")
+    if name not in _PRESETS:
+        raise ValueError(f"preset: unknown name {near(name, _PRESETS)}")
+    make = _PRESETS[name]
+    hints = get_type_hints(make, include_extras=True)
+    given = _parsed(name, text) | options
+    for option, value in given.items():
+        if option not in inspect.signature(make).parameters:
+            raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
+        given[option] = checked(f"preset {name!r}: {option}", value, hints[option])
+    return make(**given)
+
+
+def presets() -> dict[str, str]:
+    """All presets: a dict from name to the first line of its documentation, in alphabetical order.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.presets()["local"]
+      'The last local_attn_ctx keys, the query included (openai/sparse_attention).'
+    """
+    lines = {name: (make.__doc__ or "").partition("\n")[0] for name, make in sorted(_PRESETS.items())}
+    return {name: line.replace("``", "") for name, line in lines.items()}
+
+
+def preset_options(name: str) -> dict[str, int | bool]:
+    """The options of a preset and their defaults.
+
+    Args:
+      name: a preset's name.
+
+    Raises:
+      ValueError: the name is unknown.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.preset_options("streaming")
+      {'window': 1024, 'sinks': 4}
+    """
+    if name not in _PRESETS:
+        raise ValueError(f"preset_options: unknown name {near(name, _PRESETS)}")
+    return {option: p.default for option, p in inspect.signature(_PRESETS[name]).parameters.items()}
+
+
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    """``"a=1,b=true"`` as a dict; values that are neither integers nor bools stay strings, which `checked` refuses."""
+    options: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        option, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or option in options:
+            raise ValueError(f"preset {name!r}: options must be option=value,..., each once, got {text!r}")
+        word = value.lower()
+        if word in ("true", "false"):
+            options[option] = word == "true"
+        else:
+            options[option] = int(word) if word.removeprefix("-").isdecimal() else value
+    return options
+
+
+# --- the presets -----------------------------------------------------------------------------------------------------
+
+
+def all_() -> Mask:
+    """Every key up to the query: plain causal attention (openai/sparse_attention).
+
+    ``k <= q``.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("all"), 4))
+      ■ · · ·
+      ■ ■ · ·
+      ■ ■ ■ ·
+      ■ ■ ■ ■
+    """
+    return Causal()
+
+
+def local(local_attn_ctx: Positive = 128) -> Mask:
+    """The last ``local_attn_ctx`` keys, the query included (openai/sparse_attention).
+
+    ``k <= q and q - k < local_attn_ctx``.
+
+    Args:
+      local_attn_ctx: number of keys a query sees.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("local", local_attn_ctx=3), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · ■ ■ ■ · ·
+      · · ■ ■ ■ ·
+      · · · ■ ■ ■
+    """
+    return Window(local_attn_ctx - 1)
+
+
+def strided(local_attn_ctx: Positive = 128) -> Mask:
+    """Every ``local_attn_ctx``-th key back from the query (openai/sparse_attention; A2 of Child et al. 2019, strided).
+
+    ``k <= q and (q - k) % local_attn_ctx == 0``.
+
+    Args:
+      local_attn_ctx: the stride in tokens.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("strided", local_attn_ctx=3), 6))
+      ■ · · · · ·
+      · ■ · · · ·
+      · · ■ · · ·
+      ■ · · ■ · ·
+      · ■ · · ■ ·
+      · · ■ · · ■
+    """
+    return Causal() & Strided(local_attn_ctx)
+
+
+def fixed(
+    local_attn_ctx: Positive = 128, num_verts: Positive = 4, vertsize: Positive = 1, blocksize: Positive = 32
+) -> Mask | tuple[Mask, ...]:
+    """The query's own group, and summary blocks of every group that differ by head (openai/sparse_attention).
+
+    ``k <= q and (q // local_attn_ctx == k // local_attn_ctx or k // blocksize % s in summary(h))``, where
+    ``s = local_attn_ctx // blocksize`` and summary(h) is row ``h % num_verts`` of [s - 1, s - 2, ..., 0] reshaped to
+    rows of vertsize: head 0 takes the last vertsize blocks of each group, head 1 those before them.
+
+    Args:
+      local_attn_ctx: tokens in a group.
+      num_verts: number of different heads; it must divide the number of heads.
+      vertsize: number of summary blocks in a group.
+      blocksize: tokens in a block.
+
+    Returns:
+      A tuple of num_verts masks, or one mask if num_verts is 1.
+
+    Raises:
+      ValueError: blocksize does not divide local_attn_ctx, vertsize does not divide s, or s holds fewer than
+        num_verts * vertsize blocks.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("fixed", local_attn_ctx=4, num_verts=2, blocksize=1), 6))
+      heads 0, 2, ...:
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ ■ ■ ■ · ·
+      · · · ■ ■ ·
+      · · · ■ ■ ■
+      heads 1, 3, ...:
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ ■ ■ ■ · ·
+      · · ■ · ■ ·
+      · · ■ · ■ ■
+    """
+    s, rest = divmod(local_attn_ctx, blocksize)
+    if rest:
+        raise ValueError(f"fixed: blocksize={blocksize} must divide local_attn_ctx={local_attn_ctx}")
+    if s % vertsize or num_verts * vertsize > s:
+        raise ValueError(
+            f"fixed: vertsize={vertsize} must divide the local_attn_ctx / blocksize = {s} blocks of a group, and "
+            f"num_verts * vertsize = {num_verts * vertsize} must not exceed them"
+        )
+    width = vertsize * blocksize
+    masks = tuple(
+        Causal() & (BlockDiagonal(local_attn_ctx) | Columns(local_attn_ctx, stop - width, stop))
+        for stop in range(local_attn_ctx, local_attn_ctx - num_verts * width, -width)
+    )
+    return masks if num_verts > 1 else masks[0]
+
+
+def sparse_transformer_strided(stride: Positive = 128) -> Mask:
+    """The last keys and every ``stride``-th one: both heads of 'strided', merged (Child et al. 2019, equation 7).
+
+    ``k <= q and (q - k <= stride or (q - k) % stride == 0)``.
+
+    Args:
+      stride: the stride in tokens; the window reaches as far back, so it holds stride + 1 keys.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("sparse_transformer_strided", stride=2), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · ■ ■ ■ · ·
+      ■ · ■ ■ ■ ·
+      · ■ · ■ ■ ■
+    """
+    return Causal() & (Window(stride) | Strided(stride))
+
+
+def sparse_transformer_fixed(stride: Positive = 128, summary: Positive = 32) -> Mask:
+    """The query's own group and each group's last ``summary`` keys, merged (Child et al. 2019, 'fixed').
+
+    ``k <= q and (q // stride == k // stride or k % stride >= stride - summary)``.
+
+    Args:
+      stride: tokens in a group.
+      summary: summary tokens at the end of each group, at most stride.
+
+    Raises:
+      ValueError: summary exceeds stride.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("sparse_transformer_fixed", stride=3, summary=1), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · · ■ ■ · ·
+      · · ■ ■ ■ ·
+      · · ■ ■ ■ ■
+    """
+    if summary > stride:
+        raise ValueError(f"sparse_transformer_fixed: summary={summary} must not exceed stride={stride}")
+    return Causal() & (BlockDiagonal(stride) | Columns(stride, stride - summary))
+
+
+def sliding_window(window: Positive = 1024) -> Mask:
+    """The last ``window`` keys, the query included (Mistral, Gemma).
+
+    ``k <= q and q - k < window``.
+
+    Args:
+      window: number of keys a query sees.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("sliding_window", window=2), 4))
+      ■ · · ·
+      ■ ■ · ·
+      · ■ ■ ·
+      · · ■ ■
+    """
+    return Window(window - 1)
+
+
+def chunked(chunk: Positive = 8192) -> Mask:
+    """Causal attention within chunks of ``chunk`` tokens (Llama 4).
+
+    ``k <= q and q // chunk == k // chunk``.
+
+    Args:
+      chunk: tokens in a chunk.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("chunked", chunk=2), 4))
+      ■ · · ·
+      ■ ■ · ·
+      · · ■ ·
+      · · ■ ■
+    """
+    return Causal() & BlockDiagonal(chunk)
+
+
+def dilated(window: Positive = 256, dilation: Positive = 4) -> Mask:
+    """``window`` keys, the query included, ``dilation`` tokens apart (Longformer, LongNet).
+
+    ``k <= q and (q - k) % dilation == 0 and q - k < window * dilation``.
+
+    Args:
+      window: number of keys a query sees.
+      dilation: distance of the keys in tokens.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("dilated", window=2, dilation=2), 6))
+      ■ · · · · ·
+      · ■ · · · ·
+      ■ · ■ · · ·
+      · ■ · ■ · ·
+      · · ■ · ■ ·
+      · · · ■ · ■
+    """
+    return Window(window * dilation - 1) & Strided(dilation)
+
+
+def longformer(window: Positive = 512, global_tokens: Natural = 64, causal: bool = True) -> Mask:
+    """A sliding window and global tokens that see all and are seen by all (Beltagy et al. 2020).
+
+    Causal: ``k <= q and (q - k < window or k < global_tokens or q < global_tokens)``. Bidirectional: ``abs(q - k) <=
+    window // 2 or k < global_tokens or q < global_tokens``, as in the paper, where half the window lies on each side.
+
+    Args:
+      window: keys in the window: causal the last ones, the query included; else half on each side of the query.
+      global_tokens: number of global tokens at the start.
+      causal: whether later keys are hidden.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("longformer", window=2, global_tokens=1, causal=False), 6))
+      ■ ■ ■ ■ ■ ■
+      ■ ■ ■ · · ·
+      ■ ■ ■ ■ · ·
+      ■ · ■ ■ ■ ·
+      ■ · · ■ ■ ■
+      ■ · · · ■ ■
+    """
+    if causal:
+        return Causal() & (Window(window - 1) | Global(global_tokens))
+    return Window(window // 2, window // 2) | Global(global_tokens)
+
+
+def bigbird(
+    block: Positive = 64,
+    window_blocks: Positive = 3,
+    global_blocks: Natural = 2,
+    random_blocks: Natural = 3,
+    seed: int = 0,
+    causal: bool = True,
+) -> Mask:
+    """Window, global and random blocks (Zaheer et al. 2020).
+
+    With a = q // block and b = k // block: ``abs(a - b) <= window_blocks // 2``, or ``a < global_blocks``, or ``b <
+    global_blocks``, or b is one of the random_blocks that row a draws from the blocks before it (bidirectional: or a
+    is one that row b draws); and ``k <= q`` if causal. The draws are a hash of row and seed: no length is needed.
+
+    Args:
+      block: tokens in a block.
+      window_blocks: blocks in the window, half of them on each side of the query's own.
+      global_blocks: number of global blocks at the start.
+      random_blocks: number of random blocks a row of blocks draws.
+      seed: equal seeds make equal masks.
+      causal: whether later keys are hidden.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("bigbird", block=1, global_blocks=1, random_blocks=1, causal=False), 8))
+      ■ ■ ■ ■ ■ ■ ■ ■
+      ■ ■ ■ · ■ · ■ ·
+      ■ ■ ■ ■ · · · ·
+      ■ · ■ ■ ■ · · ■
+      ■ ■ · ■ ■ ■ · ·
+      ■ · · · ■ ■ ■ ·
+      ■ ■ · · · ■ ■ ■
+      ■ · · ■ · · ■ ■
+    """
+    reach = window_blocks // 2
+    pattern = Window(reach, reach) | Global(global_blocks)
+    if random_blocks:
+        draws = Random(random_blocks, seed)
+        pattern = pattern | (draws if causal else draws | draws.T)
+    lifted = Blocks(pattern, block)
+    return Causal() & lifted if causal else lifted
+
+
+def streaming(window: Positive = 1024, sinks: Natural = 4) -> Mask:
+    """The last ``window`` keys, the query included, and the first ``sinks`` keys (StreamingLLM, Xiao et al. 2023).
+
+    ``k <= q and (q - k < window or k < sinks)``.
+
+    Args:
+      window: number of recent keys a query sees.
+      sinks: number of attention sink tokens at the start.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("streaming", window=2, sinks=1), 5))
+      ■ · · · ·
+      ■ ■ · · ·
+      ■ ■ ■ · ·
+      ■ · ■ ■ ·
+      ■ · · ■ ■
+    """
+    return Causal() & (Window(window - 1) | Prefix(sinks))
+
+
+def logsparse() -> Mask:
+    """The query and the keys at distances 1, 2, 4, 8, ... before it (Li et al. 2019).
+
+    ``q - k`` is 0 or a power of two.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("logsparse"), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · ■ ■ ■ · ·
+      ■ · ■ ■ ■ ·
+      · ■ · ■ ■ ■
+    """
+    return LogSparse()
+
+
+def prefix_lm(prefix: Natural = 128) -> Mask:
+    """Causal attention, except that all see the first ``prefix`` keys (T5, GLM).
+
+    ``k <= q or k < prefix``.
+
+    Args:
+      prefix: tokens in the prefix.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("prefix_lm", prefix=2), 4))
+      ■ ■ · ·
+      ■ ■ · ·
+      ■ ■ ■ ·
+      ■ ■ ■ ■
+    """
+    return Causal() | Prefix(prefix)
+
+
+def dense() -> Mask:
+    """Every key, before and after the query: no sparsity and no causality ('dense' and 'bidirectional' are one).
+
+    Always true.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("bidirectional"), 3))
+      ■ ■ ■
+      ■ ■ ■
+      ■ ■ ■
+    """
+    return Full()
+
+
+_PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
+    "all": all_,
+    "local": local,
+    "strided": strided,
+    "fixed": fixed,
+    "sparse_transformer_strided": sparse_transformer_strided,
+    "sparse_transformer_fixed": sparse_transformer_fixed,
+    "sliding_window": sliding_window,
+    "chunked": chunked,
+    "dilated": dilated,
+    "longformer": longformer,
+    "bigbird": bigbird,
+    "streaming": streaming,
+    "logsparse": logsparse,
+    "prefix_lm": prefix_lm,
+    "dense": dense,
+    "bidirectional": dense,
+}

@@ -1,0 +1,413 @@
+"""The masks that others are made of: one question about two positions each, and its closed form for rectangles."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from .algebra import EMPTY, FULL, UNSURE, Mask, graded, set_integers
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Full(), 3))
+      ■ ■ ■
+      ■ ■ ■
+      ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        return (q == q) & (k == k)
+
+    def grade(self, q0, q1, k0, k1):
+        return np.int8(FULL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty(Mask):
+    """No query sees any key: output 0 and log-sum-exp -inf in every row.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Empty(), 3))
+      · · ·
+      · · ·
+      · · ·
+    """
+
+    def __call__(self, q, k):
+        return (q != q) & (k != k)
+
+    def grade(self, q0, q1, k0, k1):
+        return np.int8(EMPTY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Causal(Mask):
+    """``k <= q``: a query sees itself and all earlier keys.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Causal(), 5))
+      ■ · · · ·
+      ■ ■ · · ·
+      ■ ■ ■ · ·
+      ■ ■ ■ ■ ·
+      ■ ■ ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        return k <= q
+
+    def grade(self, q0, q1, k0, k1):
+        return graded(k0 <= q1, k1 <= q0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Mask):
+    """``q - left <= k <= q + right``: inclusive reach to each side; the query itself always counts.
+
+    The convention of ``jax.nn.dot_product_attention(local_window_size=(left, right))``. 'A window of w keys' in the
+    sense of Mistral or Gemma is ``Window(w - 1)``.
+
+    Args:
+      left: how many keys before the query are seen; None for all.
+      right: how many keys after the query are seen; None for all.
+
+    Raises:
+      ValueError: a reach is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Window(2, 1), 6))
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      ■ ■ ■ ■ · ·
+      · ■ ■ ■ ■ ·
+      · · ■ ■ ■ ■
+      · · · ■ ■ ■
+    """
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self):
+        set_integers(self, 0, "left", "right", optional=True)
+
+    def __call__(self, q, k):
+        # One difference a position and one comparison a pair; positions are not negative, so nothing wraps around.
+        after = (q == q) & (k == k) if self.left is None else q - self.left <= k
+        return after if self.right is None else after & (k - self.right <= q)
+
+    def grade(self, q0, q1, k0, k1):
+        lowest, highest = q0 - k1, q1 - k0  # q - k takes every value in between
+        some, every = np.bool_(True), np.bool_(True)
+        if self.left is not None:
+            some, every = some & (lowest <= self.left), every & (highest <= self.left)
+        if self.right is not None:
+            some, every = some & (highest >= -self.right), every & (lowest >= -self.right)
+        return graded(some, every)
+
+
+@dataclasses.dataclass(frozen=True)
+class Strided(Mask):
+    """``(q - k) % stride == 0``: every stride-th key, in both directions (Child et al. 2019, A2 of 'strided').
+
+    Args:
+      stride: distance of the keys in tokens.
+
+    Raises:
+      ValueError: stride is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Strided(3), 6))
+      ■ · · ■ · ·
+      · ■ · · ■ ·
+      · · ■ · · ■
+      ■ · · ■ · ·
+      · ■ · · ■ ·
+      · · ■ · · ■
+    """
+
+    stride: int
+
+    def __post_init__(self):
+        set_integers(self, 1, "stride")
+
+    def __call__(self, q, k):
+        # One remainder a position and one comparison a pair, instead of a remainder a pair.
+        return q % self.stride == k % self.stride
+
+    def grade(self, q0, q1, k0, k1):
+        lowest, highest = q0 - k1, q1 - k0
+        some = highest // self.stride > (lowest - 1) // self.stride
+        return graded(some, some & ((lowest == highest) | (self.stride == 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDiagonal(Mask):
+    """``q // size == k // size``: attention within groups of ``size`` neighbours.
+
+    Args:
+      size: tokens in a group.
+
+    Raises:
+      ValueError: size is not a positive integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.BlockDiagonal(2), 6))
+      ■ ■ · · · ·
+      ■ ■ · · · ·
+      · · ■ ■ · ·
+      · · ■ ■ · ·
+      · · · · ■ ■
+      · · · · ■ ■
+    """
+
+    size: int
+
+    def __post_init__(self):
+        set_integers(self, 1, "size")
+
+    def __call__(self, q, k):
+        return q // self.size == k // self.size
+
+    def grade(self, q0, q1, k0, k1):
+        a0, a1, b0, b1 = (x // self.size for x in (q0, q1, k0, k1))
+        some = (a0 <= b1) & (b0 <= a1)
+        return graded(some, some & (a0 == a1) & (b0 == b1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns(Mask):
+    """``start <= k % period < stop``: the same summary keys of every period, seen by all (Child et al. 2019, 'fixed').
+
+    Args:
+      period: length of the repeated stretch in tokens.
+      start: first summary key within the period.
+      stop: one past the last summary key; defaults to the period's end.
+
+    Raises:
+      ValueError: unless 0 <= start < stop <= period.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Columns(3, 2), 6))
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+      · · ■ · · ■
+    """
+
+    period: int
+    start: int
+    stop: int | None = None
+
+    def __post_init__(self):
+        set_integers(self, 1, "period")
+        if self.stop is None:
+            object.__setattr__(self, "stop", self.period)
+        set_integers(self, 0, "start", "stop")
+        if not 0 <= self.start < self.end <= self.period:
+            raise ValueError(
+                "Columns: must hold 0 <= start < stop <= period, "
+                f"got start={self.start!r}, stop={self.stop!r}, period={self.period!r}"
+            )
+
+    @property
+    def end(self) -> int:
+        return self.period if self.stop is None else self.stop
+
+    def __call__(self, q, k):
+        offset = k % self.period
+        return (offset >= self.start) & (offset < self.end) & (q == q)
+
+    def grade(self, q0, q1, k0, k1):
+        def before(x):  # summary keys in [0, x)
+            return x // self.period * (self.end - self.start) + np.clip(
+                x % self.period - self.start, 0, self.end - self.start
+            )
+
+        count = before(k1 + 1) - before(k0)
+        return graded(count > 0, count == k1 - k0 + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Mask):
+    """``k < size``: all see the first ``size`` keys (prefix LM, attention-sink tokens, global columns).
+
+    Args:
+      size: number of keys, >= 0.
+
+    Raises:
+      ValueError: size is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Prefix(2), 4))
+      ■ ■ · ·
+      ■ ■ · ·
+      ■ ■ · ·
+      ■ ■ · ·
+    """
+
+    size: int
+
+    def __post_init__(self):
+        set_integers(self, 0, "size")
+
+    def __call__(self, q, k):
+        return (k < self.size) & (q == q)
+
+    def grade(self, q0, q1, k0, k1):
+        return graded(k0 < self.size, k1 < self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Global(Mask):
+    """``k < size or q < size``: the first ``size`` tokens see all and are seen by all (Longformer, BigBird).
+
+    Args:
+      size: number of global tokens, >= 0.
+
+    Raises:
+      ValueError: size is negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Global(1), 4))
+      ■ ■ ■ ■
+      ■ · · ·
+      ■ · · ·
+      ■ · · ·
+    """
+
+    size: int
+
+    def __post_init__(self):
+        set_integers(self, 0, "size")
+
+    def __call__(self, q, k):
+        return (k < self.size) | (q < self.size)
+
+    def grade(self, q0, q1, k0, k1):
+        return graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSparse(Mask):
+    """``q - k`` is 0 or a power of two (Li et al. 2019): log2(T) + 1 keys a query, causal by itself.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.LogSparse(), 6))
+      ■ · · · · ·
+      ■ ■ · · · ·
+      ■ ■ ■ · · ·
+      · ■ ■ ■ · ·
+      ■ · ■ ■ ■ ·
+      · ■ · ■ ■ ■
+    """
+
+    def __call__(self, q, k):
+        distance = q - k
+        return (distance >= 0) & ((distance & (distance - 1)) == 0)
+
+    def grade(self, q0, q1, k0, k1):
+        def up_to(x):  # allowed distances in [0, x]; frexp's exponent is the bit length, exact below 2**53
+            return np.where(x < 0, 0, 1 + np.frexp(np.maximum(x, 0).astype(np.float64))[1])
+
+        lowest, highest = q0 - k1, q1 - k0
+        count = up_to(highest) - up_to(lowest - 1)
+        return graded(count > 0, count == highest - lowest + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Mask):
+    """Each query draws ``count`` of the positions before it, by a counter-based hash (BigBird's random blocks).
+
+    Row ``q`` splits ``[0, q)`` into ``count`` stretches of equal length and draws one position from each, so its
+    draws are distinct and depend on ``(q, seed)`` only: no length is needed, and no state. Rows with at most ``count``
+    earlier positions see them all. Lift it with `Blocks` for random blocks; ``mask | mask.T`` gives both directions.
+
+    Args:
+      count: draws a row, >= 1.
+      seed: any integer; equal seeds make equal masks, on every backend.
+      size: draw from ``[0, size)`` in every row, before and after the query, instead of from ``[0, q)``.
+
+    Raises:
+      ValueError: count or size is not a positive integer, or seed no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.Random(3, seed=1).dense(64).sum(axis=1)[[0, 1, 2, 3, 4, 63]]
+      array([0, 1, 2, 3, 3, 3])
+    """
+
+    count: int
+    seed: int = 0
+    size: int | None = None
+
+    def __post_init__(self):
+        set_integers(self, 1, "count")
+        set_integers(self, 1, "size", optional=True)
+        set_integers(self, None, "seed")
+        if self.count > 1 << 15:
+            raise ValueError(f"Random: count must be at most {1 << 15}, got {self.count}")
+
+    def draw(self, q: Any, i: int) -> Any:
+        """The i-th draw of row q: one position of the i-th of ``count`` stretches of the row's range."""
+        end = self._end(q)
+        # end * i // count in parts that stay below 2**31: kernels count in int32.
+        first, last = (end // self.count * j + end % self.count * j // self.count for j in (i, i + 1))
+        width = (last - first) + (last == first)  # an empty stretch (end < count) repeats a neighbour's position
+        return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
+
+    def _end(self, q: Any) -> Any:
+        """One past the last position that row q may draw."""
+        return q if self.size is None else q * 0 + self.size
+
+    def __call__(self, q, k):
+        q = np.asarray(q) if isinstance(q, int) else q
+        hit = (q < 0) & (k < 0)
+        for i in range(self.count):
+            hit = hit | (self.draw(q, i) == k)
+        return hit & (k < self._end(q))
+
+    def grade(self, q0, q1, k0, k1):
+        rows = int(np.max(q1 - q0, initial=0)) + 1
+        if rows > 32 or not np.size(q0):  # a coarse rectangle is not worth the draws; nothing has no first row
+            return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
+        # One table of draws for all rows at hand, -1 where a row has no i-th position of its own: draws ascend, so a
+        # repeated one (rows with fewer than `count` positions) follows its twin.
+        lowest = int(np.min(q0, initial=np.iinfo(np.int64).max))
+        q = np.arange(lowest, int(np.max(q1, initial=lowest)) + 1)
+        drawn, end = [self.draw(q, i) for i in range(self.count)], self._end(q)
+        draws = [np.where(draw < end, draw, -1) for draw in drawn]
+        draws = draws[:1] + [np.where(a == b, -1, b) for a, b in itertools.pairwise(draws)]
+        count = np.int64(0)
+        for row in range(rows):
+            exists = q0 + row <= q1
+            for table in draws:
+                draw = table[np.minimum(q0 + row, q1) - lowest]
+                count = count + (exists & (draw >= k0) & (draw <= k1))
+        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+
+
+def _hash(x: Any, salt: int) -> Any:
+    """A 32-bit mix of positions and a salt (finaliser with the constants of lowbias32); the same in numpy and JAX."""
+    x = x.astype(np.uint32) ^ np.uint32((salt * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
+    with np.errstate(over="ignore"):  # numpy warns of wrap-around in scalars, though not in arrays
+        for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
+            x = (x ^ (x >> np.uint32(16))) * np.uint32(multiplier)
+            x = x ^ (x >> np.uint32(shift))
+    return x

@@ -1,0 +1,1 @@
+"""Decoding: which keys a step reads, and the cache that keeps them."""

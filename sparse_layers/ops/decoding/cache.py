@@ -1,0 +1,371 @@
+"""`KVCache`: keys and values of one layer, kept and read as its pattern needs them."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks.algebra import Mask
+from ..kernels.call import accumulator, checked_scalars, checked_sinks
+from ..planning.plan import masks_for
+from .reads import Part, Store, parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Heads:
+    """The query heads of one mask, with its parts.
+
+    Attributes:
+      queries: query heads, those of one key head side by side and equally many of each.
+      keys: their key heads; once for each query head where they are not equally many.
+      parts: of the mask.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+class Layout:
+    """The stores of a cache, and who reads them.
+
+    Args:
+      masks: the masks that the heads take in turn.
+      length: the most tokens.
+      num_heads, num_kv_heads: of the queries and of the keys.
+
+    Attributes:
+      heads: the query heads, by mask.
+      stores: (store, key heads in it), for each array of keys.
+    """
+
+    def __init__(self, masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int):
+        group = num_heads // num_kv_heads
+        self.heads = []
+        held: dict[Store, set[int]] = {}
+        for mask in dict.fromkeys(masks):
+            queries = tuple(h for h in range(num_heads) if masks[h % len(masks)] == mask)
+            keys = tuple(h // group for h in queries)
+            counts = {keys.count(k) for k in keys}
+            self.heads.append(
+                Heads(queries, tuple(dict.fromkeys(keys)) if len(counts) == 1 else keys, parts(mask, length))
+            )
+            for part in self.heads[-1].parts:
+                held.setdefault(part.store, set()).update(keys)
+        self.stores = [(store, tuple(sorted(heads))) for store, heads in held.items()]
+
+    def find(self, store: Store) -> tuple[int, tuple[int, ...]]:
+        """The index of a store, and the key heads in it."""
+        index = [s for s, _ in self.stores].index(store)
+        return index, self.stores[index][1]
+
+
+@functools.lru_cache(maxsize=256)
+def _made(masks, length, num_heads, num_kv_heads) -> Layout:
+    return Layout(masks, length, num_heads, num_kv_heads)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values"],
+    meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
+
+    Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds one token and attends from it. A window keeps
+    as many rows as it is wide, a stride reads one residue class, summary columns keep nothing else: a step costs what
+    the pattern's row costs, and the result is that of `block_sparse_attention` in that row.
+
+    Attributes:
+      keys, values: arrays [B, heads, pieces, rows, size], one for each way in which keys are kept.
+      masks: the masks that the heads take in turn.
+      seq_len: the most tokens.
+      num_heads, num_kv_heads: of the queries and of the keys.
+
+    Raises:
+      ValueError: arrays that do not fit, in the methods that take them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> mask, (q, k, v) = sl.Causal() & sl.Window(7), jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 16))
+      >>> cache = sl.KVCache.empty(mask, 40, batch=1, num_heads=2, head_size=16)
+      >>> cache.num_reads, cache.nbytes  # keys a step and head; 8 keys and values of 2 heads, 16 floats each
+      (8, 2048)
+      >>> cache = cache.filled(k[:, :39], v[:, :39], jnp.array([39]))
+      >>> out, cache = cache.step(q[:, 39], k[:, 39], v[:, 39], jnp.array([39]))
+      >>> bool(jnp.allclose(out, sl.block_sparse_attention(q, k, v, mask)[:, 39], atol=1e-5))
+      True
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    masks: tuple[Mask, ...]
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+
+    @classmethod
+    def empty(
+        cls,
+        pattern: Mask | Sequence[Mask] | np.ndarray,
+        seq_len: int,
+        *,
+        batch: int,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None = None,
+        value_size: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> "KVCache":
+        """A cache without tokens.
+
+        Args:
+          pattern: whatever `as_masks` takes, causal.
+          seq_len: the most tokens, >= 1.
+          batch: number of sequences B.
+          num_heads: of the queries, N.
+          head_size: H of the keys.
+          num_kv_heads: K, a divisor of N; defaults to N.
+          value_size: Hv of the values; defaults to H.
+          dtype: of keys and values.
+
+        Raises:
+          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
+          TypeError: the pattern is no mask.
+        """
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be a floating one, got {dtype}")
+        value_size = head_size if value_size is None else value_size
+        sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
+        sizes |= {"num_kv_heads": num_kv_heads, "value_size": value_size}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+        masks = masks_for(pattern, seq_len, seq_len)
+        if num_heads % num_kv_heads or num_heads % len(masks):
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
+            )
+        stores = _made(masks, seq_len, num_heads, num_kv_heads).stores
+        keys, values = (
+            tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
+            for size in (head_size, value_size)
+        )
+        return cls(keys, values, masks, int(seq_len), int(num_heads), int(num_kv_heads))
+
+    @property
+    def _layout(self) -> Layout:
+        return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
+
+    @property
+    def num_reads(self) -> int:
+        """Keys that a step reads for a query head, of the mask that reads the most."""
+        return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.keys, *self.values))
+
+    def filled(self, key: jax.Array, value: jax.Array, lengths: Any = None) -> "KVCache":
+        """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
+
+        Args:
+          key: [B, P, K, H], 1 <= P <= seq_len.
+          value: [B, P, K, Hv].
+          lengths: int [B] in 0..P, tokens of each sequence, what follows is padding and not read; None for P.
+
+        Returns:
+          A new cache.
+
+        Raises:
+          ValueError: shapes that do not fit the cache, or lengths (outside of jit) that are not in 0..P.
+        """
+        batch, length = len(self.keys[0]), jnp.shape(key)[1] if jnp.ndim(key) > 1 else 0
+        if not 1 <= length <= self.seq_len:
+            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{self.seq_len}, got {jnp.shape(key)}")
+        self._check(length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+        last = checked_lengths(lengths, batch, length)[:, None] - 1
+
+        def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            filled = []
+            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
+                token = store.token(jnp.arange(store.runs * store.run), last)
+                held = jnp.broadcast_to((token >= 0) & (token <= last), (batch, store.runs * store.run))
+                rows = jnp.where(held, token, 0)
+                taken = jnp.take_along_axis(_some(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
+                # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+                taken = jnp.where(held[:, None, :, None], taken, 0)
+                filled.append(taken.reshape(array.shape).astype(array.dtype))
+            return tuple(filled)
+
+        return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))
+
+    def step(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, **options: Any
+    ) -> tuple[jax.Array, "KVCache"]:
+        """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
+
+        Returns:
+          (out [B, N, Hv] in the dtype of query, the new cache).
+
+        Raises:
+          ValueError: as these.
+        """
+        # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
+        cache = jax.lax.optimization_barrier(self.written(key, value, position))
+        return cache.attend(query, position, **options), cache
+
+    def written(self, key: jax.Array, value: jax.Array, position: jax.Array) -> "KVCache":
+        """The cache with one more token in each sequence.
+
+        Args:
+          key: [B, K, H].
+          value: [B, K, Hv].
+          position: int [B], the tokens' positions, each one more than its sequence's last and < seq_len.
+
+        Raises:
+          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
+        """
+        self._check(None, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+        position = self._positions(position)
+
+        def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+            done = []
+            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
+                run, row = jnp.divmod(store.slot(position), store.run)
+                put = jax.vmap(lambda x, new, run, row: x.at[:, run, row].set(new, mode="drop"))
+                done.append(put(array, _some(new, heads).astype(array.dtype), run, row))
+            return tuple(done)
+
+        return dataclasses.replace(self, keys=write(self.keys, key), values=write(self.values, value))
+
+    def attend(
+        self,
+        query: jax.Array,
+        position: jax.Array,
+        *,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attention of one query a sequence, over the pattern's row.
+
+        Args:
+          query: [B, N, H].
+          position: int [B], the queries' positions, those of the tokens written last.
+          scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
+
+        Returns:
+          [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
+
+        Raises:
+          ValueError: as `written`; a scale, soft cap or sinks that `block_sparse_attention` refuses.
+        """
+        self._check(None, query=(query, self.num_heads, self.keys))
+        position, sinks = self._positions(position), checked_sinks(sinks, self.num_heads)
+        scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+        outs = [self._attend(heads, query, position, scale, cap, sinks) for heads in self._layout.heads]
+        order = [head for heads in self._layout.heads for head in heads.queries]
+        out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+        return out.astype(query.dtype)
+
+    def _attend(self, heads, query, position, scale, cap, sinks):
+        """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least."""
+        dtype = accumulator(query.dtype)
+        query = _some(query, heads.queries)
+        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
+        logits, gathered = [], []
+        for part in heads.parts:
+            index, held = self._layout.find(part.store)
+            pieces, allowed = part.places(position)
+            chosen = [held.index(h) for h in heads.keys]
+            k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
+            x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
+            x = x if cap is None else cap * jnp.tanh(x / cap)
+            logits.append(jnp.where(allowed[:, None, None], x, -jnp.inf))
+            gathered.append(v)
+        start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
+        if sinks is not None:
+            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(1, *query.shape[1:3], 1)
+            start = jnp.broadcast_to(of_heads, start.shape)
+        highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits), start)
+        highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
+        weights = [jnp.exp(x - highest) for x in logits]
+        total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
+        out = sum(
+            jnp.einsum("bngl,bnlh->bngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
+            for w, v in zip(weights, gathered, strict=True)
+        )
+        out = out / jnp.where(total == 0, 1, total)
+        return out.reshape(len(out), len(heads.queries), -1)
+
+    def _check(self, length: int | None, **arrays: tuple[Any, int, tuple[jax.Array, ...]]) -> None:
+        """Refuses arrays (x, heads, the cache's arrays of the same size) of another shape; length None: no axis."""
+        for name, (x, heads, like) in arrays.items():
+            shape = (len(like[0]), *([] if length is None else [length]), heads, like[0].shape[-1])
+            if jnp.shape(x) != shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                raise ValueError(
+                    f"{name} must be floats of shape {shape} for this cache, got {jnp.result_type(x)} of {jnp.shape(x)}"
+                )
+
+    def _positions(self, position: Any) -> jax.Array:
+        return checked_positions(position, len(self.keys[0]), self.seq_len)
+
+
+def checked_positions(position: Any, batch: int, seq_len: int) -> jax.Array:
+    """The positions of one token in each sequence, int32 [batch].
+
+    Raises:
+      ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - 1.
+    """
+    return _checked("position", position, batch, seq_len - 1, f"seq_len - 1 = {seq_len - 1}")
+
+
+def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
+    """The lengths of prompts, int32 [batch]; None for ``longest``.
+
+    Raises:
+      ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.
+    """
+    lengths = np.full(batch, longest, np.int32) if lengths is None else lengths
+    return _checked("lengths", lengths, batch, longest, f"{longest}, the tokens that are there")
+
+
+def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Array:
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers of shape {(batch,)}, got {values.dtype} of shape {values.shape}")
+    if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
+        raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
+    return jnp.asarray(values, jnp.int32)
+
+
+def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:
+    """Some heads of [B, heads, ...]; where these are all, as it is: an axis that is indexed could not stay sharded."""
+    return x if tuple(heads) == tuple(range(x.shape[1])) else x[:, np.array(heads)]
+
+
+def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
+    """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
+
+    Returns:
+      [B, len(heads), n * rows, size].
+    """
+    if pieces is None:
+        array = _some(array, heads)
+    elif heads == list(range(array.shape[1])):
+        array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pieces)
+    else:
+        some = jnp.array(heads)[:, None]
+        array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])

@@ -1,0 +1,115 @@
+"""What the op hands to a backend: the static part of a call, and its arrays; and what backends do alike with them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..planning.params import BwdParams, FwdParams
+from ..planning.plan import Pass, Plan
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype that scores, sums and lse are kept in: float32, or float64 for float64 inputs."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of one call of the op.
+
+    Attributes:
+      plan: what to compute; None if the mask is a run-time array.
+      fwd_shape: (bq, bkv), block shape of the forward lists of a run-time mask.
+      bwd_shape: (bq, bkv), that of its backward lists.
+      params: the forward and the backward parameters.
+      scale: factor on q . k.
+      soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
+      return_lse: whether the caller wants the log-sum-exp, too.
+    """
+
+    plan: Plan | None
+    fwd_shape: tuple[int, int]
+    bwd_shape: tuple[int, int]
+    params: tuple[FwdParams, BwdParams]
+    scale: float
+    soft_cap: float | None
+    return_lse: bool = False
+
+    @property
+    def chains(self) -> tuple[tuple[Pass, ...], ...]:
+        """The plan's chains; there is a plan wherever there is no run-time mask."""
+        assert self.plan is not None
+        return self.plan.chains
+
+
+class Operands(NamedTuple):
+    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
+
+    Attributes:
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      sinks: [N] logits, or None.
+      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
+      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sinks: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    mask: jax.Array | None = None
+
+
+def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
+    """The factor of the logits, None for head_size ** -0.5, and their soft cap, None for none.
+
+    Raises:
+      ValueError: no finite number, or a soft cap outside (0, 1e30].
+    """
+    scale = 1 / math.sqrt(head_size) if scale is None else _number("scale", scale)
+    if logits_soft_cap is not None:
+        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        if not 0 < logits_soft_cap <= 1e30:
+            raise ValueError(f"logits_soft_cap must be > 0 or None, and at most 1e30, got {logits_soft_cap}")
+    return scale, logits_soft_cap
+
+
+def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
+    """The sinks as an array [heads], or None.
+
+    Raises:
+      ValueError: another shape, or no floats.
+    """
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks must be floats of shape [N] = ({heads},), got {sinks.dtype} of shape {sinks.shape}")
+    return sinks
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite Python number, got {value!r}")
+    return float(value)
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """The inverse of x[:, :, c::C] for c in range(C)."""
+    together = jnp.stack(parts, axis=3)
+    return together.reshape(*together.shape[:2], together.shape[2] * together.shape[3], *together.shape[4:])
+
+
+def merged(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the softmax over two disjoint key sets from those over each."""
+    (out, lse), (more, more_lse) = state, update
+    both = jnp.logaddexp(lse, more_lse)
+    base = jnp.where(both == -jnp.inf, 0, both)
+    return out * jnp.exp(lse - base)[..., None] + more * jnp.exp(more_lse - base)[..., None], both

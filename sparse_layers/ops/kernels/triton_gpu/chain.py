@@ -1,0 +1,178 @@
+"""Chains of passes for all heads: in which order they run, and what goes from one to the next.
+
+Kernels read q, k and v where they are, by token, whatever the order of their rows. A pass that holds all tokens writes
+by token, too, and starts from what earlier passes left, so a chain of n such passes reads and writes each row n times
+and copies nothing. Passes that hold only some queries (or keys) come first; their results are few and kept by row.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ...planning.views import RowOrder
+from ..call import Call, Operands, joined, merged
+from .launch import MOST_BATCH_ENTRIES
+from .link import Gradients, Link, Rows
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """See `triton_gpu.forward`."""
+    return _over_batches(functools.partial(_forward, call), operands)
+
+
+def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout."""
+    return _over_batches(functools.partial(_backward, call), operands, *by_query)
+
+
+class _Group(NamedTuple):
+    """The query heads first, first + step, ..., whose chains differ in their masks only."""
+
+    first: int
+    step: int
+    links: list[Link]
+
+
+def _groups(call: Call, operands: Operands) -> list[_Group]:
+    if operands.segments is not None:
+        q, kv = operands.segments
+        operands = operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
+    if operands.mask is not None:
+        return [_Group(0, 1, [Link(call, operands, 0, 1, ())])]
+    alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
+    chains = [call.chains] if alike else [(chain,) for chain in call.chains]
+    step = len(chains)
+    return [
+        _Group(first, step, [Link(call, operands, first, step, passes) for passes in zip(*own, strict=True)])
+        for first, own in enumerate(chains)
+    ]
+
+
+def _by_queries(links: Sequence[Link]) -> list[Link]:
+    """The links in the order of the forward and dq kernels, by twos where query rows are the same."""
+    paired: list[Link] = []
+    for link in sorted(links, key=lambda link: link.q_order.complete):
+        place = next((i for i, other in enumerate(paired) if other.also is None and other.goes_with(link)), None)
+        if place is None:
+            paired.append(link)
+        else:
+            paired[place] = dataclasses.replace(paired[place], also=link)
+    return paired
+
+
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    if not operands.query.size:  # no batch entries: there is nothing to launch
+        query = operands.query
+        out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
+        return out, jnp.zeros(query.shape[:3], jnp.float32)
+    operands = operands._replace(sinks=None if operands.sinks is None else operands.sinks.astype(jnp.float32))
+    outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands)), strict=True)
+    return joined(outs).astype(operands.query.dtype), joined(lses)
+
+
+def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, heads, Hv], lse [B, T, heads]) of a group."""
+    sinks, links = operands.sinks, _by_queries(group.links)
+    # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
+    in_kernels = sum(not link.q_order.complete for link in links) < min(2, len(links))
+    rounded = _may_round([link for link in links if link.q_order.complete])
+    state = None
+    for link in links:
+        if state is None or link.q_order.complete:
+            begun = state is not None and state.order.natural
+            state = link.forward(state, sinks if in_kernels and not begun else None, rounded(link))
+        else:
+            both = merged(state.whole(), link.forward(None, None, False).whole())
+            state = Rows(RowOrder(link.q_order.length), (both[0], both[1].swapaxes(1, 2)))
+    if state is None:
+        nothing = jnp.zeros_like(operands.query[:, :, group.first :: group.step, 0], jnp.float32)
+        out, lse = nothing[..., None] * jnp.zeros(operands.value.shape[-1]), nothing - jnp.inf
+    else:
+        out, lse = state.whole()
+    if sinks is not None and not in_kernels:
+        sinks = jnp.broadcast_to(sinks[group.first :: group.step], lse.shape)
+        out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
+    return out, lse
+
+
+def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    query, key, value = operands.query, operands.key, operands.value
+    if not query.size:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
+    groups = _groups(call, operands)
+    by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]
+    by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
+    # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
+    # first: with nothing to go on from, they have more to do than the others already.
+    giving = [link for links in by_queries for link in links if link.gives_dkv]
+    rounded_keys = _may_round([*giving, *(link for link in by_keys if link.kv_order.complete)])
+    keys: Rows | None = None
+    for link in by_keys:
+        if not link.kv_order.complete:
+            own = link.dkv(gradients, None, False)
+            keys = own if keys is None else _added(keys, own)
+    dqs = []
+    for group, links in zip(groups, by_queries, strict=True):
+        rounded = _may_round([link for link in links if link.q_order.complete])
+        queries: Rows | None = None
+        for link in links:
+            goes_on = queries is None or link.q_order.complete
+            before = queries if goes_on else None, keys if link.gives_dkv else None
+            dq, dkv = link.dq(gradients, *before, rounded(link), rounded_keys(link))
+            queries = dq if queries is None or goes_on else _added(queries, dq)
+            keys = keys if dkv is None else dkv
+        none = jnp.zeros_like(query[:, :, group.first :: group.step])
+        dqs.append(none if queries is None else queries.whole()[0])
+    for link in by_keys:
+        if link.kv_order.complete:
+            keys = link.dkv(gradients, keys, rounded_keys(link))
+    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if keys is None else keys.whole()
+    return joined(dqs).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def _may_round(passes: Sequence[Link]) -> Callable[[Link], bool]:
+    """Which of the passes over all tokens may keep their result in the dtype of the query: of many, only the last."""
+    return lambda link: len(passes) <= 2 or link is passes[-1]
+
+
+def _added(state: Rows, more: Rows) -> Rows:
+    arrays = tuple(a + b for a, b in zip(state.whole(), more.whole(), strict=True))
+    return Rows(RowOrder(state.order.length), arrays)
+
+
+def _over_batches(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) of an `Operands` and arrays by query, also under `jax.vmap`, which kernel calls do not know."""
+    mapped = custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(size, batched, operands, *by_query):
+        args, flags = (operands, *by_query), (batched[0], *batched[1:])
+        entries = operands.query.shape[1 if flags[0].query else 0]
+        if flags[0].sinks or flags[0].mask or size * entries > MOST_BATCH_ENTRIES:
+            # These have no batch axis that the new one could join; nor does a grid take any number of entries.
+            one = functools.partial(_chosen, function, flags, args)
+            results = jax.lax.map(one, jnp.arange(size))
+        else:
+            apart = operands._replace(sinks=None, mask=None), *by_query
+            apart_flags = flags[0]._replace(sinks=None, mask=None), *flags[1:]
+
+            def join(x, is_mapped):
+                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(size * x.shape[1], *x.shape[2:])
+
+            first, *rest = jax.tree.map(join, apart, apart_flags)
+            results = _over_batches(function, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
+            results = jax.tree.map(lambda x: x.reshape(size, entries, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped(*args)
+
+
+def _chosen(function, flags, args, i):
+    return _over_batches(function, *jax.tree.map(lambda x, mapped: x[i] if mapped else x, args, flags))

@@ -1,0 +1,161 @@
+"""Which blocks of a mask hold anything: the exact, sorted list of a block grid's non-empty cells.
+
+Closed-form grades (`Mask.grade`) decide almost all cells, or else smaller rectangles within them do; only what they
+leave UNSURE is evaluated element by element. Large grids are first graded in coarse cells, so the work follows the
+pattern and not the square of the length.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ...masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
+
+_CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
+_SAMPLES = 16  # queries and keys of a cell that are evaluated first
+_ELEMENTS = 1 << 20  # mask elements evaluated at a time; a larger chunk leaves the cache and is slower
+_PART = 16  # side of the rectangles, in elements, that are graded within a cell before its elements are evaluated
+
+
+class BlockGrid(NamedTuple):
+    """The non-empty cells of a block grid, row by row, each row from left to right. Arrays are read-only.
+
+    Attributes:
+      rows: int32 [n], block index along the queries.
+      columns: int32 [n], block index along the keys.
+      states: int8 [n], 1 (PARTIAL: some pairs are allowed) or 2 (FULL: all are).
+      num_rows: number of query blocks.
+      num_columns: number of key blocks.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    states: np.ndarray
+    num_rows: int
+    num_columns: int
+
+
+@functools.lru_cache(maxsize=32)
+def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int) -> BlockGrid:
+    """Lists the blocks in which the mask allows anything, with their exact states.
+
+    The mask is only asked about queries below ``num_rows * block_q`` and keys below ``num_columns * block_kv``.
+
+    Args:
+      mask: any mask.
+      num_rows: number of query blocks.
+      num_columns: number of key blocks.
+      block_q: queries in a block.
+      block_kv: keys in a block.
+
+    Returns:
+      A `BlockGrid`, cached by the arguments.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> from sparse_layers.ops.planning.blocks import active_blocks
+      >>> grid = active_blocks(sl.Causal(), 3, 3, 128, 128)
+      >>> grid.rows.tolist(), grid.columns.tolist(), grid.states.tolist()
+      ([0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2], [1, 2, 1, 2, 2, 1])
+    """
+    parts = []
+    for first, states in _stripes(mask, num_rows, num_columns, block_q, block_kv):
+        rows, columns = _nonzero(states == UNSURE)
+        states[rows, columns] = _graded_by_parts(mask, rows + first, columns, block_q, block_kv)
+        # A few elements of a mixed block show that it is mixed; the rest is looked at in full.
+        for samples in (_SAMPLES, None):
+            rows, columns = _nonzero(states == UNSURE)
+            start = 0
+            for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv, samples):
+                some, every = tiles.any(axis=(1, 2)), tiles.all(axis=(1, 2))
+                here = slice(start, start + len(tiles))
+                open_still = (some == every) & (samples is not None)
+                grades = np.where(open_still, np.int8(UNSURE), np.add(some, every, dtype=np.int8))
+                states[rows[here], columns[here]] = grades
+                start += len(tiles)
+        rows, columns = _nonzero(states)
+        parts.append(((rows + first).astype(np.int32), columns.astype(np.int32), states[rows, columns]))
+    rows, columns, states = (np.concatenate(x) for x in zip(*parts, strict=True))
+    for array in (rows, columns, states):
+        array.flags.writeable = False
+    return BlockGrid(rows, columns, states, num_rows, num_columns)
+
+
+def _nonzero(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """np.nonzero of a 2-dimensional array, several times faster on bools."""
+    rows, columns = np.divmod(np.flatnonzero(states), states.shape[1])
+    return rows, columns
+
+
+def masked_tiles(
+    mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int, samples: int | None = None
+) -> Iterator[np.ndarray]:
+    """Evaluates blocks element by element, a bounded number at a time.
+
+    Args:
+      mask: any mask.
+      rows, columns: integer arrays [n], the blocks' indices along queries and keys.
+      block_q: queries in a block.
+      block_kv: keys in a block.
+      samples: evaluate so many queries and keys of a block only, first and last among them.
+
+    Yields:
+      The n tiles in their order, in chunks: bool [<= n, block_q, block_kv], or [<= n, samples, samples].
+    """
+    q, k = (
+        np.arange(n) if samples is None else np.linspace(0, n - 1, samples).astype(np.int64)
+        for n in (block_q, block_kv)
+    )
+    step = max(1, _ELEMENTS // (q.size * k.size))
+    for start in range(0, len(rows), step):
+        q0 = rows[start : start + step, None, None].astype(np.int64) * block_q
+        k0 = columns[start : start + step, None, None].astype(np.int64) * block_kv
+        tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
+        yield np.broadcast_to(tiles, (len(q0), q.size, k.size))
+
+
+def _stripes(
+    mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields (first row, grades of some rows of the grid as int8 [rows, num_columns]), UNSURE included."""
+
+    def grade(rows: np.ndarray, columns: np.ndarray, scale: int) -> np.ndarray:
+        q0, k0 = rows * (block_q * scale), columns * (block_kv * scale)
+        q1 = np.minimum(q0 + block_q * scale, num_rows * block_q) - 1  # a mask need not be defined beyond the grid
+        k1 = np.minimum(k0 + block_kv * scale, num_columns * block_kv) - 1
+        return np.broadcast_to(mask.grade(q0, q1, k0, k1), np.broadcast_shapes(rows.shape, columns.shape))
+
+    cells = num_rows * num_columns
+    if cells <= _CELLS:
+        yield 0, grade(np.arange(num_rows)[:, None], np.arange(num_columns)[None, :], 1).copy()
+        return
+    scale = max(16, math.isqrt(cells // _CELLS))
+    coarse = grade(np.arange(-(-num_rows // scale))[:, None], np.arange(-(-num_columns // scale))[None, :], scale)
+    step = max(1, _CELLS // (scale * num_columns))
+    for start in range(0, len(coarse), step):
+        first = start * scale
+        states = coarse[start : start + step].repeat(scale, axis=0).repeat(scale, axis=1)
+        states = states[: num_rows - first, :num_columns]
+        rows, columns = _nonzero((states != EMPTY) & (states != FULL))
+        states[rows, columns] = grade(rows + first, columns, 1)
+        yield first, states
+
+
+def _graded_by_parts(mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
+    """Grades n blocks by the grades of smaller rectangles within them: int8 [n], UNSURE where these leave it open."""
+    states = np.empty(len(rows), np.int8)
+    q, k = np.arange(0, block_q, _PART)[:, None], np.arange(0, block_kv, _PART)
+    step = max(1, _ELEMENTS // (q.size * k.size))
+    for start in range(0, len(rows), step):
+        here = slice(start, start + step)
+        q0, k0 = rows[here, None, None] * block_q, columns[here, None, None] * block_kv
+        q1, k1 = np.minimum(q + _PART, block_q) - 1, np.minimum(k + _PART, block_kv) - 1
+        parts = np.broadcast_to(mask.grade(q0 + q, q0 + q1, k0 + k, k0 + k1), (len(q0), q.size, k.size))
+        some = ((parts == PARTIAL) | (parts == FULL)).any(axis=(1, 2))
+        lacking = ((parts == EMPTY) | (parts == PARTIAL)).any(axis=(1, 2))
+        decided = (some & lacking) | (parts != UNSURE).all(axis=(1, 2))
+        states[here] = np.where(decided, np.add(some, ~lacking, dtype=np.int8), np.int8(UNSURE))
+    return states

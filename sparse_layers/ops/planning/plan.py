@@ -1,0 +1,427 @@
+"""Where to compute: a mask and two lengths become a chain of block-sparse passes.
+
+Softmax over a union of disjoint key sets is the log-sum-exp weighted merge of the softmaxes over each set. So a union
+of patterns may be computed one pattern after the other, each in the row order that turns its part into dense blocks:
+
+* ``Strided(l)`` asks for residue-major order of queries and keys, where it is block-diagonal;
+* ``Columns(l, c)`` and ``Prefix(n)`` ask for just their keys, gathered; their transposes for just their queries;
+* everything else stays in natural order.
+
+`make_plan` splits a union by the orders its terms ask for, makes the terms disjoint (``term & ~earlier``), estimates
+each candidate (natural order alone is always one) and takes the cheapest. The result is exact whichever it takes.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...masks.adapters import as_masks
+from ...masks.algebra import PARTIAL, And, Array, Blocks, Mask, Not, Or, Transposed
+from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
+from .blocks import active_blocks
+from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
+from .params import BwdParams, FwdParams, checked_params
+from .platforms import TUNING, Tuning, first_choice
+from .views import Gathered, Reordered, ResidueMajor, RowOrder
+
+Wish = tuple[RowOrder, RowOrder]
+
+# Block size of pictures.
+BLOCK = 128
+# A mask whose block lists would exceed this many cells gets larger blocks: metadata stays below some tens of MB.
+MAX_CELLS = 1 << 21
+# Reading or writing one row of q, k, v or out costs about as much as this many (q, k) pairs: 8 bytes x head size
+# against 4 flops x head size a pair, on machines that do 100 to 300 flops in the time of one byte.
+PAIRS_PER_ROW = 256
+# One cell of a block list costs about as much as this many pairs (a step that looks at it and moves on).
+PAIRS_PER_CELL = 16
+MAX_TERMS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """One link of a chain: a block-sparse attention in a row order of its own.
+
+    Attributes:
+      q_order: token of each query row.
+      kv_order: token of each key row.
+      mask: the pattern in row space, disjoint from the masks of earlier passes.
+      fwd_shape: (bq, bkv), block shape of the forward lists.
+      bwd_shape: (bq, bkv), block shape of the backward lists.
+      fwd: block lists by query row, for the forward pass.
+      dkv: block lists by key column, for the backward pass.
+      fwd_blocks: number of blocks that the forward computes.
+      bwd_blocks: number of blocks that the backward computes.
+    """
+
+    q_order: RowOrder
+    kv_order: RowOrder
+    mask: Reordered
+    fwd_shape: tuple[int, int]
+    bwd_shape: tuple[int, int]
+    fwd: MaskInfo
+    dkv: MaskInfo
+    fwd_blocks: int
+    bwd_blocks: int
+
+    def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows of q and of k/v, rounded up to whole blocks of ``shape``."""
+        return _round_up(self.q_order.rows, shape[0]), _round_up(self.kv_order.rows, shape[1])
+
+    def lists(self, shape: tuple[int, int], dkv: bool) -> MaskInfo:
+        """Block lists in blocks of any shape, by key column if ``dkv``; made anew if they are not `fwd` or `dkv`."""
+        if shape == (self.bwd_shape if dkv else self.fwd_shape):
+            return self.dkv if dkv else self.fwd
+        return (process_mask_dkv if dkv else process_mask)(bind(self.mask, 1, *self.padded(shape)), shape)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A mask bound to lengths and block sizes. Equal arguments of `make_plan` make equal, equally hashed plans.
+
+    Attributes:
+      masks: the masks that the heads take in turn.
+      q_len: number of queries T.
+      kv_len: number of keys S.
+      fwd_params: as given to `make_plan`.
+      bwd_params: as given to `make_plan`.
+      implementation: whose block sizes were chosen where the parameters leave them open.
+      chains: for each mask, the passes whose merged result is the attention under that mask.
+      candidates: for each mask, what was weighed: (description, estimated cost in pairs), the chosen one first.
+    """
+
+    masks: tuple[Mask, ...]
+    q_len: int
+    kv_len: int
+    fwd_params: FwdParams
+    bwd_params: BwdParams
+    implementation: str
+    chains: tuple[tuple[Pass, ...], ...] = dataclasses.field(compare=False, repr=False)
+    candidates: tuple[tuple[tuple[str, int], ...], ...] = dataclasses.field(compare=False, repr=False)
+
+    @functools.cached_property
+    def sees_itself(self) -> bool:
+        """Whether every query may attend to the key at its own position, so that no row is empty."""
+        if self.q_len > self.kv_len:
+            return False
+        place = np.arange(self.q_len)
+        with jax.ensure_compile_time_eval():
+            return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
+
+    def of_heads(self, first: int, count: int) -> "Plan":
+        """The plan of ``count`` heads from head ``first`` on, of all that take this plan's masks in turn."""
+        turn = [self.masks.index(self.masks[head % len(self.masks)]) for head in range(first, first + count)]
+        period = next(p for p in range(1, count + 1) if count % p == 0 and turn == turn[:p] * (count // p))
+        if turn[:period] == list(range(len(self.masks))):
+            return self
+        masks, chains, candidates = (
+            tuple(entries[i] for i in turn[:period]) for entries in (self.masks, self.chains, self.candidates)
+        )
+        return dataclasses.replace(self, masks=masks, chains=chains, candidates=candidates)
+
+
+def make_plan(
+    mask: Any,
+    q_len: int,
+    kv_len: int | None = None,
+    *,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    implementation: str | None = None,
+) -> Plan:
+    """Plans attention under a mask: which passes, in which row orders, over which blocks. Cached by content.
+
+    Args:
+      mask: whatever `as_masks` takes: a mask, a sequence of masks (head h takes entry h % len), a bool array.
+      q_len: number of queries T, >= 1.
+      kv_len: number of keys S; defaults to q_len.
+      fwd_params: block sizes of the forward pass; None leaves the choice to the library.
+      bwd_params: block sizes of the backward pass; None means those of the forward pass.
+      implementation: one of `implementations()`, for which to choose block sizes that are left open; None means the
+        first choice of this platform. Every implementation computes every plan.
+
+    Returns:
+      The `Plan`; pass it to `block_sparse_attention` in place of the mask.
+
+    Raises:
+      ValueError: a length is less than 1, an array's shape differs from the lengths, or implementation is unknown.
+      TypeError: mask is none of the above.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> plan = sl.make_plan(sl.Causal() & (sl.Window(128) | sl.Strided(128)), 4096)
+      >>> [str(p.q_order) for p in plan.chains[0]]
+      ['natural order', 'residue-major order, stride 128']
+    """
+    kv_len = q_len if kv_len is None else kv_len
+    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
+        if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
+    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    masks = masks_for(mask, q_len, kv_len)
+    fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
+    if implementation is not None and implementation not in TUNING:
+        raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
+    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+
+
+def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
+    """`as_masks`, of masks that must know all positions of these lengths.
+
+    Raises:
+      ValueError: an array's shape differs from the lengths.
+      TypeError: mask describes no mask.
+    """
+    for entry in mask if isinstance(mask, Sequence) else [mask]:
+        shape = getattr(entry, "shape", None)
+        if shape is not None and tuple(shape[-2:]) != (q_len, kv_len):
+            raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
+    masks = as_masks(mask)
+    for entry in masks:
+        if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
+            raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
+    return masks
+
+
+@functools.lru_cache(maxsize=256)
+def is_causal(mask: Mask, length: int) -> bool:
+    """Whether no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
+      (True, False)
+    """
+    return not make_plan(mask & Not(Causal()), length).chains[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
+    # By tuning, not by name: implementations that are tuned alike share their chains.
+    options = fwd_params, bwd_params, TUNING[implementation]
+    chains, candidates = zip(*(_make_chain(mask, q_len, kv_len, *options) for mask in masks), strict=True)
+    return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
+    """The cheapest chain for one mask, and what was weighed."""
+    weighed = []
+    for number, (name, groups) in enumerate(splits(mask, q_len, kv_len)):
+        passes = [_Draft(Reordered(part, *wish), fwd_params, tuned) for wish, part in groups]
+        passes = [draft for draft in passes if draft.blocks]
+        weighed.append((sum(draft.cost for draft in passes), number, name, passes))
+    weighed.sort(key=lambda entry: entry[:2])
+    chain = tuple(draft.finish(bwd_params) for draft in weighed[0][3])
+    return chain, tuple((name, cost) for cost, _, name, _ in weighed)
+
+
+class _Draft:
+    """A pass of a candidate: its blocks counted, its lists not yet made."""
+
+    def __init__(self, mask: Reordered, params: FwdParams, tuned: Tuning):
+        self.mask, self.tuned = mask, tuned
+        if params.q_blocksize is None and params.kv_blocksize is None:
+            self.shape = _cheapest(mask, tuned)
+        else:
+            self.shape = _block_shape(mask, params, tuned.blocks[0])
+        self.blocks = _count(mask, self.shape)[0]
+        self.cost = _cost(mask, self.shape, tuned)
+
+    def finish(self, params: BwdParams) -> Pass:
+        explicit = params.q_blocksize is not None or params.kv_blocksize is not None
+        default = self.tuned.backward or (self.tuned.blocks[0] if explicit else self.shape)
+        if self.tuned.backward and not explicit:  # grown as the forward's are, where lists would be too long
+            grown = max(1, max(self.shape) // max(max(shape) for shape in self.tuned.blocks))
+            default = default[0] * grown, default[1] * grown
+        bwd_shape = _block_shape(self.mask, params, default)
+        bwd_blocks = _count(self.mask, bwd_shape)[0]
+        infos = []
+        for process, shape in ((process_mask, self.shape), (process_mask_dkv, bwd_shape)):
+            rows, columns = _round_up(self.mask.q_order.rows, shape[0]), _round_up(self.mask.kv_order.rows, shape[1])
+            infos.append(process(bind(self.mask, 1, rows, columns), shape)[0])
+        q_order, kv_order = self.mask.q_order, self.mask.kv_order
+        fwd, dkv = infos
+        return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, fwd, dkv, self.blocks, bwd_blocks)
+
+
+def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: tuple[int, int]) -> tuple[int, int]:
+    """Explicit block sizes, else the default, no larger than the rows at hand need."""
+    explicit = (params.q_blocksize, params.kv_blocksize)
+    rows = (mask.q_order.rows, mask.kv_order.rows)
+    enough = (max(16, 1 << (r - 1).bit_length()) for r in rows)
+    sizes = [e or min(d, r) for e, d, r in zip(explicit, default, enough, strict=True)]
+    return sizes[0], sizes[1]
+
+
+def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
+    blocks, cells = _count(mask, shape)
+    partial = int(np.count_nonzero(_grid(mask, shape).states == PARTIAL))
+    pairs = shape[0] * shape[1] * (blocks + (tuned.partial - 1) * partial)
+    rows = mask.q_order.rows + mask.kv_order.rows
+    return round(pairs) + blocks * tuned.pairs_per_step + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
+
+
+def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:
+    """The block shape of least cost. Finer ones are tried as long as they gain, so a dense mask never lists them."""
+    *finer, largest = (_block_shape(mask, FwdParams(), size) for size in tuned.blocks)
+    best = _affordable(mask, largest, tuned)
+    for shape in reversed(finer):
+        if shape == best:
+            continue
+        if best != largest or not _fits(mask, shape, tuned) or _cost(mask, shape, tuned) >= _cost(mask, best, tuned):
+            break
+        best = largest = shape
+    return best
+
+
+def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
+    """``shape``, doubled until its block lists fit.
+
+    Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
+    """
+    coarse = shape
+    while math.prod(_grid_shape(mask, coarse)) > MAX_CELLS:
+        coarse = 2 * coarse[0], 2 * coarse[1]
+    while coarse != shape:
+        at_most = len(_grid(mask, coarse).rows) * (coarse[0] // shape[0]) ** 2
+        finer = coarse[0] // 2, coarse[1] // 2
+        if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
+            return shape
+        if not _fits(mask, finer, tuned):
+            break
+        coarse = finer
+    while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
+        coarse = 2 * coarse[0], 2 * coarse[1]
+    return coarse
+
+
+def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
+    blocks, cells = _count(mask, shape)
+    size = (4 if mask.computable else 8) * (blocks + max(_grid_shape(mask, shape)))
+    return cells <= MAX_CELLS and (tuned.list_bytes is None or size <= tuned.list_bytes)
+
+
+def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
+    """Active blocks, and cells of the block lists by row and by column, each as wide as its widest entry."""
+    grid = _grid(mask, shape)
+    if not len(grid.rows):
+        return 0, 0
+    widest = [int(np.bincount(axis).max()) for axis in (grid.rows, grid.columns)]
+    return len(grid.rows), grid.num_rows * widest[0] + grid.num_columns * widest[1]
+
+
+def _grid(mask: Reordered, shape: tuple[int, int]):
+    return active_blocks(mask, *_grid_shape(mask, shape), *shape)
+
+
+def _grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
+    return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
+
+
+def _round_up(n: int, block: int) -> int:
+    return -(-n // block) * block
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+def splits(mask: Mask, q_len: int, kv_len: int):
+    """Yields (description, [(row orders, part of the mask)]), the parts disjoint and their union the mask."""
+    natural: Wish = (RowOrder(q_len), RowOrder(kv_len))
+    yield str(natural[0]), [(natural, mask)]
+    terms = [(_wish(term, q_len, kv_len) or natural, functools.reduce(And, term)) for term in _terms(mask)]
+    wishes = list(dict.fromkeys(wish for wish, _ in terms if wish != natural))
+    if len(terms) > MAX_TERMS or not wishes:
+        return
+    sizes = range(1, len(wishes) + 1) if len(wishes) <= 2 else sorted({1, len(wishes)})
+    for chosen in itertools.chain.from_iterable(itertools.combinations(wishes, n) for n in sizes):
+        groups: dict[Wish, list[Mask]] = {natural: []} | {wish: [] for wish in chosen}
+        for wish, term in terms:
+            groups[wish if wish in chosen else natural].append(term)
+        parts, earlier = [], []
+        for wish, group in groups.items():
+            if group:
+                part = functools.reduce(Or, group)
+                parts.append((wish, functools.reduce(And, (Not(e) for e in earlier), part)))
+                earlier.append(part)
+        yield " + ".join(_name(wish) for wish, _ in parts), parts
+
+
+def _name(wish: Wish) -> str:
+    q_order, kv_order = wish
+    if q_order == kv_order or (q_order.natural and kv_order.natural):
+        return str(q_order)
+    named = [f"{side}: {order}" for side, order in (("queries", q_order), ("keys", kv_order)) if not order.natural]
+    return ", ".join(named)
+
+
+def _terms(mask: Mask) -> list[list[Mask]]:
+    """The mask as a union of terms, each a list of factors whose intersection it is (disjunctive normal form)."""
+    mask = _pushed(mask)
+    if isinstance(mask, Or):
+        return _terms(mask.left) + _terms(mask.right)
+    if isinstance(mask, And):
+        left, right = _terms(mask.left), _terms(mask.right)
+        if len(left) * len(right) > MAX_TERMS:
+            return [[mask]]
+        return [a + b for a in left for b in right]
+    return [[mask]]
+
+
+def _pushed(mask: Mask) -> Mask:
+    """Moves Not, Blocks and Transposed one level below And and Or, and shows the columns inside a lifted mask."""
+    if isinstance(mask, Global):
+        return Or(Prefix(mask.size), Transposed(Prefix(mask.size)))
+    if isinstance(mask, Not):
+        inner = _pushed(mask.mask)
+        if isinstance(inner, Not):
+            return _pushed(inner.mask)
+        if isinstance(inner, And | Or):
+            return (Or if isinstance(inner, And) else And)(Not(inner.left), Not(inner.right))
+    if isinstance(mask, Blocks | Transposed):
+        inner, rewrap = _pushed(mask.mask), functools.partial(dataclasses.replace, mask)
+        if isinstance(inner, And | Or):
+            return type(inner)(rewrap(mask=inner.left), rewrap(mask=inner.right))
+        if isinstance(mask, Transposed) and isinstance(inner, Transposed):
+            return _pushed(inner.mask)
+        if isinstance(mask, Blocks):
+            if isinstance(inner, Transposed):
+                return Transposed(_pushed(Blocks(inner.mask, mask.block)))
+            if isinstance(inner, Prefix):
+                return Prefix(inner.size * mask.block)
+            if isinstance(inner, Columns):
+                return Columns(*(x * mask.block for x in (inner.period, inner.start, inner.end)))
+    return mask
+
+
+def _wish(factors: list[Mask], q_len: int, kv_len: int) -> Wish | None:
+    """The row orders that a term asks for; None for natural order."""
+    for factor in factors:
+        if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
+            return ResidueMajor(q_len, factor.stride), ResidueMajor(kv_len, factor.stride)
+    q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
+    for factor in factors:
+        if kv_order.natural:
+            kv_order = _selected(factor, kv_len)
+        if q_order.natural and isinstance(factor, Transposed):
+            q_order = _selected(factor.mask, q_len)
+    return None if q_order.natural and kv_order.natural else (q_order, kv_order)
+
+
+def _selected(factor: Mask, length: int) -> RowOrder:
+    """The order that holds just the positions a factor selects."""
+    if isinstance(factor, Prefix) and 0 < factor.size < length:
+        return Gathered(length, length, 0, factor.size)
+    if isinstance(factor, Columns) and factor.start < length and factor.end - factor.start < factor.period:
+        return Gathered(length, factor.period, factor.start, factor.end)
+    return RowOrder(length)

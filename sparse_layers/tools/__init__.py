@@ -1,0 +1,1 @@
+"""Tools that look at patterns, plans and machines: `describe` and `draw`, `tune`, the doctor."""

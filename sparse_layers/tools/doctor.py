@@ -1,0 +1,454 @@
+"""``python -m sparse_layers doctor``: what is installed, what each implementation says to it, and a self-check.
+
+What is right is computed here in float64, by formulas of its own. What an implementation may be off is measured, not
+tuned: twice the error of the same formulas rounded to the dtype of the call after each step, plus the rounding of the
+summands. The contract that every implementation is held to is in the tests; this is its smallest part, for the
+machine at hand. Nothing is written and nothing is asked of the network by this file; JAX and Triton may keep caches.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..masks.adapters import as_masks
+from ..masks.algebra import Mask
+from ..masks.presets import preset
+from ..masks.primitives import Causal
+from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
+from ..ops.kernels.call import Call, Operands
+from ..ops.planning import platforms
+from ..ops.planning.params import BwdParams, FwdParams
+from ..ops.planning.plan import Plan, make_plan
+
+ANSWERS = ("out", "dq", "dk", "dv")
+
+# Of packages in one row, those that are there are shown.
+_PACKAGES = {
+    **{name: (name,) for name in ("sparse-layers", "numpy", "jax", "jaxlib", "flax", "optax")},
+    **{name: (name,) for name in ("jax-triton", "triton", "libtpu")},
+    "CUDA plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+}
+_BATCH, _HEADS, _KEY_HEADS, _SIZE = 2, 2, 1, 32
+
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that matter here, by name.
+
+    Example:
+      >>> from sparse_layers.tools.doctor import versions
+      >>> list(versions())[:4]
+      ['Python', 'sparse-layers', 'numpy', 'jax']
+    """
+    found = {"Python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    for label, names in _PACKAGES.items():
+        there = []
+        for name in names:
+            try:
+                number = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            there.append(number if name == label else f"{name} {number}")
+        found[label] = ", ".join(there) or "not installed"
+    return found
+
+
+def devices() -> list[str]:
+    """A line for each device that JAX sees here: its name, kind, compute capability and memory, where it has them.
+
+    Raises:
+      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
+    """
+    lines = []
+    for device in jax.local_devices():
+        parts = [str(device), device.device_kind]
+        if (capability := getattr(device, "compute_capability", None)) is not None:
+            parts.append(f"compute capability {capability}")
+        if limit := (device.memory_stats() or {}).get("bytes_limit"):
+            parts.append(f"{limit / 2**30:.1f} GiB of memory for JAX")
+        lines.append(", ".join(parts))
+    return lines
+
+
+def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str | None:
+    """Why an implementation cannot serve the call of a check here; None if it can.
+
+    Args:
+      implementation: one of `sparse_layers.implementations()`.
+      check: the call that it is asked for.
+      unnamed: for a call with ``implementation=None``, where another one may be the better choice.
+
+    Returns:
+      What its ``unsupported`` says (unnamed, its ``outdone``, too), or which error it raised.
+
+    Raises:
+      KeyError: there is no such implementation.
+
+    Example:
+      >>> from sparse_layers.tools.doctor import PROBES, reason
+      >>> [reason("xla", probe) for probe in PROBES]
+      [None, None, None, None]
+    """
+    backend, plan = IMPLEMENTATIONS[implementation], check.plan(implementation)
+    ids = check.segment_ids()
+    segments = None if ids is None else (jnp.asarray(ids), jnp.asarray(ids))
+    blocks = (64, 64)  # of masks known at run time only
+    call = Call(plan, blocks, blocks, (plan.fwd_params, plan.bwd_params), _SIZE**-0.5, None)
+    try:
+        operands = Operands(*check.arrays()[:3], segments=segments)
+        outdone = getattr(backend, "outdone", None) if unnamed else None
+        return backend.unsupported(call, operands) or (outdone(call, operands) if outdone else None)
+    except Exception as error:
+        return f"asked, it raised {_brief(error)}"
+
+
+def first_that_works(check: "Check") -> str:
+    """The implementation that ``implementation=None`` takes here for the call of a check.
+
+    Example:
+      >>> import jax
+      >>> from sparse_layers.tools.doctor import PROBES, first_that_works
+      >>> jax.default_backend() != "cpu" or first_that_works(PROBES[0]) == "xla"
+      True
+    """
+    candidates = platforms.candidates(platforms.platform())
+    return next(name for name in candidates if reason(name, check, unnamed=True) is None)
+
+
+def made_for(implementation: str) -> str | None:
+    """The other platform whose kernels an implementation has, which here can be interpreted only; None if it has none.
+
+    Example:
+      >>> import jax
+      >>> from sparse_layers.tools.doctor import made_for
+      >>> made_for("xla") is None and (jax.default_backend() == "tpu" or made_for("pallas_tpu") == "tpu")
+      True
+    """
+    homes = [name for name, preferred in platforms.PREFERRED.items() if implementation in preferred]
+    return homes[0] if homes and platforms.platform() not in homes else None
+
+
+def report() -> str:
+    """Versions, devices, and for each implementation whether it works on this machine, and why not.
+
+    Raises:
+      RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
+    """
+    found = versions()
+    lines = ["versions", *(f"  {name:<14}{version}" for name, version in found.items())]
+    here = platforms.platform()
+    lines += ["", f"devices, of which JAX computes on {here}", *(f"  {line}" for line in devices())]
+    if here == "cpu" and found["CUDA plugin"] != "not installed":
+        lines.append("  note: a CUDA plugin is installed, but JAX found no GPU that it can use; see JAX's own messages")
+    lines += ["", "implementations"]
+    chosen = {probe: first_that_works(probe) for probe in PROBES}
+    for name in IMPLEMENTATIONS:
+        calls: dict[str, list[str]] = {}
+        for probe in PROBES:
+            text = _verdict(name, reason(name, probe), chosen[probe] == name)
+            calls.setdefault(text, []).append(f"{probe.name} {probe.dtype}")
+        # Without the calls if all get the same answer.
+        for text, names in calls.items():
+            lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
+    return "\n".join(lines)
+
+
+def _verdict(name: str, why: str | None, chosen: bool) -> str:
+    here = platforms.platform()
+    if why is not None:
+        return f"unavailable: {why}"
+    text = "works"
+    if home := made_for(name):
+        text += f", interpreted, for tests: its kernels are made for {home}"
+    if chosen:
+        text += "; implementation=None takes it"
+        if name in platforms.FALLBACK and here != "cpu":
+            text += f", and it is slow on {here}"
+    return text
+
+
+# --- the self-check --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One call whose values and gradients are compared with what is right.
+
+    Attributes:
+      name: what it shows.
+      mask: the pattern.
+      length: tokens; no multiple of any block size.
+      dtype: of query, key, value and out.
+      documents: whether there are segment ids: three documents, then padding.
+      block: block size of queries and keys; None leaves it to the library.
+    """
+
+    name: str
+    mask: Mask
+    length: int
+    dtype: str
+    documents: bool = False
+    block: int | None = None
+
+    def __str__(self):
+        return f"{self.name}, T = {self.length}, {self.dtype}"
+
+    def plan(self, implementation: str) -> Plan:
+        """The plan; with a block size of its own, one priced as for TPUs, where chains pay at shorter lengths."""
+        if self.block is None:
+            return make_plan(self.mask, self.length, implementation=implementation)
+        sizes = {"q_blocksize": self.block, "kv_blocksize": self.block}
+        options: dict[str, Any] = {"fwd_params": FwdParams(**sizes), "bwd_params": BwdParams(**sizes)}
+        return make_plan(self.mask, self.length, implementation="pallas_tpu", **options)
+
+    def segment_ids(self) -> np.ndarray | None:
+        """int32 [B, T], or None."""
+        if not self.documents:
+            return None
+        ends = [self.length * share // 10 for share in (2, 5, 9)]
+        ids = np.array([7, 0, 3, -1], np.int32)[np.searchsorted(ends, np.arange(self.length), side="right")]
+        return np.broadcast_to(ids, (_BATCH, self.length))
+
+    def arrays(self) -> list[jax.Array]:
+        """Query [B, T, N, H], key and value [B, T, K, H], and the gradient of out [B, T, N, H], in the dtype."""
+        rng = np.random.default_rng(0)
+        heads = (_HEADS, _KEY_HEADS, _KEY_HEADS, _HEADS)
+        return [jnp.asarray(rng.normal(size=(_BATCH, self.length, n, _SIZE)), self.dtype) for n in heads]
+
+
+def _preset(name: str, **options: int | bool) -> Mask:
+    (mask,) = as_masks(preset(name, **options))
+    return mask
+
+
+# What every implementation is asked for in the report.
+PROBES = tuple(
+    Check(name, mask, 64, dtype)
+    for name, mask in (("causal", Causal()), ("strided", _preset("sparse_transformer_strided", stride=16)))
+    for dtype in ("bfloat16", "float32")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a check ended.
+
+    Attributes:
+      implementation: which was checked.
+      check: on what.
+      shares: for each of `ANSWERS`, its largest error as a share of its budget: at most 1 is right. Empty if the call
+        raised.
+      seconds: time of compiling and running it.
+      error: what was raised, or None.
+    """
+
+    implementation: str
+    check: Check
+    shares: dict[str, float]
+    seconds: float
+    error: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every answer is right."""
+        return self.error is None and all(share <= 1 for share in self.shares.values())
+
+    def __str__(self):
+        if self.error is None:
+            worst = max(self.shares, key=lambda name: self.shares[name])
+            text = f"{self.shares[worst]:.2f} of the budget ({worst})"
+        else:
+            text = f"raised {self.error}"
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{self.implementation:<14}{self.check!s:<50}{verdict}  {text}, {self.seconds:.1f} s"
+
+
+def checks(implementation: str) -> list[Check]:
+    """What an implementation is checked on here: one tiny call if it is interpreted, else three.
+
+    Example:
+      >>> from sparse_layers.tools.doctor import checks
+      >>> [check.name for check in checks("xla")]
+      ['causal', 'strided chain', 'longformer, documents']
+    """
+    if made_for(implementation):
+        return [Check("strided", _preset("strided", local_attn_ctx=16), 75, "float32", block=16)]
+    # Accelerators get the block sizes that users get, and a length at which they chain.
+    length, stride, block = (301, 16, 16) if platforms.platform() == "cpu" else (2001, 64, None)
+    if implementation == "cudnn":  # it takes an even number of tokens
+        length -= 1
+    longformer = _preset("longformer", window=length // 6, global_tokens=5, causal=False)
+    return [
+        Check("causal", Causal(), length, "bfloat16"),
+        Check("strided chain", _preset("sparse_transformer_strided", stride=stride), length, "float32", block=block),
+        Check("longformer, documents", longformer, length, "float32", documents=True),
+    ]
+
+
+def self_check(implementations: Sequence[str] | None = None) -> Iterator[Result]:
+    """Compares values and gradients of implementations with float64, one check after the other.
+
+    Args:
+      implementations: which to check; None means all of `sparse_layers.implementations()`.
+
+    Yields:
+      A `Result` for each of their `checks` that they can serve here. Errors that calls raise are results, too.
+
+    Raises:
+      KeyError: there is no such implementation.
+
+    Example:
+      >>> from sparse_layers.tools.doctor import self_check
+      >>> all(result.passed for result in self_check(["reference"]))
+      True
+    """
+    for name in IMPLEMENTATIONS if implementations is None else implementations:
+        yield from (_result(name, check) for check in checks(name) if reason(name, check) is None)
+
+
+def _result(implementation: str, check: Check) -> Result:
+    start = time.perf_counter()
+    try:
+        answers = _answers(implementation, check)
+    except Exception as error:
+        return Result(implementation, check, {}, time.perf_counter() - start, _brief(error))
+    seconds = time.perf_counter() - start
+    right, budgets = _expected(check)
+    shares = {}
+    for name, answer in answers.items():
+        error = np.abs(answer - right[name]).max() if answer.shape == right[name].shape else math.inf
+        shares[name] = math.inf if math.isnan(error) else float(error / budgets[name])
+    return Result(implementation, check, shares, seconds)
+
+
+def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
+    """What the op gives, in float64, by `ANSWERS`."""
+    plan, ids = check.plan(implementation), check.segment_ids()
+
+    @jax.jit
+    def run(query, key, value, dout):
+        def attend(query, key, value):
+            return block_sparse_attention(query, key, value, plan, segment_ids=ids, implementation=implementation)
+
+        out, pullback = jax.vjp(attend, query, key, value)
+        return out, *pullback(dout)
+
+    return {name: np.asarray(x).astype(np.float64) for name, x in zip(ANSWERS, run(*check.arrays()), strict=True)}
+
+
+@functools.lru_cache(maxsize=8)
+def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The right answers, and what an implementation may be off, by `ANSWERS`."""
+    query, key, value, dout = (np.asarray(x) for x in check.arrays())
+    allowed = check.mask.dense(check.length)[None, None]
+    if (ids := check.segment_ids()) is not None:
+        allowed = allowed & ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
+    right, sizes = attention(query, key, value, dout, allowed, "float64")
+    rough, _ = attention(query, key, value, dout, allowed, check.dtype)
+    eps = float(jnp.finfo(check.dtype).eps)
+    return right, {name: 2 * float(np.abs(rough[name] - right[name]).max() + eps * sizes[name]) for name in right}
+
+
+def attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, dout: np.ndarray, allowed: np.ndarray, dtype: str
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Dense attention and its gradients in numpy, as it is written in papers, rounded to a dtype after each step.
+
+    Args:
+      query: [B, T, N, H].
+      key: [B, S, K, H], where K divides N.
+      value: [B, S, K, Hv].
+      dout: gradient of out [B, T, N, Hv].
+      allowed: bool, which keys a query may see; broadcasts against [B, N, T, S].
+      dtype: float64 for the right answers, or that of a call whose rounding is to be measured.
+
+    Returns:
+      Two dicts by `ANSWERS`: out [B, T, N, Hv] and the gradients in the shapes of query, key and value; and for each
+      the size of the summands of its elements, at most: the root of their sum of squares, as rounding errors add up.
+
+    Example:
+      >>> import numpy as np
+      >>> from sparse_layers.tools.doctor import attention
+      >>> x = np.ones((1, 2, 1, 1))
+      >>> answers, _ = attention(x, x, np.array([[[[2.0]], [[4.0]]]]), x, np.tri(2, dtype=bool), "float64")
+      >>> answers["out"].ravel().tolist(), answers["dv"].ravel().tolist()
+      ([2.0, 3.0], [1.5, 0.5])
+    """
+    wide = np.float64 if dtype == "float64" else np.float32
+
+    def rounded(x):
+        return x.astype(jnp.dtype(dtype)).astype(wide)
+
+    groups, scale = query.shape[2] // key.shape[2], query.shape[-1] ** -0.5
+    q, dout = (x.astype(wide).swapaxes(1, 2) for x in (query, dout))
+    k, v = (np.repeat(x.astype(wide).swapaxes(1, 2), groups, axis=1) for x in (key, value))
+
+    def of_keys(x):  # [B, N, S, H] to [B, S, K, H]: the sum over the query heads of a key head
+        b, n, s, h = x.shape
+        return x.reshape(b, n // groups, groups, s, h).sum(2).swapaxes(1, 2)
+
+    scores = np.where(allowed, rounded(scale * rounded(q @ k.mT)), -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = rounded(np.exp(scores - np.where(top == -np.inf, 0, top)))
+    total = weights.sum(-1, keepdims=True)
+    p = rounded(weights / np.where(total == 0, 1, total))
+    out = rounded(p @ v)
+    dp, delta = rounded(dout @ v.mT), rounded((dout * out).sum(-1, keepdims=True))
+    ds = rounded(scale * p * (dp - delta))
+    answers = out.swapaxes(1, 2), rounded(ds @ k).swapaxes(1, 2), of_keys(rounded(ds.mT @ q)), of_keys(p.mT @ dout)
+
+    ds_size = scale * p * (abs(dout) @ abs(v).mT + abs(delta))
+    squares = p**2 @ v**2, ds_size**2 @ k**2, of_keys((ds_size**2).mT @ q**2), of_keys((p**2).mT @ dout**2)
+    return (
+        {name: rounded(x).astype(np.float64) for name, x in zip(ANSWERS, answers, strict=True)},
+        {name: math.sqrt(size.max()) for name, size in zip(ANSWERS, squares, strict=True)},
+    )
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def examine() -> int:
+    """Prints the report, then the self-check line by line.
+
+    Returns:
+      The exit code: 0 if everything that works here is right, else 1.
+    """
+    start = time.perf_counter()
+    try:
+        devices()
+    except Exception as error:  # JAX_PLATFORMS names what is not there, or a driver does not start; JAX asserts, too
+        print("\n".join(f"{name:<14}{version}" for name, version in versions().items()))
+        print(f"\nFAILED: JAX finds no device to compute on: {_brief(error)}")
+        return 1
+    print(report(), flush=True)
+    print("\nself-check of out, dq, dk and dv against float64; an error of 1.00 of its budget would still pass")
+    results = []
+    for result in self_check():
+        print(f"  {result}", flush=True)
+        results.append(result)
+    seconds = f"{time.perf_counter() - start:.0f} s"
+    if failed := [result for result in results if not result.passed]:
+        print(f"\nFAILED in {seconds}: {'; '.join(f'{result.implementation} ({result.check})' for result in failed)}")
+        return 1
+    names = ", ".join(dict.fromkeys(result.implementation for result in results))
+    print(f"\nall {len(results)} checks passed in {seconds}: {names}")
+    return 0
+
+
+def _brief(error: Exception) -> str:
+    """Type and first line of an error."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,0 +1,19 @@
+"""A row of the tables of misuses in tests/misuses."""
+
+from typing import NamedTuple
+
+
+class Misuse(NamedTuple):
+    """A wrong call, and what its error must say.
+
+    Attributes:
+      call: an expression over the names of `tests.misuses.test_misuses.names`.
+      error: the type of the exception, exactly.
+      argument, value, rule: pieces of its message: what is wrong, what was given, what would be right.
+    """
+
+    call: str
+    error: type[Exception]
+    argument: str
+    value: str
+    rule: str

@@ -1,0 +1,276 @@
+"""A step from the cache equals the full forward in its row, for every causal pattern, and reads that row only."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops.decoding.reads import parts
+from tests.ops.cases import TINY
+
+T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
+RNG = np.random.default_rng(0)
+BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
+CASES = {name: sl.preset(name, **TINY.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
+CASES |= {
+    "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),
+    "array and stride": sl.Causal() & sl.Strided(5) & sl.Array(RNG.random((T, T)) < 0.5),
+    "array of full blocks": sl.Array(np.kron(np.eye(5, k=-1), np.ones((16, 16))).astype(bool)[:T, :T]),
+    "mask_mod": sl.from_mask_mod(lambda b, h, q, k: (q >= k) & ((q - k) % 7 < 2)),
+    "differs by head": (sl.Window(4), sl.Causal() & sl.Strided(6), sl.Causal() & sl.Random(2)),
+    "a head without keys": (sl.Empty(), sl.Window(3)),
+    "empty rows": sl.Causal() & sl.Columns(9, 4, 6),
+    "four parts": sl.Causal() & (sl.Window(5) | sl.Strided(9) | sl.Columns(8, 6) | sl.Global(3)),
+    "rows of a prefix": sl.Causal() & sl.Prefix(9).T,
+    "two strides": sl.Causal() & (sl.Strided(4) | sl.Strided(6)),
+    "blocks of random keys": sl.Causal() & sl.Blocks(sl.Window(0) | sl.Random(1, seed=3), 4),
+}
+
+
+def arrays(dtype=jnp.float32, heads=(N, K, K)):
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (H, H, HV)
+    return [jax.random.normal(key, (B, T, n, h), dtype) for key, n, h in zip(keys, heads, sizes, strict=True)]
+
+
+def compared(mask, arrays, start, prompt=None, exactly=False, **options):
+    """(steps, reference), both [T, B, N, Hv]: each sequence goes from its start to the end, and stays there.
+
+    With ``exactly``, the reference computes in float32, whatever the arrays are.
+    """
+
+    @jax.jit
+    def run(q, k, v, start, prompt):
+        batch, position = jnp.arange(B), jnp.minimum(start + jnp.arange(T)[:, None], T - 1)
+        cache = empty(mask, q.dtype, k.shape[2])
+        cache = cache if prompt is None else cache.filled(*prompt, start)
+
+        def step(cache, at):
+            out, cache = cache.step(q[batch, at], k[batch, at], v[batch, at], at, **options)
+            return cache, out
+
+        exact = [x.astype(jnp.float32 if exactly else x.dtype) for x in (q, k, v)]
+        return jax.lax.scan(step, cache, position)[1], reference(*exact, mask, **options)[batch, position]
+
+    return run(*arrays, start, prompt)
+
+
+def empty(mask, dtype=jnp.float32, num_kv_heads=K):
+    return sl.KVCache.empty(
+        mask, T, batch=B, num_heads=N, num_kv_heads=num_kv_heads, head_size=H, value_size=HV, dtype=dtype
+    )
+
+
+def reference(q, k, v, mask, **options):
+    return sl.block_sparse_attention(q, k, v, mask, implementation="reference", **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_the_full_forward(name):
+    """Unequal prompts, one of them empty: what is filled at once and what is stepped give the same rows."""
+    mask, (q, k, v) = CASES[name], arrays()
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    start = jnp.array([0, T // 3, T - 2])
+    # Nothing beyond a prompt may count: keys from there on are poisoned, though finite.
+    padding = jnp.arange(T)[None, :] >= start[:, None]
+    poisoned = [jnp.where(padding[..., None, None], 1e6, x) for x in (k, v)]
+    out, want = compared(mask, (q, k, v), start, poisoned, **options)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["differs by head", "fixed", "sparse_transformer_strided"])
+def test_grouped_heads(name, kv_heads):
+    out, want = compared(CASES[name], arrays(heads=(N, kv_heads, kv_heads)), jnp.zeros(B, jnp.int32))
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision(dtype):
+    low = arrays(dtype)
+    out, want = compared(CASES["sparse_transformer_fixed"], low, jnp.zeros(B, jnp.int32), exactly=True)
+    assert out.dtype == dtype
+    # Logits are sums of H rounded products, weights and the result are rounded once, all relative to the largest value.
+    budget = 4 * float(jnp.finfo(dtype).eps) * np.abs(low[2].astype(jnp.float32)).max()
+    assert np.abs(out.astype(jnp.float32) - want).max() < budget
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "four parts", "array", "bigbird"])
+def test_filled_is_what_steps_make(name):
+    """In every place that holds a token the prompt's cache and the stepped one hold the same."""
+    mask, (_, k, v) = CASES[name], arrays()
+    lengths = jnp.array([1, 33, T])
+
+    @jax.jit
+    def both(k, v):
+        def step(cache, position):
+            at = jnp.full(B, position)
+            new, live = cache.written(k[:, position], v[:, position], at), position < lengths
+
+            def chosen(new, old):
+                return jnp.where(live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+            return jax.tree.map(chosen, new, cache), None
+
+        return empty(mask).filled(k, v, lengths), jax.lax.scan(step, empty(mask), jnp.arange(T))[0]
+
+    filled, cache = both(k, v)
+    for ours, theirs in zip(filled.keys + filled.values, cache.keys + cache.values, strict=True):
+        held = np.asarray(theirs) != 0
+        assert held.any()
+        np.testing.assert_array_equal(np.asarray(ours)[held], np.asarray(theirs)[held])
+
+
+READS = {  # keys a step, at 4096 tokens; and rows that are kept
+    "all": (4096, 4096),
+    "sliding_window:window=512": (512, 512),
+    "chunked:chunk=256": (256, 256),
+    "sparse_transformer_strided:stride=64": (65 + 64, 65 + 4096),
+    "sparse_transformer_fixed:stride=64,summary=4": (64 + 256, 64 + 256),
+    "streaming:window=128,sinks=4": (132, 132),
+    "longformer:window=128,global_tokens=16": (144, 144),
+    "dilated:window=64,dilation=4": (64, 256),
+    "strided:local_attn_ctx=64": (64, 4096),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_step_reads_the_patterns_row(name):
+    found = parts(sl.preset(name), 4096)
+    reads = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
+    assert reads == READS[name]
+    row = int(sl.preset(name).dense(4096).sum(1).max())
+    assert reads[0] >= row
+
+
+@pytest.mark.parametrize("name", ["bigbird:block=64", "logsparse"])
+def test_listed_rows_are_few(name):
+    """Blocks that a table lists: at most those of 16 keys that one of 16 neighbouring queries sees."""
+    allowed = sl.preset(name).dense(4096).reshape(256, 16, 256, 16).any((1, 3)).sum(1).max() * 16
+    assert sum(part.reads for part in parts(sl.preset(name), 4096)) <= allowed + 128
+    assert allowed < 1024
+
+
+def test_bytes_of_a_step():
+    """What the compiler counts follows the pattern's row, not the length."""
+
+    def bytes_read(name, length):
+        cache = jax.eval_shape(lambda: sl.KVCache.empty(sl.preset(name), length, batch=1, num_heads=2, head_size=64))
+        token, position = jax.ShapeDtypeStruct((1, 2, 64), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        # Before it is fused: of a fused gather, XLA counts all that could have been gathered.
+        return jax.jit(sl.KVCache.attend).lower(cache, token, position).cost_analysis()["bytes accessed"]
+
+    window = [bytes_read("sliding_window:window=512", length) for length in (2048, 16384)]
+    assert window[1] < 1.01 * window[0]
+    assert 30 * bytes_read("sparse_transformer_strided:stride=128", 16384) < bytes_read("all", 16384)
+    assert 20 * bytes_read("bigbird", 16384) < bytes_read("all", 16384)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"pattern: decoding needs a causal one.*Window\(left=2, right=1\)"):
+        sl.KVCache.empty(sl.Window(2, 1), 64, batch=1, num_heads=2, head_size=8)
+    make = functools.partial(sl.KVCache.empty, sl.Causal(), batch=2, num_heads=4, head_size=8)
+    for name, options in (("seq_len", {"seq_len": 0}), ("batch", {"seq_len": 8, "batch": 0})):
+        with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got 0"):
+            make(**options)
+    with pytest.raises(ValueError, match=r"num_kv_heads=3 .* must divide num_heads=4"):
+        make(8, num_kv_heads=3)
+    with pytest.raises(ValueError, match=r"the number of masks, 3, must divide num_heads=4"):
+        sl.KVCache.empty([sl.Window(i) for i in range(3)], 8, batch=2, num_heads=4, head_size=8)
+    cache, x = make(8), jnp.ones((2, 4, 8))
+    with pytest.raises(
+        ValueError, match=r"key must be floats of shape \(2, 4, 8\) for this cache, got float32 of \(2, 2, 8\)"
+    ):
+        cache.step(x, x[:, :2], x, jnp.zeros(2, int))
+    with pytest.raises(ValueError, match=r"position must be integers of shape \(2,\)"):
+        cache.step(x, x, x, jnp.zeros((), int))
+    for position in (-1, 8):
+        with pytest.raises(ValueError, match=rf"position must lie in 0..seq_len - 1 = 7, got \[ ?0 +{position}\]"):
+            cache.step(x, x, x, jnp.array([0, position]))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"lengths": [11, 3]}, ["lengths", "0..10", "11"]),
+        ({"lengths": [-1, 3]}, ["lengths", "0..10", "-1"]),
+        ({"lengths": [3]}, ["lengths", "(2,)", "(1,)"]),
+        ({"lengths": [True, False]}, ["lengths", "integers", "bool"]),
+        ({"key": (2, 13, 4, 8)}, ["key", "1..12", "(2, 13, 4, 8)"]),
+        ({"key": (2, 10, 3, 8)}, ["key", "(2, 10, 4, 8)", "(2, 10, 3, 8)"]),
+        ({"value": (2, 9, 4, 8)}, ["value", "(2, 10, 4, 8)", "(2, 9, 4, 8)"]),
+    ],
+)
+def test_what_does_not_fit_is_not_filled_in(arguments, words):
+    cache = sl.KVCache.empty(sl.Causal(), 12, batch=2, num_heads=4, head_size=8)
+    shapes = {"key": (2, 10, 4, 8), "value": (2, 10, 4, 8), "lengths": None} | arguments
+    with pytest.raises(ValueError) as error:
+        cache.filled(jnp.ones(shapes["key"]), jnp.ones(shapes["value"]), shapes["lengths"])
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"sinks": jnp.zeros(2)}, {"logits_soft_cap": -1.0}, {"scale": float("nan")}])
+def test_options_are_those_of_the_op(options):
+    cache, x = sl.KVCache.empty(sl.Causal(), 12, batch=1, num_heads=4, head_size=8), jnp.ones((1, 4, 8))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        cache.attend(x, jnp.zeros(1, int), **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.uint32])
+def test_positions_of_any_integer_dtype(dtype):
+    mask, (q, k, v) = sl.Causal() & sl.Window(5), arrays()
+    cache, at = empty(mask).filled(k[:, :60], v[:, :60], jnp.full(B, 60, dtype)), jnp.full(B, 60, dtype)
+    out, _ = cache.step(q[:, 60], k[:, 60], v[:, 60], at)
+    np.testing.assert_allclose(out, reference(q, k, v, mask)[:, 60], atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["sparse_transformer_fixed", "bigbird", "array"])
+def test_nothing_of_the_padding_counts(name):
+    mask, (q, k, v) = CASES[name], arrays()
+    padding = (jnp.arange(T) >= 20)[:, None, None]
+    cache = empty(mask).filled(*(jnp.where(padding, jnp.nan, x) for x in (k, v)), jnp.full(B, 20))
+    out, _ = jax.jit(sl.KVCache.step)(cache, q[:, 20], k[:, 20], v[:, 20], jnp.full(B, 20))
+    np.testing.assert_allclose(out, reference(q, k, v, mask)[:, 20], atol=2e-6)
+
+
+def test_long_sequences_read_their_row_too():
+    """Blocks grow with the length where there are too many; rings and tables follow the pattern all the same."""
+    for mask, most in ((sl.Window(127), 128), (sl.Causal() & (sl.Window(31) | sl.Strided(512)), 32 + 512)):
+        assert sum(part.reads for part in parts(mask, 1 << 18)) == most
+    assert sum(part.reads for part in parts(sl.LogSparse(), 1 << 17)) < 400
+
+
+@pytest.mark.parametrize("axes", ["None, 'x'", "'x'"])
+def test_heads_or_sequences_may_lie_on_several_devices(axes):
+    """No device asks another for anything: an array's axes stay apart, so that each can be split."""
+    code = f"""
+import jax, jax.numpy as jnp, sparse_layers as sl
+mesh = jax.sharding.Mesh(jax.devices(), ("x",))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec({axes}))
+for mask in (sl.Causal() & sl.Window(63), sl.Causal() & (sl.Window(7) | sl.Strided(16))):
+    cache, x = sl.KVCache.empty(mask, 1024, batch=4, num_heads=4, head_size=8), jnp.ones((4, 4, 8))
+    cache, x = (jax.tree.map(lambda leaf: jax.device_put(leaf, split), tree) for tree in (cache, x))
+    compiled = jax.jit(sl.KVCache.step).lower(cache, x, x, x, jnp.zeros(4, int)).compile()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in compiled.as_text(), collective
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[3])
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_query_without_keys_gets_0():
+    cache, x = (
+        sl.KVCache.empty(sl.Causal() & sl.Columns(4, 2), 8, batch=1, num_heads=1, head_size=8),
+        jnp.ones((1, 1, 8)),
+    )
+    out, _ = cache.step(x, x, x, jnp.zeros(1, int))
+    np.testing.assert_array_equal(out, 0)

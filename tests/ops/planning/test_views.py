@@ -1,0 +1,231 @@
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
+from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+
+ORDERS = [
+    *(RowOrder(length) for length in (1, 7, 64)),
+    *(ResidueMajor(length, stride) for length in (1, 7, 8, 29, 64) for stride in (2, 3, 8, 11)),
+    *(Gathered(length, 8, *taken) for length in (9, 16, 21, 24, 30) for taken in ((0, 3), (6, 8), (2, 5), (7, 8))),
+    *(Gathered(length, length, *taken) for length in (9, 30) for taken in ((0, 5), (3, 7), (8, 9))),
+    Gathered(5, 8, 0, 3),  # the only period is not whole
+    Gathered(5, 8, 4, 8),
+]
+
+
+def order_id(order):
+    return f"{order.length}: {order}"
+
+
+each_order = pytest.mark.parametrize("order", ORDERS, ids=order_id)
+
+
+def chosen(order):
+    """The tokens that an order holds, in its order, by definition."""
+    tokens = range(order.length)
+    if isinstance(order, ResidueMajor):
+        return sorted(tokens, key=lambda x: (x % order.stride, x))
+    if isinstance(order, Gathered):
+        return [x for x in tokens if order.start <= x % order.period < order.stop]
+    return list(tokens)
+
+
+# --- rows and tokens -------------------------------------------------------------------------------------------------
+
+
+@each_order
+def test_numbers_give_the_tokens_and_complete_says_whether_all(order):
+    row = np.arange(order.rows)
+    count, step, jump, start = order.numbers
+    tokens = row % count * step + row // count * jump + start if count else row
+    real = tokens < order.length
+    np.testing.assert_array_equal(tokens[real], order.token(row)[real])
+    assert np.all(order.token(row)[~real] >= order.length)
+    assert not order.complete or set(tokens[real]) == set(range(order.length))
+
+
+@each_order
+def test_rows_hold_the_tokens_in_order(order):
+    tokens = order.token(np.arange(order.rows))
+    assert tokens[tokens < order.length].tolist() == chosen(order)
+    assert order.natural == (type(order) is RowOrder)
+
+
+@each_order
+def test_rows_beyond_the_last_hold_none(order):
+    assert np.all(order.token(np.arange(order.rows, order.rows + 200)) >= order.length)
+
+
+@each_order
+def test_tokens_are_the_same_by_numpy_jax_and_integers(order):
+    rows = np.arange(order.rows + 20, dtype=np.int32)
+    tokens = order.token(rows)
+    np.testing.assert_array_equal(jax.jit(order.token)(jnp.asarray(rows)), tokens)
+    assert [int(order.token(int(row))) for row in rows] == tokens.tolist()
+
+
+@each_order
+def test_hulls_hold_the_tokens(order):
+    first, last = np.triu_indices(order.rows + 3)
+    low, high = order.hull(first, last)
+    for a, b, lowest, highest in zip(first, last, low, high, strict=True):
+        tokens = order.token(np.arange(a, b + 1))
+        tokens = tokens[tokens < order.length]
+        assert np.all((lowest <= tokens) & (tokens <= highest)), (a, b)
+
+
+@each_order
+@pytest.mark.parametrize("fill", [0.0, -np.inf])
+def test_gather_then_scatter(order, fill):
+    x = np.random.default_rng(0).normal(size=(2, order.length, 3))
+    padded = -(-order.rows // 8) * 8 + 8
+    tokens = order.token(np.arange(padded))
+    rows = np.asarray(order.gather(jnp.asarray(x), padded))
+    assert rows.shape == (2, padded, 3)
+    exists = tokens < order.length
+    np.testing.assert_array_equal(rows[:, exists], x[:, tokens[exists]].astype(np.float32))
+    assert not rows[:, ~exists].any()
+    back = np.asarray(order.scatter(jnp.asarray(rows), fill))
+    held = np.isin(np.arange(order.length), tokens)
+    assert back.shape == x.shape
+    np.testing.assert_array_equal(back[:, held], x[:, held].astype(np.float32))
+    assert np.all(back[:, ~held] == fill)
+
+
+@each_order
+def test_scatter_drops_padding_rows(order):
+    padded = -(-order.rows // 16) * 16 + 16
+    rows = np.arange(1, padded + 1, dtype=np.int32)[None]  # without a trailing axis, and integers, as segment ids
+    tokens = order.token(np.arange(padded))
+    back = np.asarray(order.scatter(jnp.asarray(rows)))[0]
+    exists = tokens < order.length
+    expected = np.zeros(order.length, np.int32)
+    expected[tokens[exists]] = rows[0, exists]
+    np.testing.assert_array_equal(back, expected)
+    assert back.dtype == np.int32
+
+
+def test_orders_are_values_with_names():
+    assert ResidueMajor(8, 2) == ResidueMajor(8, 2) != ResidueMajor(8, 4)
+    assert RowOrder(8) != ResidueMajor(8, 1) and RowOrder(8) == RowOrder(8)
+    assert len({*ORDERS, *ORDERS}) == len(ORDERS)
+    texts = [str(order) for order in (RowOrder(8), ResidueMajor(8, 2), Gathered(8, 4, 1, 3), Gathered(8, 8, 0, 3))]
+    assert texts == [
+        "natural order",
+        "residue-major order, stride 2",
+        "gathered tokens 1 to 2 of every 4",
+        "tokens 0 to 2 only",
+    ]
+
+
+def test_a_stride_is_block_diagonal_and_columns_are_contiguous():
+    order = ResidueMajor(12, 4)
+    rows = Reordered(sl.Causal() & sl.Strided(4), order, order).dense(12)
+    np.testing.assert_array_equal(rows, np.kron(np.eye(4), np.tri(3)).astype(bool))
+    columns = Reordered(sl.Columns(4, 3), RowOrder(12), Gathered(12, 4, 3, 4))
+    assert columns.dense(12, 3).all() and not columns.dense(12, 5)[:, 3:].any()
+
+
+# --- the mask in row space -------------------------------------------------------------------------------------------
+
+sizes = st.integers(1, 9)
+masks = st.recursive(
+    st.one_of(
+        st.sampled_from([sl.Full(), sl.Empty(), sl.Causal(), sl.LogSparse(), sl.Columns(8, 6), sl.Strided(3)]),
+        st.builds(sl.Window, st.none() | sizes, st.none() | sizes),
+        st.builds(sl.Strided, sizes),
+        st.builds(sl.BlockDiagonal, sizes),
+        st.builds(sl.Prefix, sizes),
+        st.builds(sl.Global, sizes),
+        st.builds(sl.Random, st.integers(1, 2)),
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+        inner.map(lambda m: ~m),
+        inner.map(lambda m: m.T),
+        st.builds(sl.Blocks, inner, st.integers(1, 3)),
+    ),
+    max_leaves=4,
+)
+orders = st.sampled_from(ORDERS)
+
+
+def by_tokens(mask, q_order, kv_order, rows, columns):
+    """The mask in row space by its definition."""
+    q, k = q_order.token(np.arange(rows)), kv_order.token(np.arange(columns))
+    dense = mask.dense(q_order.length, kv_order.length)
+    result = np.zeros((rows, columns), bool)
+    inside = np.ix_(q < q_order.length, k < kv_order.length)
+    result[inside] = dense[np.ix_(q[q < q_order.length], k[k < kv_order.length])]
+    return result
+
+
+def assert_grades_are_exact(mask, dense, seed):
+    """Wherever the grade is not UNSURE it is exact; returns the share that it was sure of."""
+    rng = np.random.default_rng(seed)
+    (rows, columns), number = dense.shape, 60
+    q, k = rng.integers(0, rows, (2, number)), rng.integers(0, columns, (2, number))
+    extents = rng.integers(0, rng.choice([1, 3, 9, 100], (2, number)))
+    corners = q[0], np.minimum(q[0] + extents[0], rows - 1), k[0], np.minimum(k[0] + extents[1], columns - 1)
+    grades = np.broadcast_to(mask.grade(*corners), number)
+    for grade, q0, q1, k0, k1 in zip(grades, *corners, strict=True):
+        tile = dense[q0 : q1 + 1, k0 : k1 + 1]
+        assert grade in (UNSURE, FULL if tile.all() else PARTIAL if tile.any() else EMPTY), (q0, q1, k0, k1)
+    return np.mean(grades != UNSURE)
+
+
+@hypothesis.settings(derandomize=True, deadline=None, database=None, max_examples=500)
+@hypothesis.given(masks, orders, orders, st.integers(0, 2**32 - 1))
+def test_grades_in_row_space_are_exact(mask, q_order, kv_order, seed):
+    rows, columns = q_order.rows + 9, kv_order.rows + 5
+    dense = by_tokens(mask, q_order, kv_order, rows, columns)
+    reordered = Reordered(mask, q_order, kv_order)
+    np.testing.assert_array_equal(reordered.dense(rows, columns), dense)
+    assert_grades_are_exact(reordered, dense, seed)
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_order", "kv_order"),
+    [
+        (sl.Strided(8), ResidueMajor(64, 8), ResidueMajor(64, 8)),
+        (sl.Columns(8, 6), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Window(9), RowOrder(64), RowOrder(50)),
+        (sl.Prefix(5), RowOrder(64), Gathered(64, 64, 0, 5)),
+    ],
+    ids=repr,
+)
+def test_grades_are_sure_of_what_an_order_is_made_for(mask, q_order, kv_order):
+    dense = by_tokens(mask, q_order, kv_order, q_order.rows, kv_order.rows)
+    assert assert_grades_are_exact(Reordered(mask, q_order, kv_order), dense, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_order", "kv_order"),
+    [
+        (sl.Strided(8), ResidueMajor(61, 8), ResidueMajor(50, 8)),  # T != S: classes differ in length
+        (sl.Strided(4), ResidueMajor(64, 8), ResidueMajor(64, 8)),
+        (sl.Columns(8, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(16, 6, 8), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6), Gathered(64, 8, 6, 8), RowOrder(64)),
+        (sl.Columns(8, 6).T, Gathered(64, 8, 6, 8), RowOrder(64)),
+    ],
+    ids=repr,
+)
+def test_grades_of_what_only_looks_made_for_an_order(mask, q_order, kv_order):
+    for seed in range(5):
+        dense = by_tokens(mask, q_order, kv_order, q_order.rows + 5, kv_order.rows + 5)
+        assert_grades_are_exact(Reordered(mask, q_order, kv_order), dense, seed)
+
+
+def test_reordered_is_computable_iff_its_mask_is():
+    order = RowOrder(4)
+    assert Reordered(sl.Causal(), order, order).computable
+    assert not Reordered(sl.Array(np.ones((4, 4), bool)), order, order).computable

@@ -1,0 +1,100 @@
+"""The house: which room may import which, and what each room may know of other libraries."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "sparse_layers"
+SOURCES = sorted(path for name in ("sparse_layers", "examples", "benchmarks") for path in (ROOT / name).rglob("*.py"))
+
+# From the ground up. A room may import itself and the rooms on floors below its own, never one beside or above it.
+FLOORS = [
+    ("masks",),  # WHAT may attend
+    ("ops/planning",),  # WHERE to compute
+    ("ops/kernels",),  # HOW
+    ("ops", "ops/decoding"),  # THE op, and steps of decoding
+    ("modules", "tools"),
+    ("",),  # the public doors
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+# Heavy or optional libraries, and the only rooms that may know them.
+LIBRARIES = {
+    "flax": {"modules", ""},
+    "triton": {"ops/kernels"},
+    "jax_triton": {"ops/kernels"},
+    "jax.experimental.pallas": {"ops/kernels"},
+}
+
+
+def room(path):
+    """The innermost room that a path below the package lies in."""
+    place = path.relative_to(PACKAGE).parent.as_posix()
+    return max((name for name in FLOOR if name in ("", place) or place.startswith(f"{name}/")), key=len)
+
+
+def imports(path):
+    """(name, is it of this package) of every module that a file imports or may import from."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, alias.name.startswith("sparse_layers")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = path.relative_to(ROOT).parent.parts[: len(path.relative_to(ROOT).parent.parts) - node.level + 1]
+            module = ".".join([*(base if node.level else ()), *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{module}.{alias.name}", module.startswith("sparse_layers")
+
+
+def source(module):
+    """The file of this package that a dotted name is, or is defined in."""
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        stem = ROOT.joinpath(*parts[:count])
+        for path in (stem / "__init__.py", stem.with_suffix(".py")):
+            if path.is_file():
+                return path
+    raise AssertionError(f"{module} is no module of the package")
+
+
+def test_every_room_is_on_a_floor_and_has_files():
+    found = {room(path) for path in PACKAGE.rglob("*.py")}
+    assert found == FLOOR.keys()
+    assert len(SOURCES) > 20
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_files(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 800
+    assert "jax._src" not in text
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downward(path):
+    here = room(path)
+    for name, ours in imports(path):
+        if not ours:
+            for library, rooms in LIBRARIES.items():
+                assert here in rooms or not f"{name}.".startswith(f"{library}."), f"{here or 'the root'} imports {name}"
+            if here == "masks":
+                assert name.partition(".")[0] in {"numpy", *sys.stdlib_module_names}, "values know numpy only"
+            continue
+        there = room(source(name))
+        assert there == here or FLOOR[there] < FLOOR[here], f"{here or 'the root'} imports {name}"
+
+
+def test_implementations_do_not_import_each_other():
+    kernels = PACKAGE / "ops" / "kernels"
+    shared = {"__init__", "call"}
+
+    def implementation(path):
+        return path.relative_to(kernels).parts[0].removesuffix(".py")
+
+    files = {path: implementation(path) for path in kernels.rglob("*.py") if implementation(path) not in shared}
+    assert len(set(files.values())) >= 5
+    for path, own in files.items():
+        used = {source(name) for name, ours in imports(path) if ours}
+        others = {implementation(other) for other in used if kernels in other.parents} - shared - {own}
+        assert not others, f"{path.name} of {own} imports {others}"
