@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -98,3 +99,10 @@ def test_implementations_do_not_import_each_other():
         used = {source(name) for name, ours in imports(path) if ours}
         others = {implementation(other) for other in used if kernels in other.parents} - shared - {own}
         assert not others, f"{path.name} of {own} imports {others}"
+
+
+def test_what_contributing_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/.]+)`", text) if "/" in name}
+    assert named >= {f"sparse_layers/{name}/".replace("//", "/") for name in FLOOR}, "every room is explained"
+    assert not [name for name in named if not (ROOT / name).exists()]
