@@ -198,8 +198,8 @@ class SparseTransformerBlock(_Settings):
     for the roundings of Flax's norms in half precision.
 
     Args:
-      features: features F of the residual stream.
       num_heads: number of query heads.
+      features: features F of the residual stream.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
       mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
@@ -227,7 +227,7 @@ class SparseTransformerBlock(_Settings):
       >>> class Stack(nn.Module):
       ...     @nn.compact
       ...     def __call__(self, x):
-      ...         block = linen.SparseTransformerBlock(8, 2, pattern=sl.Causal(), seq_len=16, num_layers=3)
+      ...         block = linen.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, num_layers=3)
       ...         step = lambda block, x, _: (block(x), None)
       ...         stack = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
       ...         return stack(block, x, None)[0]
@@ -242,8 +242,8 @@ class SparseTransformerBlock(_Settings):
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
-    features: int
     num_heads: int
+    features: int
     num_layers: int = dataclasses.field(default=1, kw_only=True)
     mlp_features: int | None = dataclasses.field(default=None, kw_only=True)
     mlp: str = dataclasses.field(default="gelu", kw_only=True)
@@ -254,7 +254,7 @@ class SparseTransformerBlock(_Settings):
     remat: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        check_settings(self.mlp, self.norm, self.num_layers, self.dropout_rate)
+        check_settings(self.num_heads, self.features, self.mlp, self.norm, self.num_layers, self.dropout_rate)
         super().__post_init__()
 
     def setup(self):

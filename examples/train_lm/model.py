@@ -26,8 +26,8 @@ def build(config: Config) -> sl.SparseTransformer:
     try:
         return sl.SparseTransformer(
             256,
-            config.features,
             config.heads,
+            config.features,
             config.layers,
             patterns=_patterns(config),
             seq_len=config.seq_len,

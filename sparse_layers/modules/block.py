@@ -19,8 +19,8 @@ class SparseTransformerBlock(nnx.Module):
     size; dropout acts at the two branches' ends only.
 
     Args:
-      features: features F of the residual stream.
       num_heads: number of query heads.
+      features: features F of the residual stream.
       pattern, seq_len: see `SparseSelfAttention`.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
@@ -41,7 +41,7 @@ class SparseTransformerBlock(nnx.Module):
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
       >>> from flax import nnx
-      >>> block = sl.SparseTransformerBlock(8, 2, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
+      >>> block = sl.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
       >>> block(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
 
@@ -51,8 +51,8 @@ class SparseTransformerBlock(nnx.Module):
 
     def __init__(
         self,
-        features: int,
         num_heads: int,
+        features: int,
         *,
         pattern: Pattern,
         seq_len: int,
@@ -69,7 +69,7 @@ class SparseTransformerBlock(nnx.Module):
         rngs: nnx.Rngs,
         **attention: Any,
     ):
-        check_settings(mlp, norm, num_layers, dropout_rate)
+        check_settings(num_heads, features, mlp, norm, num_layers, dropout_rate)
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
         hidden = 4 * features if mlp_features is None else mlp_features
@@ -122,12 +122,13 @@ class SparseTransformerBlock(nnx.Module):
         return _rest(self, x, attended, True), cache
 
 
-def check_settings(mlp: str, norm: str, num_layers: int, dropout_rate: float) -> None:
+def check_settings(num_heads: int, features: int, mlp: str, norm: str, num_layers: int, dropout_rate: float) -> None:
     """Refuses settings of `SparseTransformerBlock`, NNX or Linen.
 
     Raises:
       ValueError: see there.
     """
+    check_order(num_heads, features)
     if mlp not in ("gelu", "gelu_tanh", "swiglu"):
         raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {mlp!r}")
     check_norm(norm)
@@ -135,6 +136,18 @@ def check_settings(mlp: str, norm: str, num_layers: int, dropout_rate: float) ->
         raise ValueError(f"num_layers must be >= 1, got {num_layers}")
     if not 0 <= dropout_rate < 1:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
+
+
+def check_order(num_heads: int, features: int) -> None:
+    """Refuses more heads than features: in all likelihood the two were given in the other order.
+
+    Raises:
+      ValueError: see above.
+    """
+    if features < num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} must not exceed features={features}: the order is Flax's, (num_heads, features)"
+        )
 
 
 def check_norm(norm: str) -> None:

@@ -53,7 +53,7 @@ def generate(
     Example:
       >>> import sparse_layers as sl
       >>> from flax import nnx
-      >>> model = sl.SparseTransformer(256, 8, 2, 2, patterns="local", seq_len=64, rngs=nnx.Rngs(0))
+      >>> model = sl.SparseTransformer(256, 2, 8, 2, patterns="local", seq_len=64, rngs=nnx.Rngs(0))
       >>> sl.generate(model, [list(b"def f("), list(b"x")], 5).shape
       (2, 5)
     """

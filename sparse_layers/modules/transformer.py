@@ -14,7 +14,7 @@ from flax.typing import Dtype
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from .attention import Pattern
-from .block import SparseTransformerBlock, make_norm
+from .block import SparseTransformerBlock, check_order, make_norm
 from .embedding import Embed
 
 
@@ -27,8 +27,8 @@ class SparseTransformer(nnx.Module):
 
     Args:
       vocab_size: number of tokens V.
-      features: features F of the residual stream.
       num_heads: number of query heads.
+      features: features F of the residual stream.
       num_layers: number of blocks.
       patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
       seq_len: the longest input, in tokens.
@@ -63,7 +63,7 @@ class SparseTransformer(nnx.Module):
       >>> import jax.numpy as jnp, sparse_layers as sl
       >>> from flax import nnx
       >>> patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
-      >>> model = sl.SparseTransformer(256, 8, 2, 2, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0))
+      >>> model = sl.SparseTransformer(256, 2, 8, 2, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0))
       >>> logits = model(jnp.zeros((1, 16), int))
       >>> logits.shape, logits.dtype.name
       ((1, 16, 256), 'float32')
@@ -72,8 +72,8 @@ class SparseTransformer(nnx.Module):
     def __init__(
         self,
         vocab_size: int,
-        features: int,
         num_heads: int,
+        features: int,
         num_layers: int,
         *,
         patterns: Pattern,
@@ -93,6 +93,7 @@ class SparseTransformer(nnx.Module):
     ):
         layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
         check_sharding(residual_sharding, "residual_sharding")
+        check_order(num_heads, features)
         if num_layers < 1:
             raise ValueError(f"num_layers must be >= 1, got {num_layers}")
         if not 1 <= len(layers) <= num_layers:
@@ -132,8 +133,8 @@ class SparseTransformer(nnx.Module):
 
         def block(pattern: Any, rngs: nnx.Rngs) -> SparseTransformerBlock:
             return SparseTransformerBlock(
-                features,
                 num_heads,
+                features,
                 pattern=pattern,
                 seq_len=seq_len,
                 num_layers=num_layers,

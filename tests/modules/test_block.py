@@ -18,7 +18,7 @@ def inputs(*shape, seed=0):
 
 def make(features=F, seed=0, **options):
     options = {"pattern": PATTERN, "seq_len": T} | options
-    return sl.SparseTransformerBlock(features, N, rngs=nnx.Rngs(seed), **options)
+    return sl.SparseTransformerBlock(N, features, rngs=nnx.Rngs(seed), **options)
 
 
 @nnx.jit(static_argnames="deterministic")
@@ -110,7 +110,7 @@ def test_scan_over_stacked_blocks_equals_the_loop():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
     def create(rngs):
-        return sl.SparseTransformerBlock(F, N, pattern=PATTERN, seq_len=T, num_layers=3, remat=True, rngs=rngs)
+        return sl.SparseTransformerBlock(N, F, pattern=PATTERN, seq_len=T, num_layers=3, remat=True, rngs=rngs)
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def scanned(x, block):

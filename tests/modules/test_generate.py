@@ -39,7 +39,7 @@ MODELS = {
 
 
 def make(num_layers=2, seed=0, **options):
-    model = sl.SparseTransformer(V, F, N, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
+    model = sl.SparseTransformer(V, N, F, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
     rng = np.random.default_rng(seed)  # away from zeros, such as those of the head
     state = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda p: p + jnp.asarray(0.2 * rng.normal(size=p.shape), p.dtype), state))
@@ -77,7 +77,7 @@ def test_decoding_equals_the_full_forward(name):
 
 
 def test_a_layer_and_a_block_decode_as_they_compute():
-    block = sl.SparseTransformerBlock(F, N, pattern="local:local_attn_ctx=5", seq_len=T, rngs=nnx.Rngs(0))
+    block = sl.SparseTransformerBlock(N, F, pattern="local:local_attn_ctx=5", seq_len=T, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, F)), jnp.float32)
     for layer in (block, block.attention):
         want = layer(x)

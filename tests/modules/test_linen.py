@@ -36,7 +36,7 @@ def attention(**options):
 
 
 def block(**options):
-    return linen.SparseTransformerBlock(F, N, **{"pattern": UNION, "seq_len": T, "fwd_params": BLOCKS} | options)
+    return linen.SparseTransformerBlock(N, F, **{"pattern": UNION, "seq_len": T, "fwd_params": BLOCKS} | options)
 
 
 def nnx_attention(**options):
@@ -46,7 +46,7 @@ def nnx_attention(**options):
 
 def nnx_block(**options):
     options = {"pattern": UNION, "seq_len": T, "fwd_params": BLOCKS} | options
-    return sl.SparseTransformerBlock(F, N, rngs=nnx.Rngs(0), **options)
+    return sl.SparseTransformerBlock(N, F, rngs=nnx.Rngs(0), **options)
 
 
 def pure(module):
@@ -196,7 +196,7 @@ def test_initialisers_go_where_those_of_nnx_go(make, reference):
 
 @pytest.mark.parametrize("num_layers", [1, 8])
 def test_output_projections_start_smaller_by_the_root_of_twice_the_depth(num_layers):
-    module = linen.SparseTransformerBlock(128, N, pattern="all", seq_len=T, num_layers=num_layers)
+    module = linen.SparseTransformerBlock(N, 128, pattern="all", seq_len=T, num_layers=num_layers)
     params = once(module.init)(jax.random.key(0), inputs(1, T, 128))["params"]
     for out, fan_in in ((params["attention"]["out"], 128), (params["mlp_out"], 512)):
         assert float(jnp.std(out["kernel"])) == pytest.approx((2 * num_layers * fan_in) ** -0.5, rel=0.03)

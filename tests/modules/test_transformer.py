@@ -14,7 +14,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (2, T)))
 
 def make(num_layers=2, patterns="all", seed=0, **options):
     options = {"seq_len": T} | options
-    return sl.SparseTransformer(V, F, N, num_layers, patterns=patterns, rngs=nnx.Rngs(seed), **options)
+    return sl.SparseTransformer(V, N, F, num_layers, patterns=patterns, rngs=nnx.Rngs(seed), **options)
 
 
 def with_head(model, seed=1):

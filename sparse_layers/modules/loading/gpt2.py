@@ -123,8 +123,8 @@ def from_gpt2(
     def build(rngs: nnx.Rngs, values: dict[PathParts, Any]) -> SparseTransformer:
         model = SparseTransformer(
             vocab_size,
-            features,
             num_heads,
+            features,
             layers,
             patterns=patterns,
             seq_len=seq_len,
