@@ -1,4 +1,5 @@
-"""WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy only.
+"""WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy, and of JAX
+only what makes them static in pytrees and what its errors are.
 
 A new pattern is one class in `primitives.py`, or, if others can be combined to it, one docstring and expression in
 `presets.py`; masks of another library are read in `adapters.py`, its config files in a file like `deepspeed.py`.

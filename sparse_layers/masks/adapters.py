@@ -1,24 +1,56 @@
 """Masks from outside: bool arrays, FlexAttention's ``mask_mod``s, and the mask objects of other libraries."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.errors
+import jax.tree_util
 import numpy as np
 
-from .algebra import Array, Mask
+from .algebra import Array, Mask, answer, set_integers
+from .options import Positive, checked
+from .presets import preset
+
+
+class _Withheld:
+    """Stands for an argument that a mask_mod must not use: whatever is done with it is an error that says so."""
+
+    def __init__(self, why: str):
+        self.why = why
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(self.why)
+
+    __getattr__ = _refuse
+
+
+# All that may be done with a number or a sequence. Handing the argument on, to another function, is no use of it.
+_KEPT = {"__class_getitem__", "__doc__", "__getattribute__", "__init__", "__new__", "__repr__"}
+for _name in ({*vars(int), *vars(list), "__array__", "__call__"}) - _KEPT:
+    setattr(_Withheld, _name, _Withheld._refuse)
+# Without leaves it goes through jax.jit and jax.vmap, which a mask_mod may be wrapped in.
+jax.tree_util.register_pytree_node(_Withheld, lambda x: ((), x.why), lambda why, _: _Withheld(why))
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskMod(Mask):
-    """A FlexAttention style ``mask_mod(b, h, q, k)`` for one head. It must not depend on the batch: b is always 0.
+    """A FlexAttention style ``mask_mod(b, h, q, k)`` for one head. It must not use b: a mask knows no batch.
+
+    It is asked once when the mask is made, about position 0, so that a wrong one shows at once.
 
     Args:
-      function: takes (b, h, q, k); b and h are integers, q and k integer arrays that broadcast. Returns bools.
-      head: the value of h.
+      function: takes (b, h, q, k): h an integer, q and k integer arrays that broadcast. Returns bools. It is never
+        asked beyond the lengths, so it may look up tables as long as the sequence. Whatever it does with b raises.
+      head: the value of h; None for a function that does not use h.
       traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
         is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table. Plans are kept
         by function: one that answers differently later (a closure over what changes) is not asked again.
+
+    Raises:
+      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool.
+      TypeError: function does not take (b, h, q, k), does not return bools, or decides by ``and``, ``or``, ``if``.
 
     Example:
       >>> import sparse_layers as sl
@@ -31,16 +63,45 @@ class MaskMod(Mask):
     """
 
     function: Callable[[Any, Any, Any, Any], Any]
-    head: int = 0
+    head: int | None = None
     traceable: bool = False
+
+    def __post_init__(self):
+        if not callable(self.function):
+            raise TypeError(f"MaskMod: function must be a mask_mod(b, h, q, k), got {self.function!r}")
+        try:
+            inspect.signature(self.function).bind(0, 0, 0, 0)
+        except TypeError as error:
+            raise TypeError(
+                f"MaskMod: function must take (b, h, q, k), got {self._name}{inspect.signature(self.function)}"
+            ) from error
+        except ValueError:  # of some that are written in C, no signature is known
+            pass
+        set_integers(self, 0, "head", optional=True)
+        checked("MaskMod: traceable", self.traceable, bool)
+        self(np.zeros((2, 1), np.int64), np.zeros((1, 2), np.int64))
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
 
     @property
     def computable(self) -> bool:
         return self.traceable
 
     def __call__(self, q, k):
+        what = f"mask_mod {self._name}"
+        batch = _Withheld(
+            f"{what} uses b, but a mask is the same for the whole batch: documents and padding are segment_ids of "
+            "block_sparse_attention, any other mask that differs by entry is a JAX bool array, known at run time"
+        )
+        head = self.head
+        if head is None:
+            head = _Withheld(
+                f"{what} uses h, so it needs to know the heads: from_mask_mod(mask_mod, heads=number of query heads)"
+            )
         # A function that ignores q or k answers in a smaller shape.
-        return (q == q) & (k == k) & self.function(0, self.head, q, k)
+        return (q == q) & (k == k) & answer(what, self.function, batch, head, q, k)
 
 
 def from_mask_mod(
@@ -49,67 +110,86 @@ def from_mask_mod(
     """A mask, or a tuple with one mask a head, from a FlexAttention style ``mask_mod(b, h, q, k)``.
 
     Args:
-      mask_mod: must not depend on b (documents and padding are ``segment_ids``, not masks).
-      heads: number of heads if the function depends on h; None if it does not.
+      mask_mod: must not use b (documents and padding are ``segment_ids``, not masks). It may look up tables that are as
+        long as the sequence.
+      heads: number of query heads if the function uses h; None if it does not.
       traceable: see `MaskMod`.
 
     Returns:
       One `MaskMod`, or a tuple of ``heads`` of them.
 
     Raises:
-      ValueError: heads is less than 1.
+      ValueError: heads is no integer >= 1, or the function uses b, or h where heads is None.
+      TypeError: mask_mod is no function of (b, h, q, k) that returns bools.
 
     Example:
       >>> import sparse_layers as sl
       >>> sl.from_mask_mod(lambda b, h, q, k: q - k <= h, heads=2)[1](5, 4)
       True
+      >>> sl.from_mask_mod(lambda b, h, q, k: q >= k + b)
+      Traceback (most recent call last):
+      ValueError: mask_mod <lambda> uses b, but a mask is the same for the whole batch: documents and padding are ...
     """
     if heads is None:
-        return MaskMod(mask_mod, 0, traceable)
-    if heads < 1:
-        raise ValueError(f"from_mask_mod: heads must be None or >= 1, got {heads}")
-    return tuple(MaskMod(mask_mod, head, traceable) for head in range(heads))
+        return MaskMod(mask_mod, None, traceable)
+    return tuple(MaskMod(mask_mod, head, traceable) for head in range(checked("from_mask_mod: heads", heads, Positive)))
 
 
 def as_masks(mask: Any) -> tuple[Mask, ...]:
-    """The masks that the heads take in turn, from whatever describes them.
+    """The masks that the heads take in turn, from whatever describes them: what every function with a mask takes.
 
     Args:
-      mask: a `Mask`; a sequence of masks (head h takes entry h % len); a numpy bool array [T, S] or [H, T, S]; or any
-        object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks.
+      mask: a `Mask`; the name of a preset, with options if any (``"strided:local_attn_ctx=64"``); a numpy bool array
+        [T, S] or [H, T, S]; any object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks;
+        or a sequence of these, which the heads take in turn (head h takes entry h % len).
 
     Returns:
       A tuple of masks; of length 1 when all heads share one.
 
     Raises:
-      TypeError: none of these.
-      ValueError: an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
+      TypeError: none of these, or an array whose values are not known yet.
+      ValueError: an unknown name or option, an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
 
     Example:
       >>> import numpy as np, sparse_layers as sl
       >>> sl.as_masks(sl.Causal())
       (Causal(),)
+      >>> sl.as_masks(["causal", sl.Window(3), "sliding_window:window=4"])
+      (Causal(), Window(left=3, right=0), Window(left=3, right=0))
       >>> len(sl.as_masks(np.ones((4, 8, 8), bool)))
       1
     """
     if isinstance(mask, Mask):
         return (mask,)
+    if isinstance(mask, str):
+        return as_masks(preset(mask))
     bound = getattr(mask, "masks", None)  # masks of this package bound to lengths: what they were before
     if isinstance(bound, tuple) and all(isinstance(entry, Mask) for entry in bound):
         return as_masks(bound)
-    if isinstance(mask, Sequence) and not isinstance(mask, str):
+    if isinstance(mask, Sequence):
         if not mask:
-            raise ValueError("mask: a sequence of masks must not be empty")
+            raise ValueError(f"mask: a sequence of masks must not be empty, got {mask!r}")
         masks = tuple(m for entry in mask for m in as_masks(entry))
         return masks[:1] if len(set(masks)) == 1 else masks
     shape = getattr(mask, "shape", None)
-    if shape is None or not hasattr(mask, "__getitem__"):
+    if isinstance(mask, type) or shape is None or not hasattr(mask, "__getitem__"):
         raise TypeError(
-            "mask must be a Mask, a sequence of masks, a bool array [T, S] or [H, T, S], or an object with .shape and "
-            f"slicing; got {type(mask).__name__}: {mask!r}"
+            "mask must be a Mask (from_mask_mod makes one of a function), a preset's name, a numpy bool array [T, S] "
+            "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
+            f"got {type(mask).__name__}: {mask!r}"
         )
     if len(shape) == 2:
-        return (Array(np.asarray(mask[:, :])),)  # pyright: ignore
+        return (_array(mask, np.s_[:, :]),)
     if len(shape) == 3:
-        return as_masks([Array(np.asarray(mask[h, :, :])) for h in range(shape[0])])  # pyright: ignore
+        return as_masks([_array(mask, np.s_[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
+
+
+def _array(mask: Any, part: Any) -> Array:
+    try:
+        return Array(np.asarray(mask[part]))
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            "mask: the values of a traced array are known at run time only: give it to block_sparse_attention alone, "
+            f"as it is, got {mask!r}"
+        ) from error

@@ -15,8 +15,11 @@ import dataclasses
 import functools
 import hashlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import jax.errors
+import jax.tree_util
 import numpy as np
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -34,16 +37,63 @@ def graded(some: Any, every: Any) -> np.ndarray:
     return np.add(some, every, dtype=np.int8)
 
 
-def set_integers(mask: "Mask", least: int | None, *names: str, optional: bool = False) -> None:
-    """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic)."""
+# Kernels count in int32, so sequences are shorter than this, and a number of a mask that is not means 'no limit'.
+BEYOND = 2**31 - 1
+
+
+def set_integers(
+    mask: "Mask", least: int | None, *names: str, optional: bool = False, most: int | None = None, clip: bool = True
+) -> None:
+    """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic).
+
+    If ``clip``, numbers with a least value become `BEYOND` at the most: they count tokens or blocks of a sequence.
+    """
     for name in names:
         value: Any = getattr(mask, name)
         if optional and value is None:
             continue
-        if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+        integer = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
+        if not integer or (least is not None and value < least):
             rule = "an integer" if least is None else f"an integer >= {least}"
             raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
-        object.__setattr__(mask, name, operator.index(value))
+        value = operator.index(value)
+        if most is not None and value > most:
+            raise ValueError(f"{type(mask).__name__}: {name} must be at most {most}, got {value}")
+        object.__setattr__(mask, name, min(value, BEYOND) if clip and least is not None else value)
+
+
+def set_masks(mask: "Mask", *names: str) -> None:
+    """Checks that fields of a mask are masks."""
+    for name in names:
+        if not isinstance(getattr(mask, name), Mask):
+            raise TypeError(f"{type(mask).__name__}: {name} must be a mask, got {getattr(mask, name)!r}")
+
+
+def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
+    """What a rule, maybe a user's, says of positions.
+
+    Raises:
+      TypeError: it is not made of bools, or the rule is none for arrays of positions; names ``what``.
+    """
+    try:
+        allowed = rule(*arguments)
+    except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:
+        raise TypeError(
+            f"{what}: it looks up a table that is no JAX array, so no kernel can compute it: leave traceable=True out "
+            "of a mask_mod, write `computable = False` into a class of your own, and kernels read it block by block"
+        ) from error
+    except (jax.errors.TracerBoolConversionError, ValueError) as error:
+        if isinstance(error, ValueError) and "truth value" not in str(error):
+            raise
+        raise TypeError(
+            f"{what}: it is asked about arrays of positions: write & for 'and', | for 'or', == False for 'not', "
+            "(a <= b) & (b < c) for a <= b < c, and np.where or jnp.where for 'if'"
+        ) from error
+    dtype = getattr(allowed, "dtype", None)
+    dtype = np.asarray(allowed).dtype if dtype is None else dtype
+    if dtype != np.bool_:
+        raise TypeError(f"{what} must return bools (q >= k, not q - k), got {dtype}")
+    return allowed
 
 
 # eq=False: a subclass that is no dataclass of its own, with fields to compare, equals nothing but itself.
@@ -71,9 +121,20 @@ class Mask:
       (True, False)
     """
 
+    __array_ufunc__ = None  # numpy leaves ``array & mask`` to the mask
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        jax.tree_util.register_static(cls)  # a value, not a container of arrays, wherever JAX meets it
+        if "__call__" in vars(cls):
+            cls.__call__ = _answering(vars(cls)["__call__"])
+
     @property
     def computable(self) -> bool:
-        """Whether ``mask(q, k)`` may be traced into a kernel (operators only, no table of its own)."""
+        """Whether ``mask(q, k)`` may be traced into a kernel: operators only, no numpy table of its own.
+
+        A class that looks up a table says ``computable = False``, and is asked at plan time, never beyond the lengths.
+        """
         return True
 
     def __call__(self, q: Any, k: Any) -> Any:
@@ -114,17 +175,53 @@ class Mask:
         """The transpose: ``mask.T(q, k) == mask(k, q)``."""
         return self.mask if isinstance(self, Transposed) else Transposed(self)
 
-    def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+    def __and__(self, other: "Mask | np.ndarray") -> "Mask":
+        return And(self, _other(other))
 
-    def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+    def __rand__(self, other: "Mask | np.ndarray") -> "Mask":
+        return And(_other(other), self)
+
+    def __or__(self, other: "Mask | np.ndarray") -> "Mask":
+        return Or(self, _other(other))
+
+    def __ror__(self, other: "Mask | np.ndarray") -> "Mask":
+        return Or(_other(other), self)
 
     def __invert__(self) -> "Mask":
         return self.mask if isinstance(self, Not) else Not(self)
 
+    def _repr_html_(self) -> str:
+        from .pictures import as_html  # pictures are made of masks
+
+        return as_html(self)
+
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with &, | and ~, not with 'and', 'or', 'not'")
+
+
+jax.tree_util.register_static(Mask)
+
+
+def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask's rule with the answer checked: here, so that it holds wherever and in whatever a mask is asked."""
+
+    @functools.wraps(call)
+    def checked(self: Mask, q: Any, k: Any) -> Any:
+        return answer(type(self).__name__, call, self, q, k)
+
+    return checked
+
+
+def _other(operand: Any) -> Mask:
+    """The other operand of ``&`` or ``|``."""
+    if isinstance(operand, Mask):
+        return operand
+    if isinstance(operand, np.ndarray):
+        return Array(operand)
+    raise TypeError(
+        f"unsupported operand: a mask combines with masks and numpy bool arrays [T, S], got {type(operand).__name__}; "
+        "preset makes one of a name; a JAX array is known at run time only, and goes to block_sparse_attention alone"
+    )
 
 
 # --- the algebra -----------------------------------------------------------------------------------------------------
@@ -136,6 +233,9 @@ class And(Mask):
 
     left: Mask
     right: Mask
+
+    def __post_init__(self):
+        set_masks(self, "left", "right")
 
     @property
     def computable(self) -> bool:
@@ -158,6 +258,9 @@ class Or(Mask):
     left: Mask
     right: Mask
 
+    def __post_init__(self):
+        set_masks(self, "left", "right")
+
     @property
     def computable(self) -> bool:
         return self.left.computable and self.right.computable
@@ -177,6 +280,9 @@ class Not(Mask):
     """The mask does not allow the pair: ``~mask``."""
 
     mask: Mask
+
+    def __post_init__(self):
+        set_masks(self, "mask")
 
     @property
     def computable(self) -> bool:
@@ -203,6 +309,9 @@ class Transposed(Mask):
 
     mask: Mask
 
+    def __post_init__(self):
+        set_masks(self, "mask")
+
     @property
     def computable(self) -> bool:
         return self.mask.computable
@@ -227,6 +336,7 @@ class Blocks(Mask):
 
     Raises:
       ValueError: block is not a positive integer.
+      TypeError: mask is no mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -243,6 +353,7 @@ class Blocks(Mask):
     block: int
 
     def __post_init__(self):
+        set_masks(self, "mask")
         set_integers(self, 1, "block")
 
     @property

@@ -6,12 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from .algebra import And, Blocks, Mask, Or
+from .algebra import And, Blocks, Mask, Or, set_integers, set_masks
 from .options import Natural, Positive, checked, near
 from .primitives import BlockDiagonal, Causal, Columns, Empty, Full, Global, Prefix, Random, Window
 
+_FAR = 2**30  # blocks; a longer window has no end
 _DEFAULTS: dict[str, Any] = {
     "mode": "fixed",
     "block": 16,
@@ -204,7 +203,7 @@ def _fixed(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
 
 def _variable(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
     """Windows of listed sizes, the last repeated; listed global blocks; random blocks, in either direction."""
-    *sizes, last = c["local_window_blocks"]
+    *sizes, last = (min(size, _FAR) for size in c["local_window_blocks"])
     start, windows = 0, []
     for size in sizes:
         windows.append(_between(start, start + size) & _between(start, start + size).T)
@@ -263,7 +262,8 @@ class Shifted(Mask):
       by: how far in tokens, >= 0.
 
     Raises:
-      ValueError: by is negative or no integer.
+      ValueError: by is negative, more than 2**30 or no integer.
+      TypeError: mask is no mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -281,8 +281,8 @@ class Shifted(Mask):
     by: int
 
     def __post_init__(self):
-        if not isinstance(self.by, int | np.integer) or self.by < 0:
-            raise ValueError(f"Shifted: by must be an integer >= 0, got {self.by!r}")
+        set_masks(self, "mask")
+        set_integers(self, 0, "by", most=_FAR)  # q + by is computed in int32
 
     @property
     def computable(self) -> bool:

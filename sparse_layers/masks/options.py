@@ -5,8 +5,11 @@ import operator
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args
 
+import numpy as np
+
 Positive = Annotated[int, 1]  # the smallest value allowed
 Natural = Annotated[int, 0]
+Length = Annotated[int, 1, 2**31 - 2]  # of a sequence: kernels count in int32, and one number stays free for 'no limit'
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -18,13 +21,16 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def checked(what: str, value: Any, hint: Any) -> Any:
-    """The value, if it has the type and range of an annotation: bool, int, Positive or Natural."""
+    """The value, if it has the type and range of an annotation: bool, int, Positive, Natural or Length."""
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {value!r}")
         return value
-    least = get_args(hint)[1] if get_args(hint) else None
+    least, most = (*get_args(hint)[1:], None, None)[:2]
     rule = "an integer" if least is None else f"an integer >= {least}"
-    if isinstance(value, bool) or not hasattr(value, "__index__") or (least is not None and value < least):
+    integer = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
+    if not integer or (least is not None and value < least):
         raise ValueError(f"{what} must be {rule}, got {value!r}")
+    if most is not None and value > most:
+        raise ValueError(f"{what} must be at most {most}, got {value!r}")
     return operator.index(value)

@@ -37,12 +37,8 @@ def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
       Traceback (most recent call last):
       ValueError: preset: unknown name 'stridde', did you mean 'strided'? Known: all, bidirectional, bigbird, ...
     """
-    if not isinstance(name, str):
-        raise ValueError(f"preset: name must be a string, got {name!r}")
-    name, _, text = name.partition(":")
-    if name not in _PRESETS:
-        raise ValueError(f"preset: unknown name {near(name, _PRESETS)}")
-    make = _PRESETS[name]
+    name, _, text = name.partition(":") if isinstance(name, str) else (name, "", "")
+    make = _found("preset", name)
     hints = get_type_hints(make, include_extras=True)
     given = _parsed(name, text) | options
     for option, value in given.items():
@@ -78,9 +74,18 @@ def preset_options(name: str) -> dict[str, int | bool]:
       >>> sl.preset_options("streaming")
       {'window': 1024, 'sinks': 4}
     """
+    return {option: p.default for option, p in inspect.signature(_found("preset_options", name)).parameters.items()}
+
+
+def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
+    """The function that makes a preset."""
+    if not isinstance(name, str):
+        raise ValueError(f"{what}: name must be a string, got {name!r}")
+    if name == "dense":
+        raise ValueError(f"{what}: unknown name 'dense', which is 'causal' to some and 'bidirectional' to others")
     if name not in _PRESETS:
-        raise ValueError(f"preset_options: unknown name {near(name, _PRESETS)}")
-    return {option: p.default for option, p in inspect.signature(_PRESETS[name]).parameters.items()}
+        raise ValueError(f"{what}: unknown name {near(name, _PRESETS)}")
+    return _PRESETS[name]
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
@@ -101,8 +106,24 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
 # --- the presets -----------------------------------------------------------------------------------------------------
 
 
+def causal() -> Mask:
+    """Every key up to the query: no sparsity.
+
+    ``k <= q``.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.preset("causal"), 4))
+      ■ · · ·
+      ■ ■ · ·
+      ■ ■ ■ ·
+      ■ ■ ■ ■
+    """
+    return Causal()
+
+
 def all_() -> Mask:
-    """Every key up to the query: plain causal attention (openai/sparse_attention).
+    """Every key up to the query: OpenAI's name for causal (openai/sparse_attention).
 
     ``k <= q``.
 
@@ -356,6 +377,7 @@ def bigbird(
     random_blocks: Natural = 3,
     seed: int = 0,
     causal: bool = True,
+    seq_len: Natural = 0,
 ) -> Mask:
     """Window, global and random blocks (Zaheer et al. 2020).
 
@@ -363,13 +385,23 @@ def bigbird(
     global_blocks``, or b is one of the random_blocks that row a draws from the blocks before it (bidirectional: or a
     is one that row b draws); and ``k <= q`` if causal. The draws are a hash of row and seed: no length is needed.
 
+    Hugging Face's global blocks are the first and the last, and its random blocks lie before and after the row; a mask
+    knows no length, so give it: ``"bigbird:causal=false,seq_len=4096"``. Then ``n = seq_len // block`` is the number of
+    blocks, and ``global_blocks // 2`` of the global blocks are the last ones of n instead of first ones; bidirectional,
+    row a draws from all n blocks, and no row for another. (Draws that fall on the window or on a global block add
+    nothing; Hugging Face's avoid these.)
+
     Args:
       block: tokens in a block.
       window_blocks: blocks in the window, half of them on each side of the query's own.
-      global_blocks: number of global blocks at the start.
+      global_blocks: number of global blocks, at the start; with a seq_len the smaller half is at its end.
       random_blocks: number of random blocks a row of blocks draws.
       seed: equal seeds make equal masks.
       causal: whether later keys are hidden.
+      seq_len: tokens in the sequence, a multiple of block; 0 for a mask of any length.
+
+    Raises:
+      ValueError: block does not divide seq_len.
 
     Example:
       >>> import sparse_layers as sl
@@ -382,12 +414,27 @@ def bigbird(
       ■ · · · ■ ■ ■ ·
       ■ ■ · · · ■ ■ ■
       ■ · · ■ · · ■ ■
+      >>> ends = sl.preset("bigbird", block=1, random_blocks=0, causal=False, seq_len=8)
+      >>> print(sl.picture(ends, 8))
+      ■ ■ ■ ■ ■ ■ ■ ■
+      ■ ■ ■ · · · · ■
+      ■ ■ ■ ■ · · · ■
+      ■ · ■ ■ ■ · · ■
+      ■ · · ■ ■ ■ · ■
+      ■ · · · ■ ■ ■ ■
+      ■ · · · · ■ ■ ■
+      ■ ■ ■ ■ ■ ■ ■ ■
     """
-    reach = window_blocks // 2
-    pattern = Window(reach, reach) | Global(global_blocks)
+    if seq_len % block:
+        raise ValueError(f"bigbird: block={block} must divide seq_len={seq_len}")
+    reach, blocks, last = window_blocks // 2, seq_len // block, global_blocks // 2 if seq_len else 0
+    pattern = Window(reach, reach) | Global(global_blocks - last)
+    if last:
+        ends = Columns(blocks, max(blocks - last, 0))
+        pattern = pattern | ends | ends.T
     if random_blocks:
-        draws = Random(random_blocks, seed)
-        pattern = pattern | (draws if causal else draws | draws.T)
+        draws = Random(random_blocks, seed, size=None if causal or not seq_len else blocks)
+        pattern = pattern | (draws if causal or seq_len else draws | draws.T)
     lifted = Blocks(pattern, block)
     return Causal() & lifted if causal else lifted
 
@@ -450,8 +497,8 @@ def prefix_lm(prefix: Natural = 128) -> Mask:
     return Causal() | Prefix(prefix)
 
 
-def dense() -> Mask:
-    """Every key, before and after the query: no sparsity and no causality ('dense' and 'bidirectional' are one).
+def bidirectional() -> Mask:
+    """Every key, before and after the query: no sparsity and no causality.
 
     Always true.
 
@@ -466,6 +513,7 @@ def dense() -> Mask:
 
 
 _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
+    "causal": causal,
     "all": all_,
     "local": local,
     "strided": strided,
@@ -480,6 +528,5 @@ _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
     "streaming": streaming,
     "logsparse": logsparse,
     "prefix_lm": prefix_lm,
-    "dense": dense,
-    "bidirectional": dense,
+    "bidirectional": bidirectional,
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import EMPTY, FULL, UNSURE, Mask, graded, set_integers
+from .algebra import BEYOND, EMPTY, FULL, UNSURE, Mask, graded, set_integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +51,23 @@ class Empty(Mask):
 class Causal(Mask):
     """``k <= q``: a query sees itself and all earlier keys.
 
+    Both count from the start: with more keys S than queries T the diagonal begins at the top left. Where the queries
+    are the last T of S positions it ends at the bottom right, ``k <= q + (S - T)``: that is ``Window(None, S - T)``.
+
     Example:
       >>> import sparse_layers as sl
       >>> print(sl.picture(sl.Causal(), 5))
       ■ · · · ·
       ■ ■ · · ·
+      ■ ■ ■ · ·
+      ■ ■ ■ ■ ·
+      ■ ■ ■ ■ ■
+      >>> T, S = 3, 5
+      >>> print(sl.picture(sl.Causal(), T, S))
+      ■ · · · ·
+      ■ ■ · · ·
+      ■ ■ ■ · ·
+      >>> print(sl.picture(sl.Window(None, S - T), T, S))
       ■ ■ ■ · ·
       ■ ■ ■ ■ ·
       ■ ■ ■ ■ ■
@@ -213,15 +225,18 @@ class Columns(Mask):
     stop: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "period")
+        set_integers(self, 1, "period", clip=False)
         if self.stop is None:
             object.__setattr__(self, "stop", self.period)
-        set_integers(self, 0, "start", "stop")
+        set_integers(self, 0, "start", "stop", clip=False)
         if not 0 <= self.start < self.end <= self.period:
             raise ValueError(
                 "Columns: must hold 0 <= start < stop <= period, "
                 f"got start={self.start!r}, stop={self.stop!r}, period={self.period!r}"
             )
+        # A start beyond any length selects nothing, and still lies before the stop.
+        for name, most in (("period", BEYOND), ("stop", BEYOND), ("start", BEYOND - 1)):
+            object.__setattr__(self, name, min(getattr(self, name), most))
 
     @property
     def end(self) -> int:
@@ -345,7 +360,7 @@ class Random(Mask):
       size: draw from ``[0, size)`` in every row, before and after the query, instead of from ``[0, q)``.
 
     Raises:
-      ValueError: count or size is not a positive integer, or seed no integer.
+      ValueError: count or size is not a positive integer or too large (2**15, 2**31 - 2), or seed no integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -358,18 +373,16 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count")
-        set_integers(self, 1, "size", optional=True)
+        set_integers(self, 1, "count", most=1 << 15)
+        set_integers(self, 1, "size", optional=True, most=BEYOND - 1)
         set_integers(self, None, "seed")
-        if self.count > 1 << 15:
-            raise ValueError(f"Random: count must be at most {1 << 15}, got {self.count}")
 
     def draw(self, q: Any, i: int) -> Any:
         """The i-th draw of row q: one position of the i-th of ``count`` stretches of the row's range."""
         end = self._end(q)
         # end * i // count in parts that stay below 2**31: kernels count in int32.
         first, last = (end // self.count * j + end % self.count * j // self.count for j in (i, i + 1))
-        width = (last - first) + (last == first)  # an empty stretch (end < count) repeats a neighbour's position
+        width = last - first + (last == first).astype(q.dtype)  # an empty stretch repeats a neighbour's position
         return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
 
     def _end(self, q: Any) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
-from ..masks.presets import preset
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
@@ -302,13 +301,4 @@ def resolved_masks(pattern: Pattern, seq_len: int) -> tuple[Mask, ...]:
         raise ValueError(
             f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
         )
-    return as_masks(_resolved(pattern))
-
-
-def _resolved(pattern: Pattern) -> Any:
-    """The pattern with its names replaced by what they mean."""
-    if isinstance(pattern, str):
-        return preset(pattern)
-    if isinstance(pattern, Sequence):
-        return tuple(map(_resolved, pattern))
-    return pattern
+    return as_masks(pattern)

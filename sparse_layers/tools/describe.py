@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..masks.adapters import as_masks
-from ..masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
+from ..masks.algebra import EMPTY, FULL, Mask
+from ..masks.options import Positive, checked
+from ..masks.pictures import COLOURS
+from ..masks.pictures import cell_size as _cell
+from ..masks.pictures import cells as _cells
 from ..masks.primitives import Causal, Full
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
@@ -17,7 +21,6 @@ from ..ops.planning.views import Reordered, RowOrder
 
 _SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
-_REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
 _EXACT = 16384  # longest sequence whose pairs are counted one by one
 _SAMPLED_ROWS = 1024
 
@@ -98,7 +101,7 @@ def draw(mask: Any, q_len: int, path: str | PathLike[str], kv_len: int | None = 
         raise ImportError("draw needs matplotlib: pip install 'sparse-layers[examples]'") from error
     masks = as_masks(mask)
     figure = Figure(figsize=(4.5 * len(masks), 4.8), dpi=160, layout="constrained")
-    colours = ListedColormap(["#f4f4f2", "#8fb3d9", "#1f4e8c"])
+    colours = ListedColormap(list(COLOURS.values()))
     for h, (axes, m) in enumerate(zip(figure.subplots(1, len(masks), squeeze=False)[0], masks, strict=True)):
         cells = _cells(m, q_len, kv_len, size)
         columns = q_len if kv_len is None else kv_len
@@ -149,7 +152,7 @@ def describe(
       blocks of 128 x 128 kept: 528 of 1024 (51.56%)
       plan: ...
     """
-    _check(block=block)
+    checked("block", block, Positive)
     plan = make_plan(mask, seq_len, fwd_params=fwd_params, bwd_params=bwd_params)
     sections = ["\n".join(_described(plan, h, size, block)) for h in range(len(plan.masks))]
     return "\n\n".join(sections) + f"\nruns here, in bfloat16 with heads of 128: {serving(plan)!r}"
@@ -196,55 +199,6 @@ def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
 
 def _heads(h: int, period: int) -> str:
     return "all heads" if period == 1 else f"heads {h}, {h + period}, ..."
-
-
-def _check(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-
-
-def _cell(q_len: int, kv_len: int, size: int) -> int:
-    """Tokens on a side of one cell of a picture: a power of two, as most patterns' periods are, to show them evenly."""
-    return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
-
-
-def _cells(mask: Mask, q_len: int, kv_len: int | None, size: int) -> np.ndarray:
-    """States of a picture's cells: int8 [rows, columns]."""
-    kv_len = q_len if kv_len is None else kv_len
-    _check(q_len=q_len, kv_len=kv_len, size=size)
-    cell = _cell(q_len, kv_len, size)
-    if cell == 1:
-        return mask.dense(q_len, kv_len) * np.int8(FULL)
-    q0, k0 = np.arange(0, q_len, cell)[:, None], np.arange(0, kv_len, cell)[None, :]
-    q1, k1 = np.minimum(q0 + cell, q_len) - 1, np.minimum(k0 + cell, kv_len) - 1
-    states = np.array(np.broadcast_to(mask.grade(q0, q1, k0, k1), (q0.size, k0.size)))
-    row, column = np.nonzero(states == UNSURE)
-    if row.size:
-        states[row, column] = _refined(mask, q0[row, 0], q1[row, 0], k0[0, column], k1[0, column], cell)
-    return states
-
-
-def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, cell: int) -> np.ndarray:
-    """States of rectangles at most ``cell`` on a side: from their elements if they are few, else from 16 x 16 parts."""
-    exact = q0.size * cell * cell <= _REFINED
-    parts = cell if exact else 16
-    step = -(-cell // parts)
-    states = np.empty(q0.size, np.int8)
-    batch = max(1, _ELEMENTS // (parts * parts))
-    for start in range(0, q0.size, batch):
-        now = slice(start, start + batch)
-        a0, a1, b0, b1 = (x[now, None, None] for x in (q0, q1, k0, k1))
-        # Parts beyond the rectangle's end fall onto its last position, and change nothing.
-        q = np.minimum(a0 + step * np.arange(parts)[:, None], a1)
-        k = np.minimum(b0 + step * np.arange(parts)[None, :], b1)
-        if exact:
-            grades = np.broadcast_to(mask(q, k), np.broadcast_shapes(q.shape, k.shape)) * np.int8(FULL)
-        else:
-            grades = mask.bounds(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
-        low, high = grades.min(axis=(1, 2)), grades.max(axis=(1, 2))
-        states[now] = np.where(low == high, low, np.int8(PARTIAL))
-    return states
 
 
 def _count(mask: Mask, length: int) -> tuple[int, bool, bool]:

@@ -62,7 +62,7 @@ def test_sparse_transformer_fixed(stride, summary):
 
 def test_presets_without_options():
     check(sl.preset("logsparse"), lambda q, k: q - k in (0, 1, 2, 4, 8, 16, 32, 64))
-    check(sl.preset("dense"), lambda q, k: True)
+    check(sl.preset("causal"), lambda q, k: k <= q)
     check(sl.preset("bidirectional"), lambda q, k: True)
 
 
@@ -462,22 +462,22 @@ def test_every_preset_has_defaults_a_summary_and_a_picture(name):
     assert all(mask.computable for mask in masks)
     documentation = inspect.getdoc(_PRESETS[name]) or ""
     assert documentation.replace("``", "").startswith(sl.presets()[name]) and len(sl.presets()[name]) > 20
-    assert f'sl.preset("{name}"' in documentation or name == "dense"
+    assert f'sl.preset("{name}"' in documentation
     assert "■" in documentation
     assert all(option in documentation for option in sl.preset_options(name))
 
 
 def test_all_presets_are_there():
     documented = {
-        "all, local, strided, fixed",
+        "causal, all, local, strided, fixed",
         "sparse_transformer_strided, sparse_transformer_fixed",
         "sliding_window, chunked, dilated, longformer, bigbird, streaming, logsparse, prefix_lm",
-        "dense, bidirectional",
+        "bidirectional",
     }
     assert sorted(name for row in documented for name in row.split(", ")) == NAMES
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"dense", "bidirectional", "prefix_lm"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bidirectional", "prefix_lm"}))
 def test_presets_are_causal(name):
     for mask in sl.as_masks(sl.preset(name)):
         assert not np.any(np.triu(mask.dense(300), 1))
@@ -502,8 +502,10 @@ def test_options_in_the_name():
     "name, options, message",
     [
         ("slidingwindow", {}, "unknown name 'slidingwindow', did you mean 'sliding_window'"),
-        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, bidirectional, bigbird, chunked"),
+        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, bidirectional, bigbird, causal, chunked"),
         ("", {}, "unknown name ''. Known: all"),
+        ("dense", {}, "unknown name 'dense', which is 'causal' to some and 'bidirectional' to others"),
+        ("bigbird", {"seq_len": 100}, "bigbird: block=64 must divide seq_len=100"),
         (None, {}, "name must be a string, got None"),
         ("strided", {"stride": 3}, "unknown option 'stride'. Known: local_attn_ctx"),
         ("streaming", {"windows": 3}, "unknown option 'windows', did you mean 'window'? Known: sinks, window"),

@@ -283,7 +283,7 @@ SMALL = {
     "streaming": {"window": 24, "sinks": 4},
     "logsparse": {},
     "prefix_lm": {"prefix": 40},
-    "dense": {},
+    "causal": {},
     "bidirectional": {},
 }
 # One preset for each way to leave natural order: permuted, also after a window; gathered keys; gathered queries, too.

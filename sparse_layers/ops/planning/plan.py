@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from ...masks.adapters import as_masks
 from ...masks.algebra import PARTIAL, And, Array, Blocks, Mask, Not, Or, Transposed
+from ...masks.options import Length, checked
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import active_blocks
 from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
@@ -139,7 +139,8 @@ def make_plan(
     """Plans attention under a mask: which passes, in which row orders, over which blocks. Cached by content.
 
     Args:
-      mask: whatever `as_masks` takes: a mask, a sequence of masks (head h takes entry h % len), a bool array.
+      mask: whatever `as_masks` takes: a mask, a preset's name, a numpy bool array, or a sequence of these (head h takes
+        entry h % len).
       q_len: number of queries T, >= 1.
       kv_len: number of keys S; defaults to q_len.
       fwd_params: block sizes of the forward pass; None leaves the choice to the library.
@@ -151,7 +152,8 @@ def make_plan(
       The `Plan`; pass it to `block_sparse_attention` in place of the mask.
 
     Raises:
-      ValueError: a length is less than 1, an array's shape differs from the lengths, or implementation is unknown.
+      ValueError: a length is no integer from 1 to 2**31 - 2, an array's shape differs from the lengths, or implementation
+        is unknown.
       TypeError: mask is none of the above.
 
     Example:
@@ -161,10 +163,7 @@ def make_plan(
       ['natural order', 'residue-major order, stride 128']
     """
     kv_len = q_len if kv_len is None else kv_len
-    for name, length in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {length!r}")
-    q_len, kv_len = operator.index(q_len), operator.index(kv_len)
+    q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
     masks = masks_for(mask, q_len, kv_len)
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     if implementation is not None and implementation not in TUNING:
@@ -183,7 +182,7 @@ def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
     """
     for entry in mask if isinstance(mask, Sequence) else [mask]:
         shape = getattr(entry, "shape", None)
-        if shape is not None and tuple(shape[-2:]) != (q_len, kv_len):
+        if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
             raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
     masks = as_masks(mask)
     for entry in masks:
@@ -422,6 +421,8 @@ def _selected(factor: Mask, length: int) -> RowOrder:
     """The order that holds just the positions a factor selects."""
     if isinstance(factor, Prefix) and 0 < factor.size < length:
         return Gathered(length, length, 0, factor.size)
-    if isinstance(factor, Columns) and factor.start < length and factor.end - factor.start < factor.period:
-        return Gathered(length, factor.period, factor.start, factor.end)
+    if isinstance(factor, Columns) and factor.start < length:
+        period, stop = min(factor.period, length), min(factor.end, length)
+        if stop - factor.start < period:
+            return Gathered(length, period, factor.start, stop)
     return RowOrder(length)

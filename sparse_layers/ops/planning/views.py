@@ -218,11 +218,16 @@ class Reordered(Mask):
 
     def __call__(self, q, k):
         q, k = self.q_order.token(q), self.kv_order.token(k)
-        return self.mask(q, k) & (q < self.q_order.length) & (k < self.kv_order.length)
+        inside = (q < self.q_order.length) & (k < self.kv_order.length)
+        return self.mask(_clipped(self.q_order, q), _clipped(self.kv_order, k)) & inside
 
     def grade(self, q0, q1, k0, k1):
         rows = (q0, q1, k0, k1)
-        hulls = (*self.q_order.hull(q0, q1), *self.kv_order.hull(k0, k1))
+        hulls = tuple(
+            _clipped(order, token)
+            for order, ends in ((self.q_order, (q0, q1)), (self.kv_order, (k0, k1)))
+            for token in order.hull(*ends)
+        )
         exists = AND_TABLE[_exists(self.q_order, q0, q1), _exists(self.kv_order, k0, k1)]
         return AND_TABLE[exists, self._grade(self.mask, rows, hulls)]
 
@@ -239,6 +244,14 @@ class Reordered(Mask):
         if self.q_order.natural and self.kv_order.natural:
             return states
         return np.where(states == PARTIAL, np.int8(UNSURE), states)  # the rows are a part of their hull
+
+
+def _clipped(order: RowOrder, token: Any) -> Any:
+    """Tokens, the last one where there is none: a mask is never asked beyond the lengths, its tables may end there.
+
+    Not in kernels, which look up no tables but JAX's, and these answer for any index.
+    """
+    return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
 
 
 def _exists(order: RowOrder, first: np.ndarray, last: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from tests.ops.cases import TINY
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
-BOTH_WAYS = {"bidirectional", "dense", "prefix_lm"}
+BOTH_WAYS = {"bidirectional", "prefix_lm"}
 CASES = {name: sl.preset(name, **TINY.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
 CASES |= {
     "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),

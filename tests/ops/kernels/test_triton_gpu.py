@@ -88,7 +88,7 @@ CUTS = [((16, 32), (16, 32)), ((64, 32), (32, 32)), ((32, 64), (32, 32)), ((24, 
 
 @pytest.mark.parametrize("dkv", [False, True])
 @pytest.mark.parametrize(("shape", "tiles"), CUTS, ids=str)
-@pytest.mark.parametrize("name", [*CHAINS, "bigbird", "logsparse", "dense"])
+@pytest.mark.parametrize("name", [*CHAINS, "bigbird", "logsparse", "bidirectional"])
 def test_lists_are_the_mask(name, shape, tiles, dkv):
     tiles = (max(tiles), tiles[1])  # either side may be the minor one, whose words have 32 bits
     for one in candidates(sl.preset(name, **SMALL[name]), 150, 170)[-1].chains[0]:

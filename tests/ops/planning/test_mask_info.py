@@ -271,7 +271,7 @@ OURS = {
     "global": m.Global(3) | m.Window(1),
     "logsparse": m.LogSparse(),
     "empty": m.Empty(),
-    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == h)),
+    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & ((q - k) % 3 == h), head=0),
     "array": Array(np.random.default_rng(1).random((24, 24)) < 0.3),
     "two heads": (m.Causal(), m.Window(4)),
     "three heads": (m.Causal() & m.Random(2), m.Causal() & m.Random(2, seed=1), m.Causal() & m.Random(2)),

@@ -1,0 +1,110 @@
+"""A mask as a grid of cells, one for each square of tokens, and as HTML for notebooks."""
+
+import dataclasses
+import html
+
+import numpy as np
+
+from .algebra import EMPTY, FULL, PARTIAL, UNSURE, Array, Blocks, Mask
+from .options import Length, Positive, checked
+
+_ELEMENTS = 1 << 22  # mask elements evaluated at a time
+_REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
+COLOURS = {EMPTY: "#f4f4f2", PARTIAL: "#8fb3d9", FULL: "#1f4e8c"}
+# Of a picture in a notebook: most cells and pixels on a side, most tokens, most characters of its title.
+_SIDE, _PIXELS, _LONGEST, _TITLE = 48, 192, 1 << 14, 200
+
+
+def cell_size(q_len: int, kv_len: int, size: int) -> int:
+    """Tokens on a side of one cell of a picture: a power of two, as most patterns' periods are, to show them evenly."""
+    return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
+
+
+def cells(mask: Mask, q_len: int, kv_len: int | None, size: int) -> np.ndarray:
+    """States of a picture's cells: int8 [rows, columns].
+
+    Raises:
+      ValueError: a length or size is no integer >= 1.
+    """
+    kv_len = q_len if kv_len is None else kv_len
+    q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
+    cell = cell_size(q_len, kv_len, checked("size", size, Positive))
+    if cell == 1:
+        return mask.dense(q_len, kv_len) * np.int8(FULL)
+    q0, k0 = np.arange(0, q_len, cell)[:, None], np.arange(0, kv_len, cell)[None, :]
+    q1, k1 = np.minimum(q0 + cell, q_len) - 1, np.minimum(k0 + cell, kv_len) - 1
+    states = np.array(np.broadcast_to(mask.grade(q0, q1, k0, k1), (q0.size, k0.size)))
+    row, column = np.nonzero(states == UNSURE)
+    if row.size:
+        states[row, column] = _refined(mask, q0[row, 0], q1[row, 0], k0[0, column], k1[0, column], cell)
+    return states
+
+
+def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, cell: int) -> np.ndarray:
+    """States of rectangles at most ``cell`` on a side: from their elements if they are few, else from 16 x 16 parts."""
+    exact = q0.size * cell * cell <= _REFINED
+    parts = cell if exact else 16
+    step = -(-cell // parts)
+    states = np.empty(q0.size, np.int8)
+    batch = max(1, _ELEMENTS // (parts * parts))
+    for start in range(0, q0.size, batch):
+        now = slice(start, start + batch)
+        a0, a1, b0, b1 = (x[now, None, None] for x in (q0, q1, k0, k1))
+        # Parts beyond the rectangle's end fall onto its last position, and change nothing.
+        q = np.minimum(a0 + step * np.arange(parts)[:, None], a1)
+        k = np.minimum(b0 + step * np.arange(parts)[None, :], b1)
+        if exact:
+            grades = np.broadcast_to(mask(q, k), np.broadcast_shapes(q.shape, k.shape)) * np.int8(FULL)
+        else:
+            grades = mask.bounds(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
+        low, high = grades.min(axis=(1, 2)), grades.max(axis=(1, 2))
+        states[now] = np.where(low == high, low, np.int8(PARTIAL))
+    return states
+
+
+# --- in notebooks ----------------------------------------------------------------------------------------------------
+
+
+def as_html(mask: Mask) -> str:
+    """A mask's formula and, over as many tokens as show its pattern, its picture.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> as_html(sl.Causal() & sl.Window(3))[:69]
+      '<figure style="margin: 0"><figcaption><code>Causal() &amp; Window(left'
+    """
+    formula = repr(mask)
+    formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
+    try:
+        lengths = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
+        picture = f"<br>{lengths[0]} queries, {lengths[1]} keys</figcaption>{_svg(cells(mask, *lengths, _SIDE))}"
+    except Exception:  # a table of the user's may be shorter, and what is shown by itself must not fail
+        picture = "</figcaption>"
+    return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'
+
+
+def _extent(mask: Mask) -> int:
+    """About how many tokens a mask's pattern takes to show: the largest number in its formula, 8 at least."""
+    if isinstance(mask, Blocks):
+        return mask.block * _extent(mask.mask)
+    fields = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
+    fields.pop("seed", None)
+    inner = [_extent(value) for value in fields.values() if isinstance(value, Mask)]
+    own = [value for value in fields.values() if isinstance(value, int) and value < _LONGEST]
+    return max([8, *inner, *own])
+
+
+def _svg(states: np.ndarray) -> str:
+    """A grid of cells as one path for each colour, a rectangle for each run in a row."""
+    rows, columns = states.shape
+    paths = ""
+    for state in (PARTIAL, FULL):
+        edges = np.diff((states == state).astype(np.int8), axis=1, prepend=0, append=0)
+        (row, start), (_, stop) = np.nonzero(edges > 0), np.nonzero(edges < 0)
+        runs = "".join(f"M{a} {y}h{b - a}v1H{a}z" for y, a, b in zip(row, start, stop, strict=True))
+        paths += f'<path fill="{COLOURS[state]}" d="{runs}"/>' if runs else ""
+    scale = max(1, _PIXELS // max(rows, columns))
+    return (
+        f'<svg viewBox="0 0 {columns} {rows}" width="{columns * scale}" height="{rows * scale}" '
+        f'style="background: {COLOURS[EMPTY]}" shape-rendering="crispEdges">{paths}</svg>'
+    )
