@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.errors
 import jax.tree_util
 import numpy as np
 
@@ -79,7 +78,7 @@ class MaskMod(Mask):
             pass
         set_integers(self, 0, "head", optional=True)
         checked("MaskMod: traceable", self.traceable, bool)
-        self(np.zeros((2, 1), np.int64), np.zeros((1, 2), np.int64))
+        self(np.zeros((2, 1), np.int64), np.zeros((1, 3), np.int64))
 
     @property
     def _name(self) -> str:
@@ -166,7 +165,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     bound = getattr(mask, "masks", None)  # masks of this package bound to lengths: what they were before
     if isinstance(bound, tuple) and all(isinstance(entry, Mask) for entry in bound):
         return as_masks(bound)
-    if isinstance(mask, Sequence):
+    if isinstance(mask, Sequence) and not isinstance(mask, bytes):
         if not mask:
             raise ValueError(f"mask: a sequence of masks must not be empty, got {mask!r}")
         masks = tuple(m for entry in mask for m in as_masks(entry))
@@ -178,18 +177,9 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
             "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
             f"got {type(mask).__name__}: {mask!r}"
         )
+    slices: Any = mask
     if len(shape) == 2:
-        return (_array(mask, np.s_[:, :]),)
-    if len(shape) == 3:
-        return as_masks([_array(mask, np.s_[h, :, :]) for h in range(shape[0])])
+        return (Array(slices[:, :]),)
+    if len(shape) == 3 and shape[0]:
+        return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
-
-
-def _array(mask: Any, part: Any) -> Array:
-    try:
-        return Array(np.asarray(mask[part]))
-    except jax.errors.TracerArrayConversionError as error:
-        raise TypeError(
-            "mask: the values of a traced array are known at run time only: give it to block_sparse_attention alone, "
-            f"as it is, got {mask!r}"
-        ) from error

@@ -14,13 +14,14 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 import dataclasses
 import functools
 import hashlib
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax.errors
 import jax.tree_util
 import numpy as np
+
+from .options import LONGEST, Positive, checked, whole
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 # Inside this package a grade has a fourth value: 'PARTIAL as far as the closed form can tell'. Whoever needs the exact
@@ -37,8 +38,7 @@ def graded(some: Any, every: Any) -> np.ndarray:
     return np.add(some, every, dtype=np.int8)
 
 
-# Kernels count in int32, so sequences are shorter than this, and a number of a mask that is not means 'no limit'.
-BEYOND = 2**31 - 1
+BEYOND = LONGEST + 1  # all sequences are shorter, so a number of a mask that is not means 'no limit'
 
 
 def set_integers(
@@ -52,14 +52,13 @@ def set_integers(
         value: Any = getattr(mask, name)
         if optional and value is None:
             continue
-        integer = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
-        if not integer or (least is not None and value < least):
+        number = whole(value)
+        if number is None or (least is not None and number < least):
             rule = "an integer" if least is None else f"an integer >= {least}"
             raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
-        value = operator.index(value)
-        if most is not None and value > most:
-            raise ValueError(f"{type(mask).__name__}: {name} must be at most {most}, got {value}")
-        object.__setattr__(mask, name, min(value, BEYOND) if clip and least is not None else value)
+        if most is not None and number > most:
+            raise ValueError(f"{type(mask).__name__}: {name} must be at most {most}, got {number}")
+        object.__setattr__(mask, name, min(number, BEYOND) if clip and least is not None else number)
 
 
 def set_masks(mask: "Mask", *names: str) -> None:
@@ -70,10 +69,10 @@ def set_masks(mask: "Mask", *names: str) -> None:
 
 
 def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
-    """What a rule, maybe a user's, says of positions.
+    """What a rule, maybe a user's, says of positions, its last two arguments.
 
     Raises:
-      TypeError: it is not made of bools, or the rule is none for arrays of positions; names ``what``.
+      TypeError: it is not made of bools or of another shape, or the rule is none for arrays; names ``what``.
     """
     try:
         allowed = rule(*arguments)
@@ -89,10 +88,13 @@ def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
             f"{what}: it is asked about arrays of positions: write & for 'and', | for 'or', == False for 'not', "
             "(a <= b) & (b < c) for a <= b < c, and np.where or jnp.where for 'if'"
         ) from error
-    dtype = getattr(allowed, "dtype", None)
-    dtype = np.asarray(allowed).dtype if dtype is None else dtype
-    if dtype != np.bool_:
+    dtype = allowed.dtype if hasattr(allowed, "dtype") else type(allowed).__name__
+    if dtype not in (np.bool_, "bool"):
         raise TypeError(f"{what} must return bools (q >= k, not q - k), got {dtype}")
+    shape, positions = np.shape(allowed), np.broadcast_shapes(*map(np.shape, arguments[-2:]))
+    # A rule that ignores q or k answers in a smaller shape, a constant in none.
+    if shape and (len(shape) != len(positions) or any(n not in (1, m) for n, m in zip(shape, positions, strict=True))):
+        raise TypeError(f"{what} must return bools of the shape {positions} of the positions, got {shape}")
     return allowed
 
 
@@ -145,7 +147,11 @@ class Mask:
         """`bounds` with the fourth answer UNSURE; int8, of a shape that broadcasts to the arguments' shape."""
         if type(self).bounds is Mask.bounds:
             return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
-        states = self.bounds(q0, q1, k0, k1)  # a subclass's own, whose PARTIAL may mean anything
+        states = np.asarray(self.bounds(q0, q1, k0, k1))  # a subclass's own, whose PARTIAL may mean anything
+        if states.dtype.kind not in "iu" or (states.size and not EMPTY <= states.min() <= states.max() <= FULL):
+            raise TypeError(
+                f"{type(self).__name__}.bounds must return integers 0, 1 or 2, got {states.dtype}: {states}"
+            )
         return np.where(states == PARTIAL, np.int8(UNSURE), states)
 
     def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
@@ -167,7 +173,8 @@ class Mask:
 
     def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
         """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
-        q, k = np.arange(q_len)[:, None], np.arange(q_len if kv_len is None else kv_len)[None, :]
+        q_len, kv_len = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
+        q, k = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
         return np.broadcast_to(self(q, k), (q.size, k.size))
 
     @property
@@ -376,6 +383,7 @@ class Array(Mask):
 
     Raises:
       ValueError: not a 2-dimensional bool array.
+      TypeError: a JAX array whose values are not known yet.
 
     Example:
       >>> import numpy as np, sparse_layers as sl
@@ -388,7 +396,13 @@ class Array(Mask):
     array: np.ndarray = dataclasses.field(repr=False)
 
     def __post_init__(self):
-        array = np.asarray(self.array)
+        try:
+            array = np.asarray(self.array)
+        except jax.errors.TracerArrayConversionError as error:
+            raise TypeError(
+                "mask: the values of a traced array are known at run time only: give it to block_sparse_attention "
+                f"alone, as it is, got {self.array!r}"
+            ) from error
         if array.ndim != 2 or array.dtype != np.bool_:
             raise ValueError(f"Array: must be a 2-dimensional bool array, got {array.dtype} of shape {array.shape}")
         array = array.copy()

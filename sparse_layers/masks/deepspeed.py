@@ -8,7 +8,7 @@ from typing import Any
 
 from .algebra import And, Blocks, Mask, Or, set_integers, set_masks
 from .options import Natural, Positive, checked, near
-from .primitives import BlockDiagonal, Causal, Columns, Empty, Full, Global, Prefix, Random, Window
+from .primitives import BlockDiagonal, Causal, Columns, Draws, Empty, Full, Global, Prefix, Random, Window
 
 _FAR = 2**30  # blocks; a longer window has no end
 _DEFAULTS: dict[str, Any] = {
@@ -32,7 +32,7 @@ _LISTS = ("local_window_blocks", "global_block_indices", "global_block_end_indic
 _HINTS: dict[str, Any] = {
     "different_layout_per_head": bool,
     "horizontal_global_attention": bool,
-    "num_random_blocks": Natural,
+    "num_random_blocks": Draws,
     "global_block_indices": Natural,
     "seed": int,
 }
@@ -121,7 +121,7 @@ def _read(config: Mapping[str, Any] | str) -> dict[str, Any]:
         raise ValueError(f"from_deepspeed: config must be a dict or a JSON object, got {config!r}")
     for key in config:
         if key not in _DEFAULTS:
-            raise ValueError(f"from_deepspeed: unknown key {near(key, _DEFAULTS)}")
+            raise ValueError(f"from_deepspeed: unknown key {near(str(key), _DEFAULTS)}")
     c = _DEFAULTS | dict(config)
     if c["mode"] not in _MODES:
         raise ValueError(f"from_deepspeed: unknown mode {near(str(c['mode']), _MODES)}")

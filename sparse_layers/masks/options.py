@@ -7,9 +7,10 @@ from typing import Annotated, Any, get_args
 
 import numpy as np
 
-Positive = Annotated[int, 1]  # the smallest value allowed
+Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
-Length = Annotated[int, 1, 2**31 - 2]  # of a sequence: kernels count in int32, and one number stays free for 'no limit'
+LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
+Length = Annotated[int, 1, LONGEST]
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -20,17 +21,27 @@ def near(name: str, known: Iterable[str]) -> str:
     return f"{name!r}{hint} Known: {', '.join(known) or 'none'}"
 
 
-def checked(what: str, value: Any, hint: Any) -> Any:
-    """The value, if it has the type and range of an annotation: bool, int, Positive, Natural or Length."""
+def whole(value: Any) -> int | None:
+    """An integer as Python's own, or None if it is none; bools are none."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def checked(what: str, value: Any, hint: Any) -> int:
+    """The value, if it has the type and range of an annotation: bool, int or one of the above."""
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {value!r}")
         return value
     least, most = (*get_args(hint)[1:], None, None)[:2]
     rule = "an integer" if least is None else f"an integer >= {least}"
-    integer = hasattr(value, "__index__") and not isinstance(value, bool | np.bool_)
-    if not integer or (least is not None and value < least):
+    number = whole(value)
+    if number is None or (least is not None and number < least):
         raise ValueError(f"{what} must be {rule}, got {value!r}")
-    if most is not None and value > most:
-        raise ValueError(f"{what} must be at most {most}, got {value!r}")
-    return operator.index(value)
+    if most is not None and number > most:
+        raise ValueError(f"{what} must be at most {most}, got {number}")
+    return number

@@ -76,8 +76,8 @@ def as_html(mask: Mask) -> str:
     formula = repr(mask)
     formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
     try:
-        lengths = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
-        picture = f"<br>{lengths[0]} queries, {lengths[1]} keys</figcaption>{_svg(cells(mask, *lengths, _SIDE))}"
+        q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
+        picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{_svg(cells(mask, q_len, kv_len, _SIDE))}"
     except Exception:  # a table of the user's may be shorter, and what is shown by itself must not fail
         picture = "</figcaption>"
     return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'

@@ -6,11 +6,11 @@ position k where the formula holds; q and k count tokens from 0.
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from .algebra import Blocks, Mask
-from .options import Natural, Positive, checked, near
-from .primitives import BlockDiagonal, Causal, Columns, Full, Global, LogSparse, Prefix, Random, Strided, Window
+from .options import LONGEST, Natural, Positive, checked, near
+from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
 def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
@@ -374,10 +374,10 @@ def bigbird(
     block: Positive = 64,
     window_blocks: Positive = 3,
     global_blocks: Natural = 2,
-    random_blocks: Natural = 3,
+    random_blocks: Draws = 3,
     seed: int = 0,
     causal: bool = True,
-    seq_len: Natural = 0,
+    seq_len: Annotated[int, 0, LONGEST] = 0,
 ) -> Mask:
     """Window, global and random blocks (Zaheer et al. 2020).
 

@@ -2,11 +2,14 @@
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from .algebra import BEYOND, EMPTY, FULL, UNSURE, Mask, graded, set_integers
+
+MOST_DRAWS = 1 << 15  # of a row of `Random`
+Draws = Annotated[int, 0, MOST_DRAWS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +376,7 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count", most=1 << 15)
+        set_integers(self, 1, "count", most=MOST_DRAWS)
         set_integers(self, 1, "size", optional=True, most=BEYOND - 1)
         set_integers(self, None, "seed")
 

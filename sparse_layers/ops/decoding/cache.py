@@ -13,7 +13,7 @@ import numpy as np
 
 from ...masks.algebra import Mask
 from ..kernels.call import accumulator, checked_scalars, checked_sinks
-from ..planning.plan import masks_for
+from ..planning.mask_info import masks_for
 from .reads import Part, Store, parts
 
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from ...masks.adapters import as_masks
-from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.algebra import FULL, PARTIAL, Array, Mask
+from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
 
 
@@ -67,6 +69,24 @@ class HeadMasks:
         return np.broadcast_to(allowed, (q.size, k.size))
 
 
+def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
+    """`as_masks`, of masks that must know all positions of these lengths.
+
+    Raises:
+      ValueError: an array's shape differs from the lengths.
+      TypeError: mask describes no mask.
+    """
+    for entry in mask if isinstance(mask, Sequence) else [mask]:
+        shape = getattr(entry, "shape", None)
+        if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
+            raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
+    masks = as_masks(mask)
+    for entry in masks:
+        if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
+            raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
+    return masks
+
+
 def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
     """Binds a mask, or masks that the heads take in turn, to a number of heads and to lengths.
 
@@ -77,7 +97,9 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
       kv_len: K, number of keys.
 
     Raises:
-      ValueError: heads or a length is less than 1, or there are more masks than heads.
+      ValueError: heads or a length is no integer >= 1, an array's shape differs from the lengths, or there are more
+        masks than heads.
+      TypeError: mask describes no mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -86,10 +108,9 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
       >>> info.block_mask[0].tolist(), info.data_next[0].tolist()
       ([[1, 0], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 1], [1, 2], [2, 3]])
     """
-    masks = as_masks(mask)
-    for name, value in (("heads", heads), ("q_len", q_len), ("kv_len", kv_len)):
-        if value < 1:
-            raise ValueError(f"bind: {name} must be >= 1, got {value}")
+    heads = checked("bind: heads", heads, Positive)
+    q_len, kv_len = checked("bind: q_len", q_len, Length), checked("bind: kv_len", kv_len, Length)
+    masks = masks_for(mask, q_len, kv_len)
     if len(masks) > heads:
         raise ValueError(f"bind: there must be at most one mask a head, got {len(masks)} masks for heads={heads}")
     return HeadMasks(masks, (heads, q_len, kv_len))
@@ -123,8 +144,8 @@ def process_mask(
       `HeadMasks` and ``MultiHeadMask``.
 
     Raises:
-      TypeError: the mask has no shape.
-      ValueError: the mask is not 3-dimensional, or a block or shard count does not divide what it divides.
+      TypeError: the mask has no shape, or is a traced array.
+      ValueError: the mask is not 3-dimensional or not bool, or a block or shard count does not divide what it divides.
 
     Example:
       >>> import numpy as np
@@ -135,9 +156,12 @@ def process_mask(
     """
     if not hasattr(mask, "shape"):
         raise TypeError(f"mask: expected lengths, bind(mask, heads, q_len, kv_len) gives them; got {mask!r}")
-    if len(mask.shape) != 3:
-        raise ValueError(f"Expected a 3-dim mask, instead got: {mask.shape=}")
+    if isinstance(mask, jax.core.Tracer):
+        raise TypeError(f"mask: of an array known at run time only, process_dynamic_mask makes the lists; got {mask!r}")
+    _check_array(mask)
     _check_division(mask.shape, block_shape, head_shards, q_seq_shards)
+    for name, flag in {"is_dkv": is_dkv, "downcast_smem_data": downcast_smem_data, "shrink_grid": shrink_grid}.items():
+        checked(name, flag, bool)
     # A mask that lists its heads compares and hashes by content; of other objects that is not known.
     compile_mask = _compile if hasattr(mask, "masks") else _compile.__wrapped__
     return compile_mask(mask, tuple(block_shape), is_dkv, downcast_smem_data, head_shards, q_seq_shards, shrink_grid)
@@ -207,6 +231,7 @@ def process_dynamic_mask(
       The `MaskInfo` of JAX arrays, its ``partial_mask_blocks`` holding every block, and None.
 
     Raises:
+      TypeError: the mask is no array.
       ValueError: the mask is not 3-dimensional or not bool, or a block or shard count does not divide what it divides.
 
     Example:
@@ -217,10 +242,9 @@ def process_dynamic_mask(
       ([[[1, 0], [2, 1]]], [[[0, 0], [0, 3]]])
     """
     del shrink_grid
-    if len(mask.shape) != 3:
-        raise ValueError(f"Expected a 3-dim mask, instead got: {mask.shape=}")
-    if mask.dtype != np.bool_:
-        raise ValueError(f"Expected a bool mask, instead got: {mask.dtype=}")
+    if not hasattr(mask, "dtype"):
+        raise TypeError(f"mask: expected a bool array [H, Q, K] (of others process_mask makes the lists), got {mask!r}")
+    _check_array(mask)
     _check_division(mask.shape, block_shape, head_shards, q_seq_shards)
     heads, (block_q, block_kv) = mask.shape[0], block_shape
     num_q, num_kv = mask.shape[1] // block_q, mask.shape[2] // block_kv
@@ -282,8 +306,24 @@ def process_dynamic_mask_dkv(
     )
 
 
+def _check_array(mask: Any) -> None:
+    """Raises the ValueErrors about the mask itself that static and dynamic masks share."""
+    if len(mask.shape) != 3:
+        raise ValueError(f"Expected a 3-dim mask, instead got: {mask.shape=}")
+    if 0 in mask.shape:
+        raise ValueError(f"Expected a mask with heads, queries and keys, instead got: {mask.shape=}")
+    if getattr(mask, "dtype", np.bool_) != np.bool_:
+        raise ValueError(f"Expected a bool mask, instead got: {mask.dtype=}")
+
+
 def _check_division(shape: Sequence[int], block_shape: Sequence[int], head_shards: int, q_seq_shards: int) -> None:
-    """Raises the ValueErrors that static and dynamic masks share, in splash attention's order."""
+    """Raises the ValueErrors about sizes that static and dynamic masks share, in splash attention's order."""
+    if not isinstance(block_shape, Sequence) or len(block_shape) != 2:
+        raise ValueError(f"block_shape must be a pair (queries, keys), got {block_shape!r}")
+    sizes = {"block_shape": block_shape, "head_shards": [head_shards], "q_seq_shards": [q_seq_shards]}
+    for name, values in sizes.items():
+        for value in values:
+            checked(name, value, int)
     (head_count, q_seq_len, kv_seq_len), (q_block_size, kv_block_size) = shape, block_shape
     if not _divides(q_block_size, q_seq_len):
         raise ValueError(f"{q_block_size=} should divide {q_seq_len=}.")

@@ -15,18 +15,16 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from ...masks.adapters import as_masks
-from ...masks.algebra import PARTIAL, And, Array, Blocks, Mask, Not, Or, Transposed
+from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
 from ...masks.options import Length, checked
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import active_blocks
-from .mask_info import MaskInfo, bind, process_mask, process_mask_dkv
+from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
 from .platforms import TUNING, Tuning, first_choice
 from .views import Gathered, Reordered, ResidueMajor, RowOrder
@@ -152,8 +150,8 @@ def make_plan(
       The `Plan`; pass it to `block_sparse_attention` in place of the mask.
 
     Raises:
-      ValueError: a length is no integer from 1 to 2**31 - 2, an array's shape differs from the lengths, or implementation
-        is unknown.
+      ValueError: a length is no integer from 1 to 2**31 - 2, an array's shape differs from the lengths, or
+        implementation is unknown.
       TypeError: mask is none of the above.
 
     Example:
@@ -166,29 +164,11 @@ def make_plan(
     q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
     masks = masks_for(mask, q_len, kv_len)
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
-    if implementation is not None and implementation not in TUNING:
+    if implementation is not None and implementation not in tuple(TUNING):
         raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
     # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
     with jax.ensure_compile_time_eval():
         return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
-
-
-def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
-    """`as_masks`, of masks that must know all positions of these lengths.
-
-    Raises:
-      ValueError: an array's shape differs from the lengths.
-      TypeError: mask describes no mask.
-    """
-    for entry in mask if isinstance(mask, Sequence) else [mask]:
-        shape = getattr(entry, "shape", None)
-        if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
-            raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
-    masks = as_masks(mask)
-    for entry in masks:
-        if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
-            raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
-    return masks
 
 
 @functools.lru_cache(maxsize=256)

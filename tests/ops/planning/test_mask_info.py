@@ -378,7 +378,7 @@ def test_head_masks_slice_like_an_array():
 
 
 def test_bind_errors():
-    with pytest.raises(ValueError, match=r"heads must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"heads must be an integer >= 1, got 0"):
         bind(m.Causal(), 0, 4, 4)
     with pytest.raises(ValueError, match=r"got 3 masks for heads=2"):
         bind((m.Causal(), m.Full(), m.Window(2)), 2, 4, 4)
