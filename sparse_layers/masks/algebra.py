@@ -149,9 +149,7 @@ class Mask:
             return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
         states = np.asarray(self.bounds(q0, q1, k0, k1))  # a subclass's own, whose PARTIAL may mean anything
         if states.dtype.kind not in "iu" or (states.size and not EMPTY <= states.min() <= states.max() <= FULL):
-            raise TypeError(
-                f"{type(self).__name__}.bounds must return integers 0, 1 or 2, got {states.dtype}: {states}"
-            )
+            raise TypeError(f"{type(self).__name__}.bounds must return integers 0, 1 or 2, got {states!r}")
         return np.where(states == PARTIAL, np.int8(UNSURE), states)
 
     def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:

@@ -98,9 +98,10 @@ class ResidueMajor(RowOrder):
         return self.class_rows, self.stride, 1, 0
 
     def token(self, row):
-        n = self.class_rows
+        n, beyond = self.class_rows, row >= self.rows
+        beyond = beyond.astype(row.dtype) if hasattr(row, "astype") else beyond
         # Padding rows would start over at token `stride`: the last summand takes them out of the sequence.
-        return row % n * self.stride + row // n + (row >= self.rows) * self.length
+        return row % n * self.stride + row // n + beyond * self.length
 
     def hull(self, first, last):
         n = self.class_rows
