@@ -10,6 +10,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.presets import _PRESETS
+from tests.ops.cases import candidates
 
 NAMES = sorted(sl.presets())
 LENGTHS = (1, 7, 32, 61)
@@ -80,6 +81,33 @@ def test_bigbird(block, window, globals_, draws, seed):
     # Some draws fall on the window or a global block, so the rest of a row holds at most `draws`, and not much less.
     rest = np.tril(layout & ~fixed).sum(axis=1)
     assert rest.max() == draws and rest.sum() >= draws * blocks // 2
+
+
+def hugging_face_bigbird(n):
+    """The blocks that Hugging Face's block-sparse BigBird multiplies, without the random ones: bool [n, n]."""
+    grid = np.zeros((n, n), bool)
+    grid[0], grid[n - 1] = True, True  # the first and the last row see all
+    grid[1, [0, 1, 2, n - 1]] = True
+    for row in range(2, n - 2):
+        grid[row, [0, row - 1, row, row + 1, n - 1]] = True
+    grid[n - 2, [0, n - 3, n - 2, n - 1]] = True
+    return grid
+
+
+@pytest.mark.parametrize("n, block", [(8, 1), (12, 1), (9, 4)])
+def test_bigbird_of_a_length_is_hugging_faces(n, block):
+    options = {"block": block, "seq_len": n * block, "causal": False}
+    expected = hugging_face_bigbird(n)
+    mask = sl.preset("bigbird", **options, random_blocks=0)
+    np.testing.assert_array_equal(mask.dense(n * block), np.kron(expected, np.ones((block, block), bool)))
+    past = sl.preset("bigbird", **options | {"causal": True}, random_blocks=0)
+    np.testing.assert_array_equal(past.dense(n * block), np.tril(mask.dense(n * block)))
+    # Three random blocks a row at most, before and after it, drawn by that row alone.
+    drawn = sl.preset("bigbird", **options, seed=3).dense(n * block)[::block, ::block] & ~expected
+    assert drawn.sum(axis=1).max() <= 3 and np.triu(drawn).any() and np.tril(drawn).any()
+    # The planner takes the last block's keys and queries out of natural order, as it does the first one's.
+    orders = {str(link.kv_order) for link in candidates(mask, n * block)[-1].chains[0]}
+    assert f"tokens {(n - 1) * block} to {n * block - 1} only" in orders
 
 
 # --- openai/sparse_attention -----------------------------------------------------------------------------------------

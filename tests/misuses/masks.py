@@ -1,8 +1,143 @@
-"""Misuses of masks and presets."""
+"""Misuses of masks, presets, adapters and DeepSpeed's configurations."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_layers as sl
 from tests.misuse import Misuse
 
+NUMBER, COUNT = "must be an integer >= 0", "must be an integer >= 1"
+OPERAND = "a mask combines with masks and numpy bool arrays [T, S]"
+SHAPES = "a numpy bool array [T, S] or [H, T, S]"
+HEADS = "from_mask_mod(mask_mod, heads=number of query heads)"
+ALONE = "known at run time only"
+
+
+class Distance(sl.Mask):
+    """Forgets to compare."""
+
+    def __call__(self, q, k):
+        return q - k
+
+
+class Chained(sl.Mask):
+    """Compares as one does numbers."""
+
+    def __call__(self, q, k):
+        return 0 <= q - k < 3
+
+
+def names():
+    return {
+        "tri_table": np.tri(32, dtype=bool),
+        "mod": lambda b, h, q, k: q >= k,
+        "under_jit": lambda function: jax.jit(lambda x: function(x) and 0)(jnp.ones((32, 32), bool)),
+        "Distance": Distance,
+        "Chained": Chained,
+    }
+
+
 MISUSES = [
-    Misuse("sl.Window(-1)", ValueError, "Window: left", "-1", "must be an integer >= 0"),
-    Misuse("sl.Strided(0)", ValueError, "Strided: stride", "got 0", "must be an integer >= 1"),
+    # Primitives
+    Misuse("sl.Window(-1)", ValueError, "Window: left", "-1", NUMBER),
+    Misuse("sl.Window('3')", ValueError, "Window: left", "'3'", NUMBER),
+    Misuse("sl.Window(True)", ValueError, "Window: left", "True", NUMBER),
+    Misuse("sl.Window(np.bool_(True))", ValueError, "Window: left", "True", NUMBER),
+    Misuse("sl.Window(3.0)", ValueError, "Window: left", "3.0", NUMBER),
+    Misuse("sl.Window([3])", ValueError, "Window: left", "[3]", NUMBER),
+    Misuse("sl.Window(np.array([3, 4]))", ValueError, "Window: left", "array([3, 4])", NUMBER),
+    Misuse("sl.Window(jnp.array([3]))", ValueError, "Window: left", "Array([3]", NUMBER),
+    Misuse("sl.Window(None, -2)", ValueError, "Window: right", "-2", "or None"),
+    Misuse("sl.Strided(0)", ValueError, "Strided: stride", "got 0", COUNT),
+    Misuse("sl.Strided(None)", ValueError, "Strided: stride", "None", COUNT),
+    Misuse("sl.BlockDiagonal(2.5)", ValueError, "BlockDiagonal: size", "2.5", COUNT),
+    Misuse("sl.Columns('4', 1)", ValueError, "Columns: period", "'4'", COUNT),
+    Misuse("sl.Columns(4, -1)", ValueError, "Columns: start", "-1", NUMBER),
+    Misuse("sl.Columns(4, 4)", ValueError, "Columns", "start=4, stop=4, period=4", "0 <= start < stop <= period"),
+    Misuse("sl.Prefix(None)", ValueError, "Prefix: size", "None", NUMBER),
+    Misuse("sl.Global(False)", ValueError, "Global: size", "False", NUMBER),
+    Misuse("sl.Random(0)", ValueError, "Random: count", "got 0", COUNT),
+    Misuse("sl.Random(2**40)", ValueError, "Random: count", str(2**40), "at most 32768"),
+    Misuse("sl.Random(3, size=2**40)", ValueError, "Random: size", str(2**40), "at most 2147483646"),
+    Misuse("sl.Random(3, size=0)", ValueError, "Random: size", "got 0", "or None"),
+    Misuse("sl.Random(3, seed=0.5)", ValueError, "Random: seed", "0.5", "must be an integer"),
+    # The algebra
+    Misuse("sl.Blocks(sl.Causal(), 0)", ValueError, "Blocks: block", "got 0", COUNT),
+    Misuse("sl.Blocks('causal', 4)", TypeError, "Blocks: mask", "'causal'", "must be a mask"),
+    Misuse("sl.And(sl.Causal(), 3)", TypeError, "And: right", "got 3", "must be a mask"),
+    Misuse("sl.Not(None)", TypeError, "Not: mask", "None", "must be a mask"),
+    Misuse("sl.Causal() & True", TypeError, "unsupported operand", "bool", OPERAND),
+    Misuse("sl.Causal() | 'strided'", TypeError, "unsupported operand", "str", "preset makes one of a name"),
+    Misuse("sl.Causal() & [sl.Full()]", TypeError, "unsupported operand", "list", OPERAND),
+    Misuse("(sl.Causal(),) | sl.Full()", TypeError, "unsupported operand", "tuple", OPERAND),
+    Misuse("sl.Causal() & jnp.ones((3, 3), bool)", TypeError, "unsupported operand", "Array", ALONE),
+    Misuse("jnp.ones((3, 3), bool) | sl.Causal()", TypeError, "unsupported operand", "Array", ALONE),
+    Misuse("sl.Causal() & np.ones((3, 3))", ValueError, "Array", "float64 of shape (3, 3)", "2-dimensional bool array"),
+    Misuse("sl.Array(np.ones((2, 2, 2), bool))", ValueError, "Array", "(2, 2, 2)", "2-dimensional bool array"),
+    Misuse("sl.Array([[1, 0], [0, 1]])", ValueError, "Array", "int64", "2-dimensional bool array"),
+    Misuse("under_jit(sl.Array)", TypeError, "mask", "bool[32,32]", ALONE),
+    Misuse("sl.Causal() and sl.Full()", TypeError, "a mask has no truth value", "'and'", "with &, | and ~"),
+    Misuse("sl.Causal().dense(-1)", ValueError, "dense: length", "-1", COUNT),
+    Misuse("sl.Causal().dense(3.0)", ValueError, "dense: length", "3.0", COUNT),
+    # Rules of the user's
+    Misuse("Distance().dense(3)", TypeError, "Distance", "int64", "must return bools (q >= k, not q - k)"),
+    Misuse("(~Distance()).dense(3)", TypeError, "Distance", "int64", "must return bools (q >= k, not q - k)"),
+    Misuse("sl.make_plan(Chained(), 32)", TypeError, "Chained", "a <= b < c", "(a <= b) & (b < c)"),
+    Misuse("sl.MaskMod(3)", TypeError, "MaskMod: function", "got 3", "must be a mask_mod(b, h, q, k)"),
+    Misuse("sl.MaskMod(lambda q, k: q >= k)", TypeError, "function", "<lambda>(q, k)", "must take (b, h, q, k)"),
+    Misuse("sl.MaskMod(mod, -1)", ValueError, "MaskMod: head", "-1", NUMBER),
+    Misuse("sl.MaskMod(mod, 0, 'yes')", ValueError, "MaskMod: traceable", "'yes'", "must be true or false"),
+    Misuse("sl.from_mask_mod(sl.Causal())", TypeError, "function", "Causal()(q, k)", "must take (b, h, q, k)"),
+    Misuse("sl.from_mask_mod(mod, heads=0)", ValueError, "from_mask_mod: heads", "got 0", COUNT),
+    Misuse("sl.from_mask_mod(mod, heads=True)", ValueError, "from_mask_mod: heads", "True", COUNT),
+    Misuse("sl.from_mask_mod(mod, heads='4')", ValueError, "from_mask_mod: heads", "'4'", COUNT),
+    Misuse("sl.from_mask_mod(lambda b, h, q, k: q - k)", TypeError, "mask_mod <lambda>", "int64", "must return bools"),
+    Misuse(
+        "sl.from_mask_mod(lambda b, h, q, k: None)", TypeError, "mask_mod <lambda>", "NoneType", "must return bools"
+    ),
+    Misuse("sl.from_mask_mod(lambda b, h, q, k: q >= k + b)", ValueError, "<lambda>", "uses b", "segment_ids"),
+    Misuse("sl.from_mask_mod(lambda b, h, q, k: q - k <= h)", ValueError, "<lambda>", "uses h", HEADS),
+    Misuse("sl.from_mask_mod(lambda b, h, q, k: q >= k and k > 0)", TypeError, "<lambda>", "'and'", "write &"),
+    # Whatever describes a mask
+    Misuse("sl.as_masks(None)", TypeError, "mask must be", "None", SHAPES),
+    Misuse("sl.as_masks(3)", TypeError, "mask must be", "int: 3", SHAPES),
+    Misuse("sl.as_masks(sl.Causal)", TypeError, "mask must be", "Causal'>", SHAPES),
+    Misuse("sl.as_masks(mod)", TypeError, "mask must be", "function", "from_mask_mod makes one of a function"),
+    Misuse("sl.as_masks([[True, False], [True, True]])", TypeError, "mask must be", "bool: True", SHAPES),
+    Misuse("sl.as_masks(b'strided')", TypeError, "mask must be", "b'strided'", "a preset's name"),
+    Misuse("sl.as_masks({'a': sl.Causal()})", TypeError, "mask must be", "dict", "a sequence of these"),
+    Misuse("sl.as_masks(())", ValueError, "mask: a sequence of masks", "got ()", "must not be empty"),
+    Misuse("sl.as_masks(['causal', None])", TypeError, "mask must be", "None", SHAPES),
+    Misuse("sl.as_masks(np.ones(2, bool))", ValueError, "mask: an array", "(2,)", "[T, S] or [H, T, S]"),
+    Misuse("sl.as_masks(np.ones((0, 2, 2), bool))", ValueError, "mask: an array", "(0, 2, 2)", "[T, S] or [H, T, S]"),
+    Misuse("sl.as_masks(jnp.ones((2, 2)))", ValueError, "Array", "float32", "2-dimensional bool array"),
+    Misuse("under_jit(lambda x: sl.as_masks([sl.Causal(), x]))", TypeError, "mask", "bool[32,32]", ALONE),
+    Misuse("sl.as_masks('dense')", ValueError, "unknown name", "'dense'", "'causal' to some and 'bidirectional'"),
+    Misuse("sl.as_masks('stridde')", ValueError, "unknown name", "'stridde'", "did you mean 'strided'"),
+    # Presets
+    Misuse("sl.preset(None)", ValueError, "preset: name", "None", "must be a string"),
+    Misuse("sl.preset('strided:64')", ValueError, "options", "'64'", "must be option=value"),
+    Misuse("sl.preset('strided', stride=4)", ValueError, "unknown option", "'stride'", "Known: local_attn_ctx"),
+    Misuse("sl.preset('strided', local_attn_ctx='64')", ValueError, "local_attn_ctx", "'64'", COUNT),
+    Misuse("sl.preset('longformer', causal=1)", ValueError, "causal", "got 1", "must be true or false"),
+    Misuse("sl.preset('bigbird', random_blocks=2**20)", ValueError, "random_blocks", "1048576", "at most 32768"),
+    Misuse("sl.preset('bigbird', seq_len=100)", ValueError, "seq_len", "100", "block=64 must divide"),
+    Misuse("sl.preset('bigbird', seq_len=2**40)", ValueError, "seq_len", str(2**40), "at most 2147483646"),
+    Misuse("sl.preset_options('dense')", ValueError, "unknown name", "'dense'", "'causal'"),
+    Misuse("sl.preset_options(None)", ValueError, "preset_options: name", "None", "must be a string"),
+    # DeepSpeed's configurations
+    Misuse("sl.from_deepspeed(None)", ValueError, "config", "None", "a dict or a JSON object"),
+    Misuse("sl.from_deepspeed({3: 4})", ValueError, "unknown key", "'3'", "Known: attention, block"),
+    Misuse("sl.from_deepspeed({'mode': ['fixed']})", ValueError, "unknown mode", "['fixed']", "did you mean 'fixed'"),
+    Misuse("sl.from_deepspeed({'block': True})", ValueError, "from_deepspeed: block", "True", COUNT),
+    Misuse(
+        "sl.from_deepspeed({'mode': 'bigbird', 'num_random_blocks': 2**40})",
+        ValueError,
+        "from_deepspeed: num_random_blocks",
+        str(2**40),
+        "at most 32768",
+    ),
+    Misuse("sl.from_deepspeed({}, num_heads='4')", ValueError, "from_deepspeed: num_heads", "'4'", COUNT),
+    Misuse("sl.from_deepspeed({}, seq_len=100)", ValueError, "seq_len", "100", "block=16 must divide"),
 ]
