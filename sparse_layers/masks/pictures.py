@@ -70,7 +70,7 @@ def as_html(mask: Mask) -> str:
 
     Example:
       >>> import sparse_layers as sl
-      >>> as_html(sl.Causal() & sl.Window(3))[:69]
+      >>> as_html(sl.Causal() & sl.Window(3))[:70]
       '<figure style="margin: 0"><figcaption><code>Causal() &amp; Window(left'
     """
     formula = repr(mask)

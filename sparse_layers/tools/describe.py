@@ -33,7 +33,8 @@ def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48)
     ■ or · is right.
 
     Args:
-      mask: whatever `as_masks` takes: a mask, a sequence of masks (head h takes entry h % len), a bool array.
+      mask: whatever `as_masks` takes: a mask, a preset's name, a bool array, or a sequence of these that heads take in
+        turn (head h takes entry h % len).
       q_len: number of queries, >= 1: the rows.
       kv_len: number of keys, >= 1: the columns; defaults to q_len.
       size: most cells on a side, >= 1.
@@ -122,7 +123,8 @@ def describe(
     """Says in words what a mask costs: picture, density, blocks kept, the plan's passes and the expected saving.
 
     Args:
-      mask: whatever `as_masks` takes: a mask, a sequence of masks (head h takes entry h % len), a bool array.
+      mask: whatever `as_masks` takes: a mask, a preset's name, a bool array, or a sequence of these that heads take in
+        turn (head h takes entry h % len).
       seq_len: number of queries and of keys, >= 1.
       size: most cells on a side of the picture.
       block: tokens on a side of the blocks that are counted.

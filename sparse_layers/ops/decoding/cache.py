@@ -115,7 +115,7 @@ class KVCache:
     @classmethod
     def empty(
         cls,
-        pattern: Mask | Sequence[Mask] | np.ndarray,
+        pattern: str | Mask | Sequence[Any] | np.ndarray,
         seq_len: int,
         *,
         batch: int,
