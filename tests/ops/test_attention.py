@@ -456,7 +456,7 @@ def test_value_errors_name_argument_value_and_rule(changes, words):
     assert not [word for word in words if word not in str(error.value)], str(error.value)
 
 
-@pytest.mark.parametrize("mask", [None, "strided", 3, sl.Causal, [None]], ids=repr)
+@pytest.mark.parametrize("mask", [None, b"strided", 3, sl.Causal, [None]], ids=repr)
 def test_what_is_no_mask_is_a_type_error(mask):
     with pytest.raises(TypeError, match="mask must be a Mask"):
         sl.block_sparse_attention(Q, K, V, mask)

@@ -399,7 +399,7 @@ def test_masks_of_all_kinds():
         (np.ones((4, 4)), (4,), ValueError, "bool array, got float64"),
         ((), (4,), ValueError, "must not be empty"),
         (None, (4,), TypeError, "mask must be a Mask"),
-        ("strided", (4,), TypeError, "got str: 'strided'"),
+        ("stridde", (4,), ValueError, "unknown name 'stridde', did you mean 'strided'"),
     ],
 )
 def test_make_plan_refuses(mask, lengths, error, words):
