@@ -47,6 +47,7 @@ from .tools.tuning import Tuned, load_tuned, tune
 if typing.TYPE_CHECKING:
     from .modules import (
         AttentionFn,
+        Decoder,
         SparseSelfAttention,
         SparseTransformer,
         SparseTransformerBlock,
@@ -66,6 +67,7 @@ __all__ = [
     "BwdParams",
     "Causal",
     "Columns",
+    "Decoder",
     "Empty",
     "Full",
     "FwdParams",
@@ -116,6 +118,7 @@ __all__ = [
 
 _LAYERS = (
     "AttentionFn",
+    "Decoder",
     "SparseSelfAttention",
     "SparseTransformer",
     "SparseTransformerBlock",

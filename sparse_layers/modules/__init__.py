@@ -4,6 +4,7 @@ from .attention import SparseSelfAttention as SparseSelfAttention
 from .attention_fn import AttentionFn as AttentionFn
 from .attention_fn import make_attention_fn as make_attention_fn
 from .block import SparseTransformerBlock as SparseTransformerBlock
+from .decoder import Decoder as Decoder
 from .generate import generate as generate
 from .loading.dense import from_linen as from_linen
 from .loading.dense import from_nnx as from_nnx

@@ -1,25 +1,25 @@
-"""`generate`: samples from a `SparseTransformer`, a batch of prompts at once."""
+"""`generate`: samples from a `SparseTransformer` or another `Decoder`, a batch of prompts at once."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from ..ops.decoding.cache import checked_lengths
-from .transformer import SparseTransformer
+from .decoder import Decoder, put_together, taken_apart
+from .settings import check_settings
 
 
 def generate(
-    model: SparseTransformer,
-    prompts: Any,
+    model: Decoder,
+    prompts: jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray | jax.Array],
     num_tokens: int,
     *,
-    lengths: Any = None,
+    lengths: jax.Array | np.ndarray | Sequence[int] | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -29,13 +29,15 @@ def generate(
     """Goes on from prompts, token by token; each token costs what the patterns' rows cost.
 
     The prompts are read at once by the sparse kernels, whose keys and values go to a `KVCache` for each layer. Compiled
-    once for a shape of prompts, a number of tokens, ``top_k``, and whether there is a temperature and a ``top_p``.
+    once for a kind of model, a shape of prompts, a number of tokens, ``top_k``, and whether there is a temperature and
+    a ``top_p``.
     Inside of jit, prompts, lengths and key may be traced.
 
     Args:
-      model: causal in all layers.
-      prompts: int [B, P], or a sequence of B sequences of tokens, of any lengths from 1 on.
-      num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len.
+      model: a `SparseTransformer`, causal in all layers, or any other `Decoder`.
+      prompts: int [B, P], or a sequence of B sequences of tokens, of any lengths from 1 on. Text is encoded first.
+      num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len, where
+        the model has it.
       lengths: int [B] in 1..P, where an array of prompts is padded at its end.
       temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
       top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
@@ -49,6 +51,7 @@ def generate(
 
     Raises:
       ValueError: one of the above does not hold, or a pattern is not causal.
+      TypeError: the model is no `Decoder`, or prompts are text.
 
     Example:
       >>> import sparse_layers as sl
@@ -57,42 +60,50 @@ def generate(
       >>> sl.generate(model, [list(b"def f("), list(b"x")], 5).shape
       (2, 5)
     """
-    vocab_size = model.token_embedding.num_embeddings
-    tokens, lengths, longest = _prompts(prompts, lengths, vocab_size)
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer) or num_tokens < 1:
-        raise ValueError(f"num_tokens must be an integer >= 1, got {num_tokens!r}")
-    if longest + num_tokens > model.seq_len:
+    if isinstance(model, type) or not isinstance(model, Decoder):
+        raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
+    check_settings(num_tokens=num_tokens)
+    tokens, lengths, known = _prompts(prompts, lengths)
+    longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
+    if seq_len is not None and longest + num_tokens > seq_len:
         raise ValueError(
-            f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={model.seq_len}"
+            f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
         )
+    how, arrays = taken_apart(model)
+    vocab_size = _vocab_size(how, arrays, tokens, lengths)
+    _check_tokens(tokens, known, vocab_size)
     for name, value, least in (("top_k", top_k, 1), ("stop_token", stop_token, 0)):
         most = vocab_size - 1 + least
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and not (whole and least <= value <= most):
             raise ValueError(f"{name} must be None or an integer in {least}..{most}, got {value!r}")
-    if not isinstance(temperature, int | float | np.number) or not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be a number >= 0 and finite, got {temperature!r}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be None or in (0, 1], got {top_p!r}")
-    if temperature > 0 and not isinstance(key, jax.Array):
-        raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got {key!r}")
-    graph, state = nnx.split(model)
-    how = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
-    if how and top_p is not None:
-        how["top_p"] = np.float32(top_p)
+    check_settings(temperature=temperature, top_p=top_p)
+    if temperature > 0 and key is None:
+        raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got None")
+    if temperature > 0:
+        check_settings(key=key)
+    sampling = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
+    if sampling and top_p is not None:
+        sampling["top_p"] = np.float32(top_p)
     stop = np.int32(-1 if stop_token is None else stop_token)
-    return _generate(graph, int(num_tokens), top_k if how else None, state, tokens, lengths, stop, how)
+    return _generate(how, int(num_tokens), top_k if sampling else None, arrays, tokens, lengths, stop, sampling)
 
 
-def _prompts(prompts: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, jax.Array, int]:
-    """Prompts as an array [B, P], their lengths, and the length of the longest as far as it is known."""
+def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Prompts as an array [B, P], their lengths, and these as far as they are known."""
+    texts = prompts if isinstance(prompts, list | tuple) else [prompts]
+    if any(isinstance(text, str | bytes) for text in texts):
+        raise TypeError(
+            f"prompts must be tokens, got the text {prompts!r}: encode it, for a model of bytes as [list(b'hello')]"
+        )
     if isinstance(prompts, Sequence):
         if lengths is not None:
             raise ValueError("lengths must be None for a sequence of prompts: they have lengths of their own")
         rows = [np.asarray(prompt) for prompt in prompts]
         if not rows or any(row.ndim != 1 or row.size == 0 for row in rows):
             raise ValueError(
-                f"prompts must be one or more sequences of at least one token, got shapes {[row.shape for row in rows]}"
+                "prompts must be one or more sequences of at least one token, one prompt too is a sequence in a "
+                f"sequence, got shapes {[row.shape for row in rows]}"
             )
         lengths = np.array([row.size for row in rows])
         padded = np.zeros((len(rows), lengths.max()), np.result_type(*rows))
@@ -105,30 +116,48 @@ def _prompts(prompts: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, ja
             f"prompts must be integers of shape [B, P], P >= 1, got {tokens.dtype} of shape {tokens.shape}"
         )
     count = checked_lengths(lengths, *tokens.shape)
-    if isinstance(lengths, jax.core.Tracer):
-        return jnp.asarray(tokens), count, tokens.shape[1]
-    known = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    if lengths is None or isinstance(lengths, jax.core.Tracer):
+        return jnp.asarray(tokens), count, np.full(len(tokens), tokens.shape[1])
+    known = np.asarray(lengths)
     if known.min() < 1:
         raise ValueError(f"lengths must be >= 1, got {known}")
+    return jnp.asarray(tokens), count, known
+
+
+def _check_tokens(tokens: jax.Array, lengths: np.ndarray, vocab_size: int) -> None:
     if not isinstance(tokens, jax.core.Tracer):
-        read = np.asarray(tokens)[np.arange(tokens.shape[1]) < known[:, None]]
+        read = np.asarray(tokens)[np.arange(tokens.shape[1]) < lengths[:, None]]
         if read.min() < 0 or read.max() >= vocab_size:
             raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {read.min()} to {read.max()}")
-    return jnp.asarray(tokens), count, int(known.max())
+
+
+def _vocab_size(how: Hashable, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
+    """Number of logits, by a trace that the program then shares."""
+    made = _prefill.eval_shape(how, arrays, tokens, lengths)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(f"model: prefill must return (logits, caches), got {type(made).__name__}: {made!r}")
+    shape, dtype = jnp.shape(made[0]), jnp.result_type(made[0])
+    if len(shape) != 2 or shape[0] != len(tokens) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"model: prefill must return logits [{len(tokens)}, V], floats, got {dtype} of shape {shape}")
+    return shape[1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(how, arrays, tokens, lengths):
+    return put_together(how, arrays).prefill(tokens, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(graph, num_tokens, top_k, state, tokens, lengths, stop, how):
-    """``how`` to sample: the arguments of `sample` but top_k, or None for the likeliest tokens."""
-    model = nnx.merge(graph, state)
-    logits, caches = model.prefill(tokens, lengths)
-    # Layers that are scanned over are taken apart once, and not in each step.
-    blocks = nnx.List(model.layers)
-    model.blocks, model.scan_layers = blocks, False
-    keys = None if how is None else jax.random.split(how["key"], num_tokens)
+def _generate(how, num_tokens, top_k, arrays, tokens, lengths, stop, sampling):
+    """``sampling``: the arguments of `sample` but top_k, or None for the likeliest tokens."""
+    logits, caches = _prefill(how, arrays, tokens, lengths)
+    model = put_together(how, arrays)
+    if hasattr(model, "unrolled"):
+        model = model.unrolled()
+    keys = None if sampling is None else jax.random.split(sampling["key"], num_tokens)
 
     def choose(logits, done, key):
-        token = logits.argmax(-1) if how is None else sample(logits, **{**how, "key": key}, top_k=top_k)
+        token = logits.argmax(-1) if sampling is None else sample(logits, **{**sampling, "key": key}, top_k=top_k)
         token = jnp.where(done, stop, token).astype(jnp.int32)
         return token, done | (token == stop)
 

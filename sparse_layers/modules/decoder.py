@@ -1,0 +1,139 @@
+"""`Decoder`: what `generate` asks of a model, and how models of any kind become arguments of a compiled program."""
+
+import types
+from collections.abc import Hashable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A model that `generate` can sample from: any object with these two methods, by their position's arguments.
+
+    An NNX module, a pytree (an Equinox module, a registered dataclass) or an object of a plain class. Both methods are
+    traced by `jax.jit`. The arrays that are found in the model, in its attributes and theirs, are arguments of the
+    compiled program and may change from call to call; all else in it is compared by value, or by identity where it has
+    none, and compiled in: closures and hashable objects with arrays inside are not to be changed. Caches are a pytree
+    of the model's own.
+
+    Two more names are used where the model has them: ``seq_len``, the most tokens that a sequence may have, and
+    ``unrolled()``, which returns a model that is quicker step by step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> class Successor:  # the likeliest token is always the next one
+      ...     def prefill(self, tokens, lengths):
+      ...         last = jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0]
+      ...         return self.decode_step(last, (), lengths)
+      ...     def decode_step(self, tokens, caches, position):
+      ...         return jax.nn.one_hot(tokens + 1, 10), caches
+      >>> isinstance(Successor(), sl.Decoder)
+      True
+      >>> sl.generate(Successor(), [[1, 2], [5]], 3).tolist()
+      [[3, 4, 5], [6, 7, 8]]
+    """
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, /) -> tuple[jax.Array, Any]:
+        """Reads prompts.
+
+        Args:
+          tokens: int [B, P].
+          lengths: int32 [B] in 1..P, tokens of each prompt; what follows is padding.
+
+        Returns:
+          (logits [B, V] of the token after each prompt; the caches).
+        """
+        ...
+
+    def decode_step(self, tokens: jax.Array, caches: Any, position: jax.Array, /) -> tuple[jax.Array, Any]:
+        """Reads one more token of each sequence.
+
+        Args:
+          tokens: int32 [B].
+          caches: of `prefill` or an earlier step.
+          position: int32 [B], the number of tokens before it.
+
+        Returns:
+          (logits [B, V] of the token after these; caches of the same structure, shapes and dtypes).
+        """
+        ...
+
+
+class _Value:
+    """What is compiled in: equal by type and value, and only to itself if it has no hash."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            self.hash, self.by_value = hash((type(value), value)), True
+        except TypeError:
+            self.hash, self.by_value = id(value), False
+
+    def __hash__(self):
+        return self.hash
+
+    def __eq__(self, other):
+        if not isinstance(other, _Value) or self.hash != other.hash:
+            return False
+        mine, theirs = self.value, other.value
+        return mine is theirs or (self.by_value and type(mine) is type(theirs) and bool(mine == theirs))
+
+
+def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
+    """(a model without its arrays, hashable; its arrays), for `put_together`.
+
+    Example:
+      >>> import types, jax.numpy as jnp
+      >>> how, arrays = taken_apart(types.SimpleNamespace(parts=[jnp.ones(3)], size=3))
+      >>> put_together(how, [2 * array for array in arrays])
+      namespace(parts=[Array([2., 2., 2.], dtype=float32)], size=3)
+    """
+    arrays: list[Any] = []
+
+    def tree(value: Any, above: frozenset[int]) -> tuple[Hashable, ...]:
+        leaves, structure = jax.tree.flatten(value)
+        return structure, *(leaf(x, above) for x in leaves)
+
+    def leaf(x: Any, above: frozenset[int]) -> Hashable:
+        if isinstance(x, jax.Array | np.ndarray):
+            arrays.append(x)
+            return None
+        if id(x) not in above and _is_plain(x):
+            return type(x), *tree(vars(x), above | {id(x)})
+        return _Value(x)
+
+    graph = None
+    if isinstance(model, nnx.Module):
+        graph, model = nnx.split(model)
+    return (graph, *tree(model, frozenset())), arrays
+
+
+def put_together(how: Any, arrays: Iterable[Any]) -> Any:
+    """The model with these arrays; see `taken_apart`."""
+    arrays = iter(arrays)
+
+    def tree(structure: Any, *leaves: Any) -> Any:
+        return jax.tree.unflatten(structure, [leaf(x) for x in leaves])
+
+    def leaf(x: Any) -> Any:
+        if x is None:
+            return next(arrays)
+        if isinstance(x, _Value):
+            return x.value
+        kind, *attributes = x
+        made = kind.__new__(kind)
+        vars(made).update(tree(*attributes))
+        return made
+
+    graph, *model = how
+    return tree(*model) if graph is None else nnx.merge(graph, tree(*model))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an object is its attributes, and no more: made by a class statement, and no value that can be hashed."""
+    if type(x).__new__ not in (object.__new__, types.SimpleNamespace.__new__) or not hasattr(x, "__dict__"):
+        return False
+    return type(x).__hash__ in (None, object.__hash__) or not _Value(x).by_value
