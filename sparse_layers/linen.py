@@ -16,7 +16,8 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from .masks.algebra import Mask
 from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import AttentionFn, Pattern, resolved_masks
-from .modules.block import check_settings, forward
+from .modules.block import check_input, forward
+from .modules.settings import check_array, check_order, check_settings, query_features
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
 
@@ -28,6 +29,7 @@ class _Settings(nn.Module, kw_only=True):
     seq_len: int
     qkv_features: int | None = None
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     rope_theta: float | None = None
     use_sinks: bool = False
     scale: float | None = None
@@ -46,6 +48,7 @@ class _Settings(nn.Module, kw_only=True):
     out_bias_init: Initializer | None = None
 
     def __post_init__(self):
+        check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         masks = resolved_masks(self.pattern, self.seq_len)
         # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
         if not isinstance(self.pattern, str | Mask):
@@ -67,9 +70,10 @@ class SparseSelfAttention(_Settings):
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len]. Sequences and arrays are kept as the tuple of
         masks that they stand for: the module stays hashable and comparable.
       seq_len: the longest input, in tokens.
-      qkv_features: features of all query heads together; defaults to F.
+      qkv_features: features of all query heads together, num_heads * head_dim; defaults to F.
       out_features: features of the output; defaults to F.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      head_dim: features of a head, instead of qkv_features.
       rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
       use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
         and adds nothing to the output, so that a query may attend to nothing.
@@ -90,9 +94,10 @@ class SparseSelfAttention(_Settings):
       decode: must be False, see Raises.
 
     Raises:
-      ValueError: at construction: an unknown preset or option; an array whose lengths are not seq_len; seq_len < 1. At
-        ``init`` and ``apply``, before any work, since F is not known earlier: a number of patterns or key-value heads
-        that does not divide num_heads; num_heads that does not divide qkv_features; RoPE with an odd head size;
+      ValueError: at construction: an unknown preset or option; an array whose lengths are not seq_len; sizes that are
+        no integers >= 1, flags that are no bools, dtypes that are no floating ones. At ``init`` and ``apply``, before
+        any work, since F is not known earlier: a number of patterns or key-value heads that does not divide num_heads;
+        num_heads that does not divide qkv_features, or these that contradict head_dim; RoPE with an odd head size;
         whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0
         (probabilities are never formed, so there is nothing to drop: use dropout on the residual).
       NotImplementedError: decode=True (the NNX layer has the cache), or an implementation that cannot serve the layer.
@@ -146,11 +151,11 @@ class SparseSelfAttention(_Settings):
                 "decode=True: the Linen layers have no key-value cache; those of NNX, which take the same parameters, "
                 "have prefill(prompt, lengths) and decode_step(token, cache, position)"
             )
-        features = inputs.shape[-1] if inputs.ndim else 0
+        check_array("inputs", inputs, "[..., T, F]")
+        features = (0, *inputs.shape)[-1]
         check_inputs(inputs, segment_ids, features, self.seq_len, sow_weights)
-        qkv_features = features if self.qkv_features is None else self.qkv_features
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        head_size = qkv_features // max(self.num_heads, 1)  # num_heads < 1 is for attention_step to refuse
+        head_size = query_features(self.num_heads, features, self.qkv_features, self.head_dim) // self.num_heads
         step = attention_step(
             self.pattern,
             self.seq_len,
@@ -167,8 +172,6 @@ class SparseSelfAttention(_Settings):
             bwd_params=self.bwd_params,
             query_sharding=self.query_sharding,
         )
-        if qkv_features % self.num_heads:
-            raise ValueError(f"num_heads={self.num_heads} must divide qkv_features={qkv_features}")
         shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         dense = functools.partial(nn.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **shared)
         project = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
@@ -211,14 +214,15 @@ class SparseTransformerBlock(_Settings):
         switched by a traced value: set the attribute there, or use remat=True, which takes both.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       use_bias: whether attention and MLP projections have biases.
-      pattern, seq_len, qkv_features, num_kv_heads, rope_theta, use_sinks, scale, logits_soft_cap, implementation,
-        fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype, precision, kernel_init, bias_init,
-        out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the last four only
-        attention's.
+      pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope_theta, use_sinks, scale, logits_soft_cap,
+        implementation, fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype, precision,
+        kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole
+        block, the last four only attention's.
 
     Raises:
-      ValueError: at construction: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), a bad pattern;
-        at ``init`` and ``apply``: `SparseSelfAttention`'s.
+      ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,
+        dropout_rate outside [0, 1), more heads than features without head_dim, a bad pattern; at ``init`` and
+        ``apply``: `SparseSelfAttention`'s.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -254,8 +258,8 @@ class SparseTransformerBlock(_Settings):
     remat: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
-        check_settings(self.num_heads, self.features, self.mlp, self.norm, self.num_layers, self.dropout_rate)
         super().__post_init__()
+        check_order(self.num_heads, self.features, self.head_dim)
 
     def setup(self):
         shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
@@ -290,10 +294,10 @@ class SparseTransformerBlock(_Settings):
           [..., T, features].
 
         Raises:
+          TypeError: what is no array.
           ValueError: x of other features, or dropout that is neither switched on nor off; `SparseSelfAttention`'s.
         """
-        if jnp.shape(x)[-1:] != (self.features,):
-            raise ValueError(f"x must have shape [..., T, {self.features}], got {jnp.shape(x)}")
+        check_input(self.features, x, deterministic)
         # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, off)

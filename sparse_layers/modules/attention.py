@@ -1,11 +1,14 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import reprlib
+from flax.typing import Dtype
 
 from ..masks.algebra import Mask
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
@@ -13,6 +16,15 @@ from ..ops.kernels.call import accumulator
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from .attention_fn import AttentionFn, Pattern, resolved_masks
+from .settings import (
+    LayerOptions,
+    check_array,
+    check_features,
+    check_settings,
+    check_stream,
+    query_features,
+    refuse_unknown,
+)
 
 
 class Extras(NamedTuple):
@@ -53,7 +65,7 @@ def attention_step(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
-    dtype: Any,
+    dtype: Dtype | None,
     *,
     rope_theta: float | None,
     dropout_rate: float,
@@ -75,19 +87,15 @@ def attention_step(
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
         )
     masks = resolved_masks(pattern, seq_len)
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be >= 1, got {num_heads}")
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
             f"num_heads={num_heads}"
         )
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    if rope_theta is not None and (head_size % 2 or rope_theta <= 0):
-        raise ValueError(
-            f"rope_theta={rope_theta}: must be > 0 and needs an even head size, got a head size of {head_size}"
-        )
+    if rope_theta is not None and head_size % 2:
+        raise ValueError(f"rope_theta={rope_theta} needs an even head_dim, got {head_size}")
     step = AttentionStep(AttentionFn(masks, int(seq_len), **settings), rope_theta)
     # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
     query, key = (
@@ -104,8 +112,9 @@ def check_inputs(
     """Refuses a call that a layer for ``seq_len`` tokens, NNX or Linen, cannot serve.
 
     Raises:
-      ValueError: see `SparseSelfAttention.__call__`.
+      ValueError, TypeError: see `SparseSelfAttention.__call__`.
     """
+    check_features("inputs", inputs, f"[..., T, {features}]", features)
     if sow_weights:
         raise ValueError("sow_weights must be False: block-sparse attention never forms the attention probabilities")
     if inputs.ndim < 2:
@@ -117,10 +126,12 @@ def check_inputs(
             f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
             f"seq_len={seq_len}: an input must not be longer"
         )
-    if segment_ids is not None and jnp.shape(segment_ids) != inputs.shape[:-1]:
-        raise ValueError(
-            f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {jnp.shape(segment_ids)}"
-        )
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, "[..., T]")
+        if segment_ids.shape != inputs.shape[:-1]:
+            raise ValueError(
+                f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {segment_ids.shape}"
+            )
 
 
 def rotary(x: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
@@ -152,6 +163,14 @@ def rotary(x: jax.Array, theta: float, positions: jax.Array | None = None) -> ja
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def check_cache(cache: Any) -> None:
+    """Raises TypeError for what is no `KVCache`."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"cache must be the KVCache of prefill or of the step before, got {type(cache).__name__}: {cache!r}"
+        )
+
+
 def _refuse_decode(decode: bool | None) -> None:
     if decode:
         raise NotImplementedError(
@@ -171,9 +190,10 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
     Args:
       num_heads: number of query heads N.
       in_features: features F of the input.
-      qkv_features: features of all query heads together; defaults to in_features.
+      qkv_features: features of all query heads together, num_heads * head_dim; defaults to in_features.
       out_features: features of the output; defaults to in_features.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      head_dim: features of a head, instead of qkv_features.
       pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
@@ -191,17 +211,21 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
       **options: all other arguments of ``flax.nnx.MultiHeadAttention``: ``dtype``, ``param_dtype``, ``use_bias``,
-        ``normalize_qk``, ``kernel_init``, ... (``precision`` is that of the four projections).
+        ``normalize_qk``, ``kernel_init``, ... (``precision`` is that of the four projections), but for
+        ``in_kv_features`` and ``attention_fn``, which self-attention over a pattern has no use for.
 
     Attributes:
       pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
       plan: the compiled block lists for seq_len tokens.
 
     Raises:
-      ValueError: an unknown preset or option; a number of patterns that does not divide num_heads; an array whose
-        lengths are not seq_len; seq_len < 1; RoPE with an odd head size; whatever `block_sparse_attention` refuses
-        (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never
-        formed, so there is nothing to drop: use dropout on the residual, as the Sparse Transformer does).
+      ValueError: an unknown preset or option of it; a number of patterns that does not divide num_heads; an array
+        whose lengths are not seq_len; sizes that are no integers >= 1, flags that are no bools, dtypes that are no
+        floating ones; qkv_features that num_heads does not divide, or that contradict head_dim; RoPE with an odd head
+        size; whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...);
+        dropout_rate > 0 (probabilities are never formed, so there is nothing to drop: use dropout on the residual, as
+        the Sparse Transformer does).
+      TypeError: an unknown argument; a pattern that is none; rngs that are no ``nnx.Rngs``.
       NotImplementedError: decode=True (the cache is not Flax's dense one), or an implementation that cannot serve the
         layer.
 
@@ -221,6 +245,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         out_features: int | None = None,
         num_kv_heads: int | None = None,
         *,
+        head_dim: int | None = None,
         pattern: Pattern,
         seq_len: int,
         rope_theta: float | None = None,
@@ -234,15 +259,32 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         dropout_rate: float = 0.0,
         decode: bool | None = None,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ):
+        refuse_unknown(SparseSelfAttention, options, LayerOptions)
+        check_settings(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            use_sinks=use_sinks,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            rngs=rngs,
+            **options,
+        )
         _refuse_decode(decode)
+        check_stream(rngs, "params", "the parameters")
+        qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
         step = attention_step(
             pattern,
             seq_len,
             num_heads,
             num_heads if num_kv_heads is None else num_kv_heads,
-            (in_features if qkv_features is None else qkv_features) // max(num_heads, 1),  # < 1 is refused there
+            qkv_features // num_heads,
             options.get("dtype"),
             rope_theta=rope_theta,
             dropout_rate=dropout_rate,
@@ -268,6 +310,11 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         self.pattern = pattern if isinstance(pattern, str | Mask) else step.fn.masks
         self.seq_len = seq_len
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type(self), same_line=True)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", "seq_len"):
+            yield reprlib.Attr(name, getattr(self, name))
 
     @property
     def plan(self) -> Plan:
@@ -298,8 +345,9 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
           [..., T, out_features] in the layer's dtype.
 
         Raises:
-          ValueError: an input longer than seq_len or without a token axis; segment_ids of another shape than the
-            tokens'; sow_weights=True (the probabilities are never formed).
+          ValueError: inputs that are no floats or of another shape, longer than seq_len among them; segment_ids of
+            another shape than the tokens'; sow_weights=True (the probabilities are never formed).
+          TypeError: what is no array.
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
@@ -360,11 +408,13 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         Raises:
           ValueError: shapes that do not fit, positions (outside of jit) that are not below seq_len, or the cache of
             a layer with another pattern, length or number of heads.
+          TypeError: inputs that are no array, or a cache that is none.
         """
-        if inputs.ndim != 2:
-            raise ValueError(
-                f"inputs must have shape [B, {self.in_features}], one token a sequence, got {inputs.shape}"
-            )
+        shape = f"[B, {self.in_features}], one token a sequence"
+        check_features("inputs", inputs, shape, self.in_features)
+        check_cache(cache)
+        if inputs.ndim != 2 or len(inputs) != len(cache.keys[0]):
+            raise ValueError(f"inputs must have shape {shape} of the cache's {len(cache.keys[0])}, got {inputs.shape}")
         fn = self.attention_fn.fn
         ours = {"masks": fn.masks, "seq_len": fn.seq_len, "num_heads": self.num_heads}
         for name, value in (ours | {"num_kv_heads": self.num_kv_heads}).items():

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import Dtype, PrecisionLike
 
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
@@ -16,8 +17,15 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
+from .settings import check_array, check_settings
 
-Pattern = str | Mask | np.ndarray | Sequence[Any]
+# No model has so many: if the heads are as many as seq_len, and that is more, they are the tokens.
+_MOST_HEADS = 256
+
+# Who attends to whom in one layer; a sequence is taken in turn by its heads.
+Pattern = str | Mask | np.ndarray | Sequence[str | Mask | np.ndarray]
+# The same for the layers of a model, which take them in turn.
+Patterns = Pattern | Sequence[Pattern]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +70,7 @@ class AttentionFn:
         key: jax.Array,
         value: jax.Array,
         *,
-        segment_ids: Any = None,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         sinks: jax.Array | None = None,
         causal: bool = False,
     ) -> jax.Array:
@@ -110,18 +118,18 @@ class AttentionFn:
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
+        dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
+        dtype: Dtype | None = None,
+        precision: PrecisionLike = None,
         module: Any = None,
         force_fp32_for_softmax: bool = False,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
         is_causal: bool = False,
         input_positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
+        segment_ids: jax.Array | np.ndarray | None = None,
     ) -> jax.Array:
         """Attention as `flax.nnx.dot_product_attention` and Linen's compute it, over the pattern.
 
@@ -145,7 +153,9 @@ class AttentionFn:
         Raises:
           ValueError: what cannot be honoured, with the reason: a bias, dropout while training, weights to be sown, an
             einsum of one's own, positions, a mask that differs by query or head, queries and keys of different
-            lengths, more tokens than ``seq_len``; and what `block_sparse_attention` refuses.
+            lengths, more tokens than ``seq_len``, axes of tokens and heads that look swapped; and what
+            `block_sparse_attention` refuses.
+          TypeError: what is no array.
         """
         never = "block-sparse attention never forms the attention weights"
         if bias is not None:
@@ -170,6 +180,9 @@ class AttentionFn:
                 "input_positions must be None: positions count from the first token, and this function turns nothing; "
                 "for rotary embeddings, apply them to query and key before, or use SparseSelfAttention(rope_theta=)"
             )
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            check_array(name, array, "[..., T, heads, size]")
+        check_settings(is_causal=is_causal, dtype=dtype)
         if query.ndim < 3 or key.shape[:-2] != query.shape[:-2] or value.shape[:-2] != query.shape[:-2]:
             raise ValueError(
                 "query, key and value must have shapes [..., T, heads, size] with equal T (self-attention), got "
@@ -177,11 +190,16 @@ class AttentionFn:
                 "query is not known here: decode with sl.KVCache"
             )
         length = query.shape[-3]
+        if query.shape[-2] == self.seq_len > _MOST_HEADS:
+            raise ValueError(
+                f"query must have shape [..., T, heads, size], got {query.shape}: its heads are as many as seq_len="
+                f"{self.seq_len}, so the axes of tokens and heads look swapped; swap them by jnp.swapaxes(x, -2, -3)"
+            )
         if length > self.seq_len:
             raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
         ids: Any = segment_ids
         if ids is not None:
-            ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+            check_array("segment_ids", ids, "[..., T]")
             if ids.shape != query.shape[:-2]:
                 raise ValueError(f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
@@ -208,6 +226,7 @@ def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple
     return ids, jnp.where(keep, jnp.asarray(ids).astype(jnp.int32), -1)
 
 
+@overload
 def make_attention_fn(
     pattern: Pattern,
     seq_len: int,
@@ -219,8 +238,39 @@ def make_attention_fn(
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
     query_sharding: jax.sharding.PartitionSpec | None = None,
-    segment_ids: jax.Array | None = None,
-) -> Any:
+    segment_ids: None = None,
+) -> AttentionFn: ...
+
+
+@overload
+def make_attention_fn(
+    pattern: Pattern,
+    seq_len: int,
+    *,
+    recompute: bool = False,
+    implementation: str | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    query_sharding: jax.sharding.PartitionSpec | None = None,
+    segment_ids: jax.Array | np.ndarray,
+) -> functools.partial[jax.Array]: ...
+
+
+def make_attention_fn(
+    pattern: Pattern,
+    seq_len: int,
+    *,
+    recompute: bool = False,
+    implementation: str | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    fwd_params: FwdParams | None = None,
+    bwd_params: BwdParams | None = None,
+    query_sharding: jax.sharding.PartitionSpec | None = None,
+    segment_ids: jax.Array | np.ndarray | None = None,
+) -> AttentionFn | functools.partial[jax.Array]:
     """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
 
     The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs see
@@ -254,8 +304,9 @@ def make_attention_fn(
       An `AttentionFn`; with ``segment_ids``, a `functools.partial` of it.
 
     Raises:
-      ValueError: an unknown preset, option or implementation; an array whose lengths are not seq_len; seq_len < 1.
-      TypeError: pattern is none of the above.
+      ValueError: an unknown preset, option or implementation; an array whose lengths are not seq_len; a seq_len that is
+        no integer >= 1, a recompute that is no bool, a scale or cap that is no finite Python number.
+      TypeError: pattern is none of the above; segment_ids are no array.
       NotImplementedError: the named implementation cannot serve the pattern here; says why.
 
     Example:
@@ -270,9 +321,9 @@ def make_attention_fn(
       openai/sparse_attention (the recompute decorator, which built and kept one function for each configuration).
     """
     masks = resolved_masks(pattern, seq_len)
-    for name, number in (("scale", scale), ("logits_soft_cap", logits_soft_cap)):
-        if isinstance(number, jax.Array):
-            raise ValueError(f"{name} must be a finite Python number, got {number!r}: it is part of the function")
+    check_settings(recompute=recompute, scale=scale, logits_soft_cap=logits_soft_cap)
+    if segment_ids is not None:
+        check_array("segment_ids", segment_ids, "[..., T]")
     settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
@@ -287,18 +338,20 @@ def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     return fn
 
 
-def resolved_masks(pattern: Pattern, seq_len: int) -> tuple[Mask, ...]:
-    """The masks that the heads take in turn.
+def resolved_masks(pattern: Pattern, seq_len: int, name: str = "pattern") -> tuple[Mask, ...]:
+    """The masks that the heads take in turn; ``name`` is what errors call the pattern.
 
     Raises:
-      ValueError: seq_len < 1, an unknown preset or option, an array of another length.
+      ValueError: seq_len is no integer >= 1, an unknown preset or option, an array of another length.
       TypeError: pattern is no pattern.
     """
-    if isinstance(seq_len, bool) or not isinstance(seq_len, int | np.integer) or seq_len < 1:
-        raise ValueError(f"seq_len must be an integer >= 1, got {seq_len!r}")
+    check_settings(seq_len=seq_len)
     shape = getattr(pattern, "shape", None)
     if shape is not None and tuple(shape[-2:]) != (seq_len, seq_len):
         raise ValueError(
-            f"pattern: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
+            f"{name}: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
         )
-    return as_masks(pattern)
+    try:
+        return as_masks(pattern)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from error

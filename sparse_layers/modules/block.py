@@ -1,6 +1,6 @@
 """`SparseTransformerBlock`: one pre-activation residual block."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,9 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ..ops.decoding.cache import KVCache
-from .attention import Pattern, SparseSelfAttention
+from .attention import SparseSelfAttention, check_cache
+from .attention_fn import Pattern
+from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream, refuse_unknown
 
 
 class SparseTransformerBlock(nnx.Module):
@@ -33,10 +35,14 @@ class SparseTransformerBlock(nnx.Module):
       dtype: of the computation; None: from inputs and parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
-      **attention: all other arguments of `SparseSelfAttention`: num_kv_heads, rope_theta, normalize_qk, use_sinks, ...
+      rope_theta: see `SparseSelfAttention`.
+      **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, normalize_qk, use_sinks, ...; but
+        for those that the block sets itself (in_features, out_features, out_kernel_init, decode).
 
     Raises:
-      ValueError: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), and `SparseSelfAttention`'s.
+      ValueError: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools, dropout_rate outside
+        [0, 1), more heads than features without head_dim, and `SparseSelfAttention`'s.
+      TypeError: an unknown argument, and `SparseSelfAttention`'s.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -64,12 +70,33 @@ class SparseTransformerBlock(nnx.Module):
         dropout_rate: float = 0.0,
         use_bias: bool = True,
         remat: bool = False,
+        rope_theta: float | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
-        **attention: Any,
+        **options: Unpack[AttentionOptions],
     ):
-        check_settings(num_heads, features, mlp, norm, num_layers, dropout_rate)
+        refuse_unknown(SparseTransformerBlock, options, AttentionOptions)
+        check_settings(
+            num_heads=num_heads,
+            features=features,
+            num_layers=num_layers,
+            mlp_features=mlp_features,
+            mlp=mlp,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            dropout_rate=dropout_rate,
+            use_bias=use_bias,
+            remat=remat,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **options,
+        )
+        check_order(num_heads, features, options.get("head_dim"))
+        check_stream(rngs, "params", "the parameters")
+        if dropout_rate:
+            check_stream(rngs, "dropout", f"dropout_rate={dropout_rate}")
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
         hidden = 4 * features if mlp_features is None else mlp_features
@@ -79,15 +106,17 @@ class SparseTransformerBlock(nnx.Module):
             features,
             pattern=pattern,
             seq_len=seq_len,
+            rope_theta=rope_theta,
             use_bias=use_bias,
             out_kernel_init=out_init,
             **shared,
-            **attention,
+            **options,
         )
         self.mlp_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.mlp_in = nnx.Linear(features, hidden, use_bias=use_bias, **shared)
         self.mlp_gate = nnx.Linear(features, hidden, use_bias=use_bias, **shared) if mlp == "swiglu" else nnx.data(None)
         self.mlp_out = nnx.Linear(hidden, features, use_bias=use_bias, kernel_init=out_init, **shared)
+        self.features = features
         # Without dropout the block keeps no random state, so that its whole state is parameters.
         self.mlp = mlp
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
@@ -107,53 +136,34 @@ class SparseTransformerBlock(nnx.Module):
           [..., T, features].
 
         Raises:
-          ValueError: as `SparseSelfAttention`'s.
+          ValueError: as `SparseSelfAttention`'s, or deterministic is no bool.
+          TypeError: what is no array.
         """
+        check_input(self.features, x, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic)
 
     def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
+        check_input(self.features, x)
         attended, cache = self.attention.prefill(self.attention_norm(x), lengths)
         return _rest(self, x, attended, True), cache
 
     def decode_step(self, x: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
+        check_input(self.features, x, shape="[B, {}]")
+        check_cache(cache)
         attended, cache = self.attention.decode_step(self.attention_norm(x), cache, position)
         return _rest(self, x, attended, True), cache
 
 
-def check_settings(num_heads: int, features: int, mlp: str, norm: str, num_layers: int, dropout_rate: float) -> None:
-    """Refuses settings of `SparseTransformerBlock`, NNX or Linen.
+def check_input(features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]") -> None:
+    """Refuses what a block, NNX or Linen, is not made for, in its own words and before its norm fails on it.
 
     Raises:
-      ValueError: see there.
+      ValueError, TypeError: see `SparseTransformerBlock.__call__`.
     """
-    check_order(num_heads, features)
-    if mlp not in ("gelu", "gelu_tanh", "swiglu"):
-        raise ValueError(f"mlp must be 'gelu', 'gelu_tanh' or 'swiglu', got {mlp!r}")
-    check_norm(norm)
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be >= 1, got {num_layers}")
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
-
-
-def check_order(num_heads: int, features: int) -> None:
-    """Refuses more heads than features: in all likelihood the two were given in the other order.
-
-    Raises:
-      ValueError: see above.
-    """
-    if features < num_heads:
-        raise ValueError(
-            f"num_heads={num_heads} must not exceed features={features}: the order is Flax's, (num_heads, features)"
-        )
-
-
-def check_norm(norm: str) -> None:
-    """Raises ValueError for an unknown norm."""
-    if norm not in ("layer", "rms"):
-        raise ValueError(f"norm must be 'layer' or 'rms', got {norm!r}")
+    check_features("x", x, shape.format(features), features)
+    check_settings(deterministic=deterministic)
 
 
 def forward(block: Any, x: jax.Array, segment_ids: jax.Array | None, deterministic: bool | None) -> jax.Array:
@@ -198,5 +208,5 @@ def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.R
       >>> type(make_norm("rms", 8, rngs=nnx.Rngs(0))).__name__
       'RMSNorm'
     """
-    check_norm(norm)
+    check_settings(norm=norm)
     return (nnx.LayerNorm if norm == "layer" else nnx.RMSNorm)(features, **options)

@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,27 @@ from flax.typing import Dtype
 
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
-from .attention import Pattern
-from .block import SparseTransformerBlock, check_order, make_norm
+from .attention_fn import Pattern, Patterns, resolved_masks
+from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
+from .settings import BlockOptions, check_array, check_order, check_settings, check_stream, refuse_unknown
+
+
+def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: bool) -> tuple[Pattern, ...]:
+    """The patterns that the layers take in turn, checked."""
+    layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
+    if not 1 <= len(layers) <= num_layers:
+        raise ValueError(
+            f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
+            f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
+        )
+    if scan_layers and num_layers % len(layers):
+        raise ValueError(
+            f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
+        )
+    for pattern in layers:
+        resolved_masks(pattern, seq_len, "patterns")
+    return layers
 
 
 class SparseTransformer(nnx.Module):
@@ -52,12 +70,13 @@ class SparseTransformer(nnx.Module):
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
       **options: all other arguments of `SparseTransformerBlock` (dropout_rate, mlp, mlp_features, remat, ...) and of
-        `SparseSelfAttention` (num_kv_heads, use_sinks, ...).
+        `SparseSelfAttention` (num_kv_heads, head_dim, use_sinks, ...).
 
     Raises:
-      ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column";
-        num_layers < 1; a residual_sharding that is no PartitionSpec; an empty tuple of patterns or one longer than
-        num_layers, or with scan_layers one whose length does not divide num_layers; and the layers' own.
+      ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column"; sizes
+        that are no integers >= 1; a residual_sharding that is no PartitionSpec; an empty tuple of patterns or one
+        longer than num_layers, or with scan_layers one whose length does not divide num_layers; and the layers' own.
+      TypeError: an unknown argument, patterns that are none, and the layers' own.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -76,7 +95,7 @@ class SparseTransformer(nnx.Module):
         features: int,
         num_layers: int,
         *,
-        patterns: Pattern,
+        patterns: Patterns,
         seq_len: int,
         positions: str = "row_column",
         position_stride: int | None = None,
@@ -89,28 +108,37 @@ class SparseTransformer(nnx.Module):
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[BlockOptions],
     ):
-        layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
+        refuse_unknown(SparseTransformer, options, BlockOptions)
+        check_settings(
+            vocab_size=vocab_size,
+            num_heads=num_heads,
+            features=features,
+            num_layers=num_layers,
+            seq_len=seq_len,
+            positions=positions,
+            position_stride=position_stride,
+            rope_theta=rope_theta,
+            tie_embeddings=tie_embeddings,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            scan_layers=scan_layers,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+            **options,
+        )
+        check_order(num_heads, features, options.get("head_dim"))
+        check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
-        check_order(num_heads, features)
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be >= 1, got {num_layers}")
-        if not 1 <= len(layers) <= num_layers:
-            raise ValueError(
-                f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
-                f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
-            )
-        if scan_layers and num_layers % len(layers):
-            raise ValueError(
-                f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
-            )
-        if positions not in ("row_column", "learned", "rope", "none"):
-            raise ValueError(f"positions must be 'row_column', 'learned', 'rope' or 'none', got {positions!r}")
+        layers = _of_layers(patterns, num_layers, seq_len, scan_layers)
         if position_stride is not None and positions != "row_column":
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
             )
+        if position_stride is not None and position_stride > seq_len:
+            raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {position_stride}")
         if rope_theta is not None and positions != "rope":
             raise ValueError(f"rope_theta={rope_theta} needs positions='rope', got positions={positions!r}")
         if positions == "rope" and rope_theta is None:
@@ -125,8 +153,6 @@ class SparseTransformer(nnx.Module):
         self.row_embedding = self.column_embedding = nnx.data(None)
         if positions == "row_column":
             stride = math.ceil(math.sqrt(seq_len)) if position_stride is None else position_stride
-            if not 1 <= stride <= seq_len:
-                raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {stride}")
             # Both tables together add as much variance as the tokens do.
             self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
             self.column_embedding = table(stride, 1 / (2 * features))
@@ -175,7 +201,9 @@ class SparseTransformer(nnx.Module):
 
         Raises:
           ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
+          TypeError: what is no array.
         """
+        self._check_tokens(tokens, "[..., T]")
         x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1])))
 
         def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
@@ -209,10 +237,9 @@ class SparseTransformer(nnx.Module):
           (logits [B, V], float32, of the token after each prompt, meaningless after none; one cache for each layer).
 
         Raises:
-          ValueError: as `SparseSelfAttention.prefill`.
+          ValueError, TypeError: as `SparseSelfAttention.prefill`.
         """
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must have shape [B, T], got {tokens.shape}")
+        self._check_tokens(tokens, "[B, T]", 2)
         lengths = checked_lengths(lengths, *tokens.shape)
         x, caches = self._embed(tokens, jnp.arange(tokens.shape[-1])), []
         for block in self.layers:
@@ -235,19 +262,36 @@ class SparseTransformer(nnx.Module):
           (logits [B, V], float32, of the token after these; the new caches).
 
         Raises:
-          ValueError: as `SparseSelfAttention.decode_step`.
+          ValueError, TypeError: as `SparseSelfAttention.decode_step`.
         """
-        if tokens.ndim != 1 or len(caches) != self.num_layers:
-            raise ValueError(
-                f"tokens must have shape [B], one a sequence, got {tokens.shape}, and caches one a layer, "
-                f"{self.num_layers}, got {len(caches)}"
-            )
+        self._check_tokens(tokens, "[B], one a sequence", 1)
+        if not isinstance(caches, Sequence):
+            raise TypeError(f"caches must be those of prefill or of the step before, got {type(caches).__name__}")
+        if len(caches) != self.num_layers:
+            raise ValueError(f"there must be caches one a layer, {self.num_layers}, got {len(caches)}")
         position = checked_positions(position, len(tokens), self.seq_len)
         x, new = self._embed(tokens, position), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position)
             new.append(cache)
         return self._logits(x), tuple(new)
+
+    def unrolled(self) -> "SparseTransformer":
+        """This model with its layers one by one, also where they are scanned over: decoding then copies none a step."""
+        if not self.scan_layers:
+            return self
+        model = nnx.clone(self)
+        model.blocks, model.scan_layers = nnx.List(self.layers), False
+        return model
+
+    def _check_tokens(self, tokens: jax.Array, shape: str, ndim: int | None = None) -> None:
+        check_array("tokens", tokens, shape)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers {shape}, got {tokens.dtype}")
+        if tokens.ndim < 1 or tokens.ndim != (tokens.ndim if ndim is None else ndim):
+            raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
+        if ndim != 1 and not 1 <= tokens.shape[-1] <= self.seq_len:
+            raise ValueError(f"tokens: got {tokens.shape[-1]} tokens, but T must lie in 1..seq_len={self.seq_len}")
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)

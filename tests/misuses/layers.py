@@ -1,31 +1,291 @@
-"""Misuses of layers, blocks and models, of `generate` and of the loaders."""
+"""Misuses of layers, blocks and models, of `generate`, `make_attention_fn` and of the loaders."""
 
+import jax.numpy as jnp
+from flax import nnx
+
+import sparse_layers as sl
 from sparse_layers import linen
 from tests.misuse import Misuse
 
-ORDER = "the order is Flax's, (num_heads, features)"
+T, N, F, V = 8, 4, 16, 32
+MASK = sl.Causal() & sl.Window(3)
+
+
+def attention(*sizes, **options):
+    return sl.SparseSelfAttention(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options)
+
+
+def block(*sizes, **options):
+    return sl.SparseTransformerBlock(
+        *(sizes or (N, F)), **{"pattern": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options
+    )
+
+
+def model(*sizes, **options):
+    return sl.SparseTransformer(
+        *(sizes or (V, N, F, 2)), **{"patterns": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options
+    )
+
+
+def linen_attention(*sizes, **options):
+    return linen.SparseSelfAttention(*(sizes or (N,)), **{"pattern": MASK, "seq_len": T} | options)
+
+
+def linen_block(*sizes, **options):
+    return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
 def names():
-    return {"linen": linen}
+    makers = (attention, block, model, linen_attention, linen_block)
+    cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
+    return {maker.__name__: maker for maker in makers} | {
+        "layer": attention(),
+        "a_block": block(),
+        "a_model": model(),
+        "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
+        "fn": sl.make_attention_fn(MASK, 512),
+        "x": jnp.ones((2, T, F)),
+        "heads": jnp.ones((2, T, N, 4)),
+        "tokens": jnp.ones((2, 4), jnp.int32),
+        "cache": cache,
+        "caches": (cache, cache),
+        "position": jnp.array([4, 4]),
+    }
 
 
-MISUSES = [
-    Misuse(
-        "sl.SparseTransformerBlock(64, 4, pattern=mask, seq_len=8, rngs=nnx.Rngs(0))",
+INTEGER = "must be an integer >= 1"
+FLAG = "must be true or false"
+ORDER = "the order is Flax's, (num_heads, features)"
+FLOAT = "must be a floating-point dtype"
+NEVER = "block-sparse attention never forms"
+SETTINGS = [
+    # the order of arguments, and sizes
+    ("block(64, 4)", ValueError, "num_heads=64", "features=4", ORDER),
+    ("model(256, 64, 4, 2)", ValueError, "num_heads=64", "features=4", ORDER),
+    ("linen_block(64, 4)", ValueError, "num_heads=64", "features=4", ORDER),
+    ("attention(4.0, 16)", ValueError, "num_heads", "got 4.0", INTEGER),
+    ("attention('4', 16)", ValueError, "num_heads", "got '4'", INTEGER),
+    ("attention(True, 16)", ValueError, "num_heads", "got True", INTEGER),
+    ("attention(-4, 16)", ValueError, "num_heads", "got -4", INTEGER),
+    ("attention(4, 16.0)", ValueError, "in_features", "got 16.0", INTEGER),
+    ("attention(4, 0)", ValueError, "in_features", "got 0", INTEGER),
+    ("attention(3, 16)", ValueError, "num_heads=3", "features=16", "must divide"),
+    ("attention(qkv_features=18)", ValueError, "num_heads=4", "qkv_features=18", "must divide"),
+    ("attention(head_dim=0)", ValueError, "head_dim", "got 0", INTEGER),
+    (
+        "attention(head_dim=8, qkv_features=16)",
         ValueError,
-        "num_heads=64",
-        "features=4",
-        ORDER,
+        "head_dim=8",
+        "qkv_features=16",
+        "num_heads * head_dim = 32",
     ),
-    Misuse(
-        "sl.SparseTransformer(256, 64, 4, 2, patterns=mask, seq_len=8, rngs=nnx.Rngs(0))",
-        ValueError,
-        "num_heads=64",
-        "features=4",
-        ORDER,
+    ("block(head_dim=2.0)", ValueError, "head_dim", "got 2.0", INTEGER),
+    ("attention(num_kv_heads=0)", ValueError, "num_kv_heads", "got 0", INTEGER),
+    ("attention(num_kv_heads=3)", ValueError, "num_kv_heads=3", "num_heads=4", "must divide"),
+    ("attention(out_features=-1)", ValueError, "out_features", "got -1", INTEGER),
+    ("attention(seq_len=0)", ValueError, "seq_len", "got 0", INTEGER),
+    ("attention(seq_len=8.0)", ValueError, "seq_len", "got 8.0", INTEGER),
+    ("block(4, 0)", ValueError, "features", "got 0", INTEGER),
+    ("block(mlp_features=-1)", ValueError, "mlp_features", "got -1", INTEGER),
+    ("block(num_layers=True)", ValueError, "num_layers", "got True", INTEGER),
+    ("model('256', 4, 16, 2)", ValueError, "vocab_size", "got '256'", INTEGER),
+    ("model(32, 4, 16, 2.0)", ValueError, "num_layers", "got 2.0", INTEGER),
+    ("model(position_stride=0)", ValueError, "position_stride", "got 0", INTEGER),
+    ("model(position_stride=9)", ValueError, "position_stride", "got 9", "1..seq_len=8"),
+    ("linen_attention(0)", ValueError, "num_heads", "got 0", INTEGER),
+    ("linen_attention(head_dim=-1)", ValueError, "head_dim", "got -1", INTEGER),
+    ("linen_block(mlp_features=0)", ValueError, "mlp_features", "got 0", INTEGER),
+    # flags, numbers, dtypes, names, functions
+    ("attention(use_sinks='yes')", ValueError, "use_sinks", "got 'yes'", FLAG),
+    ("attention(normalize_qk=1)", ValueError, "normalize_qk", "got 1", FLAG),
+    ("block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
+    ("block(use_bias='no')", ValueError, "use_bias", "got 'no'", FLAG),
+    ("model(scan_layers='yes')", ValueError, "scan_layers", "got 'yes'", FLAG),
+    ("model(tie_embeddings=1)", ValueError, "tie_embeddings", "got 1", FLAG),
+    ("linen_block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
+    ("linen_block(deterministic='yes')", ValueError, "deterministic", "got 'yes'", FLAG),
+    ("attention(rope_theta='x')", ValueError, "rope_theta", "got 'x'", "must be a number > 0"),
+    ("attention(4, 12, rope_theta=100.0)", ValueError, "rope_theta=100.0", "got 3", "needs an even head_dim"),
+    ("attention(scale=True)", ValueError, "scale", "got True", "must be a number"),
+    ("attention(scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
+    ("attention(logits_soft_cap=True)", ValueError, "logits_soft_cap", "got True", "must be a number > 0"),
+    ("attention(dropout_rate=0.1)", ValueError, "dropout_rate must be 0", "got 0.1", NEVER),
+    ("block(dropout_rate=1.5)", ValueError, "dropout_rate", "got 1.5", "must be a number in [0, 1)"),
+    ("block(dropout_rate=True)", ValueError, "dropout_rate", "got True", "must be a number in [0, 1)"),
+    ("block(norm_epsilon=-1)", ValueError, "norm_epsilon", "got -1", "must be a number >= 0"),
+    ("linen_block(norm_epsilon='x')", ValueError, "norm_epsilon", "got 'x'", "must be a number >= 0"),
+    ("attention(dtype='float33')", ValueError, "dtype", "got 'float33'", FLOAT),
+    ("attention(dtype=int)", ValueError, "dtype", "got <class 'int'>", FLOAT),
+    ("block(param_dtype=None)", ValueError, "param_dtype", "got None", FLOAT),
+    ("linen_attention(dtype=jnp.complex64)", ValueError, "dtype", "complex64", FLOAT),
+    ("block(mlp=None)", ValueError, "mlp", "got None", "must be 'gelu', 'gelu_tanh' or 'swiglu'"),
+    ("block(norm=nnx.LayerNorm)", ValueError, "norm", "LayerNorm", "must be 'layer' or 'rms'"),
+    ("model(positions=None)", ValueError, "positions", "got None", "must be 'row_column', 'learned', 'rope' or 'none'"),
+    ("model(rope_theta=100.0)", ValueError, "rope_theta=100.0", "got positions='row_column'", "needs positions='rope'"),
+    ("attention(precision='best')", ValueError, "precision", "got 'best'", "must be a jax.lax.Precision"),
+    ("attention(kernel_init=0.02)", TypeError, "kernel_init", "got 0.02", "must be an initializer"),
+    ("attention(rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
+    ("attention(rngs=nnx.Rngs(dropout=0))", ValueError, "rngs", "['dropout']", "a stream 'params' or 'default'"),
+    ("block(dropout_rate=0.1, rngs=nnx.Rngs(params=0))", ValueError, "rngs", "['params']", "a stream 'dropout'"),
+    # keywords
+    ("attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown argument", "'num_experts'", "'num_heads'"),
+    ("attention(patterns=mask)", TypeError, "SparseSelfAttention: unknown argument", "'patterns'", "mean 'pattern'?"),
+    ("attention(attention_fn=fn)", TypeError, "SparseSelfAttention: unknown argument", "'attention_fn'", "Known: "),
+    ("block(num_experts=4)", TypeError, "SparseTransformerBlock: unknown argument", "'num_experts'", "'num_heads'?"),
+    ("block(out_kernel_init=None)", TypeError, "SparseTransformerBlock: unknown", "'out_kernel_init'", "'kernel_init'"),
+    ("block(decode=True)", TypeError, "SparseTransformerBlock: unknown argument", "'decode'", "Known: "),
+    ("model(num_experts=4)", TypeError, "SparseTransformer: unknown argument", "'num_experts'", "'num_heads'?"),
+    ("model(pattern=mask)", TypeError, "SparseTransformer: unknown argument", "'pattern'", "did you mean 'patterns'?"),
+    (
+        "sl.SparseTransformer(32, 4, 16, 2, pattern=mask, seq_len=8, rngs=nnx.Rngs(0))",
+        TypeError,
+        "SparseTransformer.__init__()",
+        "'patterns'",
+        "missing 1 required",
     ),
-    Misuse(
-        "linen.SparseTransformerBlock(64, 4, pattern=mask, seq_len=8)", ValueError, "num_heads=64", "features=4", ORDER
-    ),
+    # patterns
+    ("attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
+    ("attention(pattern='stridde')", ValueError, "pattern", "'stridde'", "did you mean 'strided'?"),
+    ("attention(pattern=[])", ValueError, "pattern", "sequence", "must not be empty"),
+    ("attention(pattern=np.ones((9, 9), bool))", ValueError, "pattern", "(9, 9)", "must be seq_len=8"),
+    ("attention(pattern=('all', 'local', mask))", ValueError, "pattern", "3 entries", "must divide num_heads=4"),
+    ("model(patterns=3)", TypeError, "patterns", "3", "must be a Mask"),
+    ("model(patterns=())", ValueError, "patterns", "got 0", "1 to num_layers=2 entries"),
+    ("linen_attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
 ]
+CALLS = [
+    ("layer([[1.0]])", TypeError, "inputs", "got list: [[1.0]]", "must be an array [..., T, 16]"),
+    ("layer(x.astype(int))", ValueError, "inputs", "got int32", "must be floats"),
+    ("layer(jnp.ones((2, 4, 8, 4)))", ValueError, "inputs", "got (2, 4, 8, 4)", "must have shape [..., T, 16]"),
+    ("layer(jnp.ones((2, 9, 16)))", ValueError, "inputs", "9 tokens", "seq_len=8"),
+    ("layer(x, segment_ids=[0] * 8)", TypeError, "segment_ids", "got list: [0, 0", "must be an array [..., T]"),
+    ("layer(x, segment_ids=jnp.zeros((2, 1), int))", ValueError, "segment_ids", "got shape (2, 1)", "one id a token"),
+    ("layer(x, decode=True)", NotImplementedError, "decode", "True", "call prefill(prompt, lengths)"),
+    ("layer.prefill(x[0])", ValueError, "inputs", "got (8, 16)", "must have shape [B, T, 16]"),
+    ("layer.prefill(x, 3)", ValueError, "lengths", "of shape ()", "must be integers of shape (2,)"),
+    ("layer.decode_step(x[:, 0], None, position)", TypeError, "cache", "got NoneType: None", "the KVCache of prefill"),
+    ("layer.decode_step(x, cache, position)", ValueError, "inputs", "got (2, 8, 16)", "shape [B, 16], one token"),
+    ("layer.decode_step(x[:1, 0], cache, position)", ValueError, "inputs", "got (1, 16)", "of the cache's 2"),
+    ("layer.decode_step(x[:, 0].astype(int), cache, position)", ValueError, "inputs", "got int32", "must be floats"),
+    ("layer.decode_step(x[:, 0], cache, 4)", ValueError, "position", "of shape ()", "must be integers of shape (2,)"),
+    ("a_block([[1.0]])", TypeError, "x must be", "got list: [[1.0]]", "must be an array [..., T, 16]"),
+    ("a_block(tokens)", ValueError, "x must be", "got int32", "tokens are embedded first"),
+    ("a_block(x[..., :8])", ValueError, "x must have", "got (2, 8, 8)", "must have shape [..., T, 16]"),
+    ("a_block(x, deterministic='yes')", ValueError, "deterministic", "got 'yes'", FLAG),
+    ("a_block.prefill(tokens)", ValueError, "x must be", "got int32", "tokens are embedded first"),
+    (
+        "a_block.decode_step(x[:, 0], None, position)",
+        TypeError,
+        "cache",
+        "got NoneType: None",
+        "the KVCache of prefill",
+    ),
+    ("a_model([[1, 2]])", TypeError, "tokens", "got list: [[1, 2]]", "must be an array [..., T]"),
+    ("a_model(x)", ValueError, "tokens", "got float32", "must be integers [..., T]"),
+    ("a_model(jnp.array(3))", ValueError, "tokens", "got ()", "must have shape [..., T]"),
+    ("a_model(jnp.ones((2, 9), int))", ValueError, "tokens", "got 9 tokens", "1..seq_len=8"),
+    ("a_model.prefill(tokens[0])", ValueError, "tokens", "got (4,)", "must have shape [B, T]"),
+    ("a_model.decode_step(tokens[:, 0], None, position)", TypeError, "caches", "got NoneType", "those of prefill"),
+    ("a_model.decode_step(tokens[:, 0], (None, None), position)", TypeError, "cache", "None", "the KVCache of prefill"),
+    ("a_model.decode_step(tokens, caches, position)", ValueError, "tokens", "got (2, 4)", "shape [B], one a sequence"),
+    ("a_model.decode_step([1, 2], caches, position)", TypeError, "tokens", "got list: [1, 2]", "must be an array [B]"),
+    ("linen_attention(3).init(jax.random.key(0), x)", ValueError, "num_heads=3", "features=16", "must divide"),
+    ("linen_attention().init(jax.random.key(0), [1.0])", TypeError, "inputs", "got list: [1.0]", "must be an array"),
+    ("linen_attention().init(jax.random.key(0), tokens)", ValueError, "inputs", "got int32", "must be floats"),
+    ("linen_block().init(jax.random.key(0), tokens)", ValueError, "x must be", "got int32", "must be floats"),
+    ("linen_block().init(jax.random.key(0), None)", TypeError, "x must be", "got NoneType: None", "must be an array"),
+]
+ENCODE = "encode it"
+GENERATE = [
+    ("sl.generate(a_model, 'hello', 3)", TypeError, "prompts", "'hello'", "[list(b'hello')]"),
+    ("sl.generate(a_model, ['hello'], 3)", TypeError, "prompts", "['hello']", ENCODE),
+    ("sl.generate(a_model, b'hello', 3)", TypeError, "prompts", "b'hello'", ENCODE),
+    ("sl.generate(a_model, [1, 2, 3], 3)", ValueError, "prompts", "[(), (), ()]", "a sequence in a sequence"),
+    ("sl.generate(a_model, [[1.5]], 3)", ValueError, "prompts", "got float64", "must be integers of shape [B, P]"),
+    ("sl.generate(a_model, None, 3)", ValueError, "prompts", "of shape ()", "must be integers of shape [B, P]"),
+    ("sl.generate(a_model, [[1]], '3')", ValueError, "num_tokens", "got '3'", INTEGER),
+    ("sl.generate(a_model, [[1]], True)", ValueError, "num_tokens", "got True", INTEGER),
+    (
+        "sl.generate(a_model, [[1]] * 2, 3, lengths=[1, 1])",
+        ValueError,
+        "lengths",
+        "sequence of prompts",
+        "must be None",
+    ),
+    ("sl.generate(a_model, tokens, 9)", ValueError, "num_tokens=9", "4 tokens", "seq_len=8"),
+    ("sl.generate(a_model, [[99]], 3)", ValueError, "prompts", "got 99 to 99", "tokens in 0..31"),
+    ("sl.generate(a_model, [[1]], 3, temperature=True)", ValueError, "temperature", "got True", "a number >= 0"),
+    (
+        "sl.generate(a_model, [[1]], 3, temperature=jnp.ones(()))",
+        ValueError,
+        "temperature",
+        "Array(1.",
+        "a number >= 0",
+    ),
+    ("sl.generate(a_model, [[1]], 3, temperature=1.0)", ValueError, "key", "got None", "must be a jax.random.key"),
+    ("sl.generate(a_model, [[1]], 3, temperature=1.0, key=0)", ValueError, "key", "got 0", "one jax.random.key"),
+    (
+        "sl.generate(a_model, [[1]], 3, temperature=1.0, key=jax.random.split(jax.random.key(0)))",
+        ValueError,
+        "key",
+        "got Array((2,)",
+        "one jax.random.key",
+    ),
+    ("sl.generate(a_model, [[1]], 3, top_k=2.0)", ValueError, "top_k", "got 2.0", "an integer in 1..32"),
+    ("sl.generate(a_model, [[1]], 3, top_p=True)", ValueError, "top_p", "got True", "in (0, 1]"),
+    ("sl.generate(a_model, [[1]], 3, stop_token='x')", ValueError, "stop_token", "got 'x'", "an integer in 0..31"),
+    ("sl.generate(None, [[1]], 3)", TypeError, "model", "got None", "must have prefill and decode_step"),
+    ("sl.generate(sl.SparseTransformer, [[1]], 3)", TypeError, "model", "got <class", "prefill and decode_step"),
+]
+FN = [
+    ("sl.make_attention_fn(512, mask)", ValueError, "seq_len", "got Causal()", INTEGER),
+    ("sl.make_attention_fn(mask, 512.0)", ValueError, "seq_len", "got 512.0", INTEGER),
+    ("sl.make_attention_fn(None, 512)", TypeError, "pattern", "None", "must be a Mask"),
+    ("sl.make_attention_fn(mask, 512, recompute='yes')", ValueError, "recompute", "got 'yes'", FLAG),
+    ("sl.make_attention_fn(mask, 512, scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
+    ("sl.make_attention_fn(mask, 512, segment_ids=[0, 1])", TypeError, "segment_ids", "[0, 1]", "must be an array"),
+    ("fn([[1.0]], heads, heads)", TypeError, "query", "got list: [[1.0]]", "must be an array [..., T, heads, size]"),
+    ("fn(heads, heads[:, :4], heads)", ValueError, "key", "(2, 4, 4, 4)", "with equal T"),
+    ("fn(*[jnp.ones((2, 4, 512, 4))] * 3)", ValueError, "query", "got (2, 4, 512, 4)", "look swapped"),
+    ("fn(heads, heads, heads, dtype='float33')", ValueError, "dtype", "got 'float33'", FLOAT),
+    ("fn(heads, heads, heads, is_causal='yes')", ValueError, "is_causal", "got 'yes'", FLAG),
+    ("fn(heads, heads, heads, bias=heads)", ValueError, "bias", "(2, 8, 4, 4)", "must be None"),
+]
+LOADING = [
+    (
+        "sl.from_nnx(dense, pattern=mask, seq_len=8, num_experts=3)",
+        TypeError,
+        "from_nnx: unknown argument",
+        "'num_experts'",
+        "Known: ",
+    ),
+    (
+        "sl.from_nnx(dense, pattern=mask, seq_len=8, num_heads=3)",
+        ValueError,
+        "num_heads",
+        "the dense layer",
+        "cannot be changed",
+    ),
+    ("sl.from_nnx(3, pattern=mask, seq_len=8)", TypeError, "dense", "got int", "must be a flax.nnx.MultiHeadAttention"),
+    ("sl.from_nnx(dense, pattern=mask, seq_len=8, dtype='x')", ValueError, "dtype", "got 'x'", FLOAT),
+    ("sl.from_linen(3, pattern=mask, seq_len=8)", TypeError, "params", "got int", "must be a mapping"),
+    ("sl.from_linen({}, pattern=mask, seq_len=8)", ValueError, "params", "query.kernel", "missing"),
+    (
+        "sl.from_linen({}, pattern=mask, seq_len=8, use_sink=1)",
+        TypeError,
+        "from_linen: unknown",
+        "'use_sink'",
+        "use_sinks",
+    ),
+    ("sl.from_gpt2(3)", TypeError, "path", "got int: 3", "must be that of a file or a folder"),
+    (
+        "sl.from_gpt2('/nowhere', pattern=mask)",
+        TypeError,
+        "from_gpt2: unknown argument",
+        "'pattern'",
+        "mean 'patterns'?",
+    ),
+    ("sl.from_gpt2('/nowhere', num_heads=2.0)", ValueError, "num_heads", "got 2.0", INTEGER),
+    ("sl.from_gpt2('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
+]
+MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN + LOADING]

@@ -258,7 +258,7 @@ def test_rotary_depends_on_distance_only():
         ({"seq_len": 0}, ["seq_len", "0"]),
         ({"dropout_rate": 0.1}, ["dropout_rate", "0.1", "residual"]),
         ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
-        ({"rope_theta": 0.0}, ["rope_theta=0.0", "> 0"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "> 0", "0.0"]),
         ({"num_kv_heads": 3}, ["num_heads", "3"]),
         ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),
         ({"implementation": "cuda"}, ["implementation", "cuda", "xla"]),

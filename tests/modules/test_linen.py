@@ -243,6 +243,7 @@ def test_all_settings_of_the_block_reach_its_attention():
         "seq_len": T + 1,
         "qkv_features": 8,
         "num_kv_heads": 1,
+        "head_dim": 2,
         "rope_theta": 9.0,
         "use_sinks": True,
         "scale": 0.7,
@@ -465,9 +466,11 @@ def test_dropout_must_be_switched_and_needs_a_key():
         ({"pattern": np.ones((T, T), np.float32)}, ["bool", "float32"]),
         ({"seq_len": 0}, ["seq_len", "0"]),
         ({"seq_len": True}, ["seq_len", "True"]),
+        ({"rope_theta": 0.0}, ["rope_theta", "> 0", "0.0"]),
+        ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "> 0", "-1.0"]),
     ],
 )
-def test_a_bad_pattern_is_refused_at_construction(make, options, words):
+def test_a_bad_pattern_or_number_is_refused_at_construction(make, options, words):
     with pytest.raises(ValueError) as error:
         make(**options)
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -496,11 +499,9 @@ NEEDS_FEATURES = [
     ({"pattern": ("all", "local", sl.Window(2))}, ["3 entries", "num_heads=4", "divide"]),
     ({"pattern": np.ones((3, T, T), bool) & (np.arange(3)[:, None, None] > 1)}, ["3 entries", "num_heads=4"]),
     ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
-    ({"rope_theta": 0.0}, ["rope_theta=0.0", "> 0"]),
     ({"num_kv_heads": 3}, ["num_heads", "3"]),
-    ({"num_heads": 0}, ["num_heads", "0"]),
     ({"qkv_features": 18}, ["num_heads=4", "divide", "18"]),
-    ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),
+    ({"head_dim": 3, "qkv_features": 8}, ["qkv_features=8", "head_dim=3", "12"]),
     ({"implementation": "cuda"}, ["implementation", "cuda", "xla"]),
 ]
 

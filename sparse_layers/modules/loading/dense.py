@@ -1,7 +1,7 @@
 """Dense weights into sparse layers: Flax's multi-head attention, NNX or Linen."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,17 @@ from flax import nnx
 from flax.core import meta
 from flax.typing import PathParts
 
-from ..attention import Pattern, SparseSelfAttention
+from ..attention import SparseSelfAttention
+from ..attention_fn import Pattern
+from ..settings import LoadedLayerOptions, check_settings, refuse_unknown
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
-_FIXED_BY_LAYER += ("use_bias", "normalize_qk", "rngs")
+_FIXED_BY_LAYER += ("head_dim", "use_bias", "normalize_qk", "rngs")
 
 
-def from_nnx(dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, **options: Any) -> SparseSelfAttention:
+def from_nnx(
+    dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, **options: Unpack[LoadedLayerOptions]
+) -> SparseSelfAttention:
     """The sparse layer with the settings and copies of the parameters of a dense NNX layer.
 
     Heads, key and value heads, features, biases, QK norm, dtypes, precision and the parameters' metadata are those of
@@ -32,7 +36,7 @@ def from_nnx(dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, *
       A `SparseSelfAttention`; its sinks, if any, start at zero.
 
     Raises:
-      TypeError: dense is no ``flax.nnx.MultiHeadAttention``, or a `SparseSelfAttention` already.
+      TypeError: dense is no ``flax.nnx.MultiHeadAttention``, or a `SparseSelfAttention` already; an unknown option.
       ValueError: what cannot be taken over: dropout of the weights, keys of other features than the queries', an
         attention function other than Flax's own, parameters that such a layer does not have (of an adapter, say);
         an option that the dense layer fixes; a param_dtype that is no float; and what `SparseSelfAttention` refuses.
@@ -54,7 +58,8 @@ def from_nnx(dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, *
             "and copy the parameters: nnx.update(layer, nnx.state(dense, nnx.Param))"
         )
     refuse_fixed(options, _FIXED_BY_LAYER, "the dense layer")
-    check_float(options)
+    refuse_unknown(from_nnx, options, LoadedLayerOptions)
+    check_settings(**options)
     if dense.dropout_rate:
         raise ValueError(
             f"dropout_rate: the dense layer drops attention weights (rate {dense.dropout_rate}), which block-sparse "
@@ -84,7 +89,9 @@ def from_nnx(dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, *
     return layer
 
 
-def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **options: Any) -> SparseSelfAttention:
+def from_linen(
+    params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **options: Unpack[LoadedLayerOptions]
+) -> SparseSelfAttention:
     """The sparse layer with copies of the parameters of a dense Linen layer.
 
     With ``pattern="all"`` the outputs are those of the dense layer under a causal mask.
@@ -106,6 +113,7 @@ def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **o
     Raises:
       ValueError: unknown or missing names, shapes that do not fit, by name; an option that the parameters fix; a
         param_dtype that is no float; and what `SparseSelfAttention` refuses.
+      TypeError: params is no mapping; an unknown option.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -117,7 +125,10 @@ def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **o
       (1, 16, 8)
     """
     refuse_fixed(options, _FIXED_BY_LAYER, "the parameters")
-    check_float(options)
+    refuse_unknown(from_linen, options, LoadedLayerOptions)
+    check_settings(**options)
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params must be a mapping of a Linen layer's parameters, got {type(params).__name__}")
     if isinstance(params.get("params"), Mapping):
         raise ValueError("params: got a layer's variables; pass variables['params']")
     values = {
@@ -153,7 +164,8 @@ def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **o
     fitting |= {"out.kernel": (heads, size, out), "out.bias": (out,)} | {f"{name}.scale": (size,) for name in norms}
     fitting |= {"sinks": (heads,)}
     refuse_shapes(names, fitting, "params")
-    dtype = options.pop("param_dtype", None)
+    rest: dict[str, Any] = dict(options)
+    dtype = rest.pop("param_dtype", None)
     arrays: dict[PathParts, jax.Array] = {path: jnp.array(array, dtype) for path, array in values.items()}
     layer = _layer(
         num_heads=heads,
@@ -166,7 +178,7 @@ def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **o
         use_bias=use_bias,
         normalize_qk=normalize_qk,
         param_dtype=arrays["query", "kernel"].dtype,
-        **options,
+        **rest,
     )
     fill(layer, arrays, "params")
     return layer
@@ -174,7 +186,8 @@ def from_linen(params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **o
 
 def _layer(**settings: Any) -> SparseSelfAttention:
     """A layer whose parameters are to be replaced: drawing them would be for nothing."""
-    return SparseSelfAttention(**{"kernel_init": nnx.initializers.zeros, **settings, "rngs": nnx.Rngs(0)})
+    settings = {"kernel_init": nnx.initializers.zeros} | settings
+    return SparseSelfAttention(rngs=nnx.Rngs(0), **settings)
 
 
 def fill(module: nnx.Module, values: Mapping[PathParts, Any], source: str) -> None:
@@ -191,16 +204,6 @@ def fill(module: nnx.Module, values: Mapping[PathParts, Any], source: str) -> No
     refuse_shapes(given, wanted, source)
     filled = [(path, x if isinstance(x, nnx.Variable) else params[path].replace(x)) for path, x in values.items()]
     nnx.update(module, nnx.from_flat_state(filled))
-
-
-def check_float(options: Mapping[str, Any]) -> None:
-    """Raises ValueError for a param_dtype among the options that is no floating-point type."""
-    try:
-        served = jnp.issubdtype(jnp.dtype(options.get("param_dtype", jnp.float32)), jnp.floating)
-    except TypeError:
-        served = False
-    if not served or options.get("param_dtype", jnp.float32) is None:
-        raise ValueError(f"param_dtype must be a floating-point dtype, got {options['param_dtype']!r}")
 
 
 def refuse_fixed(options: Iterable[str], fixed: Collection[str], source: str) -> None:

@@ -6,28 +6,30 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ..attention import Pattern
+from ...masks.options import Positive, checked
+from ..attention_fn import Patterns
+from ..settings import LoadedModelOptions, check_settings, check_stream, refuse_unknown
 from ..transformer import SparseTransformer
-from .dense import check_float, fill, refuse_fixed, refuse_names, refuse_shapes, some
+from .dense import fill, refuse_fixed, refuse_names, refuse_shapes, some
 
 
 def from_gpt2(
     path: str | os.PathLike[str],
     *,
-    patterns: Pattern = "all",
+    patterns: Patterns = "all",
     seq_len: int | None = None,
     num_heads: int | None = None,
     dtype: Dtype | None = None,
     param_dtype: Dtype = jnp.float32,
     rngs: nnx.Rngs | None = None,
-    **options: Any,
+    **options: Unpack[LoadedModelOptions],
 ) -> SparseTransformer:
     """The sparse language model with the weights of a GPT-2 that Hugging Face's ``save_pretrained`` wrote.
 
@@ -56,6 +58,7 @@ def from_gpt2(
 
     Raises:
       FileNotFoundError: there is no such file.
+      TypeError: path is no path, rngs are no ``nnx.Rngs``, an unknown option, patterns that are none.
       ImportError: the package ``safetensors`` is missing.
       ValueError: the file or its configuration cannot be read, or path is the index of several files; unknown or
         missing tensors, dtypes or shapes that do not fit, by name; a configuration of another kind (another activation,
@@ -89,10 +92,11 @@ def from_gpt2(
         raise ImportError("from_gpt2 needs the package safetensors: pip install safetensors") from error
 
     refuse_fixed(options, _FIXED_BY_GPT2, "the file")
-    check_float({"param_dtype": param_dtype})
-    for name, number in (("seq_len", seq_len), ("num_heads", num_heads)):
-        if number is not None and not _positive_integer(number):
-            raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
+    refuse_unknown(from_gpt2, options, LoadedModelOptions)
+    given = {"seq_len": seq_len, "num_heads": num_heads, "rngs": rngs}
+    check_settings(dtype=dtype, param_dtype=param_dtype, **{n: x for n, x in given.items() if x is not None}, **options)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be that of a file or a folder, got {type(path).__name__}: {path!r}")
     streams = _streams(rngs, options.get("dropout_rate"))
     file, config = _gpt2_file(path)
     try:
@@ -148,7 +152,7 @@ def from_gpt2(
 
 _FIXED_BY_GPT2 = ("vocab_size", "features", "num_layers", "positions", "tie_embeddings", "norm", "norm_epsilon", "mlp")
 _FIXED_BY_GPT2 += ("mlp_features", "use_bias", "num_kv_heads", "normalize_qk", "position_stride", "rope_theta")
-_FIXED_BY_GPT2 += ("in_features", "qkv_features", "out_features", "in_kv_features", "attention_fn")
+_FIXED_BY_GPT2 += ("in_features", "head_dim", "qkv_features", "out_features", "in_kv_features", "attention_fn")
 
 # A block's layers, ours and theirs; all have a weight and a bias. Attention's input projections are in one there.
 _BLOCK = {
@@ -193,16 +197,11 @@ def _gpt2_file(path: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, An
         if config.get(name, served[0]) not in served:
             raise ValueError(f"{beside}: {name}={config[name]!r} is not served, only {' or '.join(map(repr, served))}")
     for name in ("n_layer", "n_head"):
-        if not _positive_integer(config.get(name, 1)):
-            raise ValueError(f"{beside}: {name} must be an integer >= 1, got {config[name]!r}")
+        checked(f"{beside}: {name}", config.get(name, 1), Positive)
     epsilon = config.get("layer_norm_epsilon", 1e-5)
     if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < math.inf:
         raise ValueError(f"{beside}: layer_norm_epsilon must be a number > 0, got {epsilon!r}")
     return file, config
-
-
-def _positive_integer(number: Any) -> bool:
-    return isinstance(number, int | np.integer) and not isinstance(number, bool) and bool(number >= 1)
 
 
 def _gpt2_names(
@@ -318,6 +317,5 @@ def _streams(rngs: nnx.Rngs | None, dropout_rate: Any) -> nnx.Rngs:
     if not dropout_rate:
         return nnx.Rngs(0)
     rngs = nnx.Rngs(0) if rngs is None else rngs
-    if "dropout" not in rngs and "default" not in rngs:
-        raise ValueError(f"rngs must have a stream 'dropout' or 'default' for dropout_rate={dropout_rate}")
+    check_stream(rngs, "dropout", f"dropout_rate={dropout_rate}")
     return nnx.Rngs(params=0, dropout=rngs.dropout())

@@ -1,0 +1,314 @@
+"""What layers are told, NNX's and Linen's: options that one layer hands on to the next, and the rules for all."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
+
+from ..masks.options import Positive, checked, near
+from ..ops.planning.params import BwdParams, FwdParams
+
+# --- options that are handed on --------------------------------------------------------------------------------------
+
+
+class Computation(TypedDict, total=False):
+    """How a pattern is computed; see `SparseSelfAttention`."""
+
+    use_sinks: bool
+    scale: float | None
+    logits_soft_cap: float | None
+    implementation: str | None
+    fwd_params: FwdParams | None
+    bwd_params: BwdParams | None
+    query_sharding: jax.sharding.PartitionSpec | None
+
+
+class FlaxOptions(TypedDict, total=False):
+    """Arguments of ``flax.nnx.MultiHeadAttention`` that go to it unchanged; see there.
+
+    ``precision`` is that of the four projections. ``deterministic``, ``broadcast_dropout`` and ``keep_rngs`` have no
+    effect, as the attention weights are never dropped.
+    """
+
+    precision: PrecisionLike
+    kernel_init: Initializer
+    bias_init: Initializer
+    out_bias_init: Initializer | None
+    qkv_promote_dtype: PromoteDtypeFn
+    out_promote_dtype: PromoteDtypeFn
+    ln_promote_dtype: PromoteDtypeFn
+    qkv_dot_general: Callable[..., jax.Array] | None
+    out_dot_general: Callable[..., jax.Array] | None
+    qkv_dot_general_cls: Any
+    out_dot_general_cls: Any
+    kernel_metadata: Mapping[str, Any]
+    out_kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+    out_bias_metadata: Mapping[str, Any]
+    query_ln_scale_metadata: Mapping[str, Any]
+    key_ln_scale_metadata: Mapping[str, Any]
+    deterministic: bool | None
+    broadcast_dropout: bool
+    keep_rngs: bool
+
+
+class LayerOptions(FlaxOptions, total=False):
+    """What `SparseSelfAttention` hands on to ``flax.nnx.MultiHeadAttention``."""
+
+    normalize_qk: bool
+    use_bias: bool
+    dtype: Dtype | None
+    param_dtype: Dtype
+    out_kernel_init: Initializer | None
+
+
+class AttentionOptions(Computation, FlaxOptions, total=False):
+    """What `SparseTransformerBlock` hands on to `SparseSelfAttention`."""
+
+    num_kv_heads: int | None
+    qkv_features: int | None
+    head_dim: int | None
+    normalize_qk: bool
+
+
+class BlockOptions(AttentionOptions, total=False):
+    """What `SparseTransformer` hands on to `SparseTransformerBlock`."""
+
+    mlp: str
+    mlp_features: int | None
+    dropout_rate: float
+    use_bias: bool
+    remat: bool
+
+
+class LoadedLayerOptions(Computation, FlaxOptions, total=False):
+    """What `from_nnx` and `from_linen` hand on to `SparseSelfAttention`."""
+
+    rope_theta: float | None
+    dtype: Dtype | None
+    param_dtype: Dtype
+    out_kernel_init: Initializer | None
+
+
+class LoadedModelOptions(Computation, FlaxOptions, total=False):
+    """What `from_gpt2` hands on to `SparseTransformer`."""
+
+    dropout_rate: float
+    remat: bool
+    scan_layers: bool
+    residual_sharding: jax.sharding.PartitionSpec | None
+
+
+def refuse_unknown(owner: Callable[..., Any], options: Mapping[str, Any], known: Any) -> None:
+    """Refuses options that are no keys of the TypedDict ``known``, in the name of the class or function they went to.
+
+    Raises:
+      TypeError: see above; names those of owner's arguments that are spelled alike.
+
+    Example:
+      >>> from sparse_layers.modules.block import SparseTransformerBlock
+      >>> refuse_unknown(SparseTransformerBlock, {"num_experts": 4}, AttentionOptions)
+      Traceback (most recent call last):
+      TypeError: SparseTransformerBlock: unknown argument 'num_experts', did you mean ... 'num_heads'? Known: ...
+    """
+    for name in options:
+        if name not in known.__optional_keys__:
+            own = inspect.signature(owner.__init__ if isinstance(owner, type) else owner).parameters
+            names = (own.keys() | known.__optional_keys__) - {"self", "options"}
+            raise TypeError(f"{owner.__name__}: unknown argument {near(name, names)}")
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+
+def check_settings(**settings: Any) -> None:
+    """Refuses settings against their rules: a name means the same in every layer. Names without a rule pass.
+
+    Raises:
+      ValueError: a value of another type or range.
+      TypeError: rngs that are no ``nnx.Rngs``, an initializer that cannot be called.
+
+    Example:
+      >>> check_settings(num_heads=4, dropout_rate=1)
+      Traceback (most recent call last):
+      ValueError: dropout_rate must be a number in [0, 1), got 1
+    """
+    for name, value in settings.items():
+        if name in _RULES:
+            _RULES[name](name, value)
+
+
+def check_array(name: str, value: Any, shape: str) -> None:
+    """Raises TypeError for what is no array, JAX's or numpy's."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        raise TypeError(f"{name} must be an array {shape}, got {type(value).__name__}: {value!r}")
+
+
+def check_features(name: str, value: Any, shape: str, features: int) -> None:
+    """Refuses what is no array of floats whose last axis has so many features; ``shape`` is how errors write its shape.
+
+    Raises:
+      ValueError, TypeError: see above.
+    """
+    check_array(name, value, shape)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floats {shape}, got {value.dtype}: tokens are embedded first")
+    if value.shape[-1:] != (features,):
+        raise ValueError(f"{name} must have shape {shape}, got {value.shape}")
+
+
+def check_order(num_heads: int, features: int, head_dim: int | None = None) -> None:
+    """Refuses more heads than features: in all likelihood the two were given in the other order.
+
+    Raises:
+      ValueError: see above, unless the size of a head is said.
+    """
+    if features < num_heads and head_dim is None:
+        raise ValueError(
+            f"num_heads={num_heads} must not exceed features={features}: the order is Flax's, (num_heads, features)"
+        )
+
+
+def check_stream(rngs: nnx.Rngs, stream: str, use: str) -> None:
+    """Refuses rngs without a stream, for what needs it.
+
+    Raises:
+      ValueError: see above.
+    """
+    if stream not in rngs and "default" not in rngs:
+        raise ValueError(f"rngs must have a stream {stream!r} or 'default' for {use}, got those of {list(rngs)}")
+
+
+def query_features(num_heads: int, features: int, qkv_features: int | None, head_dim: int | None) -> int:
+    """Features of all query heads together, a multiple of num_heads.
+
+    Raises:
+      ValueError: num_heads does not divide them, or qkv_features and head_dim contradict each other.
+
+    Example:
+      >>> query_features(4, 64, None, None), query_features(4, 64, None, 8)
+      (64, 32)
+    """
+    if head_dim is not None:
+        if qkv_features not in (None, num_heads * head_dim):
+            raise ValueError(
+                f"qkv_features={qkv_features} contradicts head_dim={head_dim}: it must be num_heads * head_dim = "
+                f"{num_heads * head_dim}; leave out one of the two"
+            )
+        return num_heads * head_dim
+    name, size = ("features", features) if qkv_features is None else ("qkv_features", qkv_features)
+    if size % num_heads:
+        raise ValueError(f"num_heads={num_heads} must divide {name}={size}, or say head_dim")
+    return size
+
+
+Rule = Callable[[str, Any], object]
+
+
+def _size(name: str, value: Any) -> None:
+    checked(name, value, Positive)
+
+
+def _flag(name: str, value: Any) -> None:
+    checked(name, value, bool)
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
+    def check(name: str, value: Any) -> None:
+        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not holds(float(value)):
+            raise ValueError(f"{name} must be a number{rule}, got {value!r}")
+
+    return check
+
+
+def _one_of(*names: str) -> Rule:
+    rule = " or ".join([", ".join(map(repr, names[:-1])), repr(names[-1])])
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, str) or value not in names:
+            raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+    return check
+
+
+def _dtype(name: str, value: Any) -> None:
+    try:
+        floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"{name} must be a floating-point dtype, got {value!r}")
+
+
+def _precision(name: str, value: Any) -> None:
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), one)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be a jax.lax.Precision or the name of one, got {value!r}: {error}") from error
+
+
+def _callable(what: str) -> Rule:
+    def check(name: str, value: Any) -> None:
+        if not callable(value):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+
+    return check
+
+
+def _key(name: str, value: Any) -> None:
+    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
+    if not (typed and value.ndim == 0) and not (raw and value.ndim == 1):
+        raise ValueError(f"{name} must be one jax.random.key, got {value!r}")
+
+
+def _rngs(name: str, value: Any) -> None:
+    if not isinstance(value, nnx.Rngs):
+        raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {value!r}")
+
+
+_INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("num_heads", "features", "in_features", "num_layers", "vocab_size", "seq_len", "num_tokens"), _size
+    ),
+    **dict.fromkeys(
+        ("qkv_features", "out_features", "num_kv_heads", "head_dim", "mlp_features", "position_stride"),
+        _optional(_size),
+    ),
+    **dict.fromkeys(
+        ("use_sinks", "use_bias", "normalize_qk", "remat", "tie_embeddings", "scan_layers", "recompute", "is_causal"),
+        _flag,
+    ),
+    "deterministic": _optional(_flag),
+    "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
+    "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
+    "rope_theta": _optional(_number(" > 0", lambda x: x > 0)),
+    "scale": _optional(_number("", lambda x: True)),
+    "logits_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
+    "temperature": _number(" >= 0", lambda x: x >= 0),
+    "top_p": _optional(_number(" in (0, 1]", lambda x: 0 < x <= 1)),
+    "mlp": _one_of("gelu", "gelu_tanh", "swiglu"),
+    "norm": _one_of("layer", "rms"),
+    "positions": _one_of("row_column", "learned", "rope", "none"),
+    "dtype": _optional(_dtype),
+    "param_dtype": _dtype,
+    "precision": _optional(_precision),
+    **dict.fromkeys(("kernel_init", "bias_init"), _INITIALIZER),
+    **dict.fromkeys(("out_kernel_init", "out_bias_init"), _optional(_INITIALIZER)),
+    **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable("a function")),
+    "key": _key,
+    "rngs": _rngs,
+}
