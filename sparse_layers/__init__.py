@@ -130,13 +130,15 @@ _LAYERS = (
 )
 
 
-def __getattr__(name: str) -> typing.Any:
-    # The layers come with flax.nnx, which takes several times as long to import as all the rest: at their first use.
-    if name in _LAYERS:
-        from . import modules
+if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
 
-        return getattr(modules, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        # The layers come at their first use: flax.nnx takes several times as long to import as all the rest.
+        if name in _LAYERS:
+            from . import modules
+
+            return getattr(modules, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

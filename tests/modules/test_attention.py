@@ -192,6 +192,31 @@ def test_pattern_and_plan_are_held_from_construction():
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(make(array))) if "pattern" in path]
 
 
+def test_head_dim_is_qkv_features_said_directly():
+    sizes = {"pattern": "all", "seq_len": T, "rngs": nnx.Rngs(0)}
+    block = sl.SparseTransformerBlock(N, F, head_dim=6, **sizes)
+    model = sl.SparseTransformer(8, N, F, 1, patterns="all", seq_len=T, head_dim=6, rngs=nnx.Rngs(0))
+    agreeing = make(head_dim=6, qkv_features=6 * N)
+    for layer in (make(head_dim=6), make(qkv_features=6 * N), agreeing, block.attention, model.blocks[0].attention):
+        assert layer.head_dim == 6 and layer.qkv_features == 6 * N
+        assert layer.query.kernel.shape == (F, N, 6) and layer.out.kernel.shape == (N, 6, F)
+
+
+def test_a_layer_shows_its_pattern_in_one_line():
+    layer = make("strided:local_attn_ctx=4")
+    line = (
+        "SparseSelfAttention(num_heads=4, num_kv_heads=4, head_dim=4, in_features=16, "
+        "pattern='strided:local_attn_ctx=4', seq_len=24)"
+    )
+    assert repr(layer) == line
+    wide = np.tril(np.ones((T, T), bool))
+    assert len(repr(make(wide))) < 200, "an array does not flood it"
+    block = sl.SparseTransformerBlock(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
+    assert "\n  attention=SparseSelfAttention(num_heads=4, " in repr(block) and "pattern='all', seq_len=24)" in repr(
+        block
+    )
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_compute_with_float32_parameters(dtype):
     layer, x = perturbed(make(MASKS["union"], dtype=dtype, normalize_qk=True, rope_theta=100.0)), inputs(1, T, F)

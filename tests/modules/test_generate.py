@@ -1,5 +1,9 @@
 """Decoding through the layers equals the full forward token by token; `generate`, its samples and its refusals."""
 
+import dataclasses
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,7 +186,6 @@ def test_caches_of_other_layers_are_refused():
     "arguments, options, words",
     [
         (([[1]], 0), {}, ["num_tokens", "0"]),
-        (([[1] * 30], 11), {}, ["30 tokens", "num_tokens=11", "seq_len=40"]),
         (([], 3), {}, ["prompts", "one or more"]),
         (([[1], []], 3), {}, ["prompts", "(0,)"]),
         ((np.ones((2, 3)), 3), {}, ["prompts", "integers", "float"]),
@@ -190,22 +193,22 @@ def test_caches_of_other_layers_are_refused():
         ((np.ones((2, 3), int), 3), {"lengths": [3, 4]}, ["lengths", "0..3", "4"]),
         ((np.ones((2, 3), int), 3), {"lengths": [3, 0]}, ["lengths", ">= 1"]),
         ((np.ones((2, 3), int), 3), {"lengths": [3]}, ["lengths", "(2,)", "(1,)"]),
-        (([[1]], 3), {"lengths": [1]}, ["lengths", "None"]),
         (([[1]], 3), {"temperature": -1.0}, ["temperature", "-1.0"]),
-        (([[1]], 3), {"temperature": 1.0}, ["key", "temperature=1.0"]),
+        (([[1]], 3), {"temperature": None}, ["temperature", "None"]),
         (([[1]], 3), {"top_k": 33}, ["top_k", "32", "33"]),
         (([[1]], 3), {"top_p": 0.0}, ["top_p", "(0, 1]", "0.0"]),
-        (([[1, 32]], 3), {}, ["prompts", "0..31", "32"]),
         (([[1]], 3), {"stop_token": 32}, ["stop_token", "0..31", "32"]),
-        (([[1]], 3), {"stop_token": 1.5}, ["stop_token", "1.5"]),
-        (([[1]], 3), {"temperature": None}, ["temperature", "None"]),
-        (([[1]], 3), {"temperature": 1.0, "key": 0}, ["key", "jax.random.key", "0"]),
     ],
 )
-def test_refusals(arguments, options, words):
+def test_refusals(refusing, arguments, options, words):
     with pytest.raises(ValueError) as error:
-        sl.generate(make(patterns="all"), *arguments, **options)
+        sl.generate(refusing, *arguments, **options)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.fixture(scope="module")
+def refusing():
+    return make(patterns="all")
 
 
 def test_a_pattern_that_is_not_causal_is_refused():
@@ -224,3 +227,134 @@ def test_layers_refuse_other_shapes(method):
         layer.prefill(jnp.ones((B, T + 1, F)))
     with pytest.raises(ValueError, match=f"position must lie in 0..seq_len - 1 = {T - 1}"):
         layer.decode_step(jnp.ones((B, F)), cache, jnp.full(B, T))
+
+
+# --- models of others ------------------------------------------------------------------------------------------------
+
+
+class Shift:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, logits):
+        return jnp.roll(logits, self.by, axis=-1)
+
+
+class Plain:
+    """Neither an NNX module nor a pytree: the logits after a token are a table's row, shifted, whatever came before."""
+
+    traces = 0
+
+    def __init__(self, table, by):
+        self.table, self.after = table, [Shift(by)]
+
+    def prefill(self, tokens, lengths):
+        return self.decode_step(jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0], (), lengths)
+
+    def decode_step(self, tokens, caches, position):
+        type(self).traces += 1
+        return self.after[0](self.table[tokens]), caches
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["by"])
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    table: jax.Array
+    by: int
+
+    def prefill(self, tokens, lengths):
+        return Plain(self.table, self.by).prefill(tokens, lengths)
+
+    def decode_step(self, tokens, caches, position):
+        return Plain(self.table, self.by).decode_step(tokens, caches, position)
+
+
+def chain(table, by, token, count):
+    """The likeliest tokens one after the other."""
+    found = []
+    for _ in range(count):
+        token = int(np.roll(table[token], by).argmax())
+        found.append(token)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Plain, Tree])
+def test_any_object_with_the_two_methods_is_sampled_from_and_its_arrays_may_change(kind):
+    first, second = np.random.default_rng(0).normal(size=(2, 9, 9)).astype(np.float32)
+    Plain.traces = 0
+    for table in (first, second):
+        model = kind(jnp.asarray(table), 0)
+        assert isinstance(model, sl.Decoder)
+        made = sl.generate(model, [[1, 2], [5]], 4)
+        assert made.tolist() == [chain(table, 0, 2, 4), chain(table, 0, 5, 4)]
+    traces = Plain.traces
+    model = kind(jnp.asarray(first), 0)
+    sl.generate(model, [[3, 1], [2]], 4)
+    assert Plain.traces == traces == 2, "compiled once: prefill's and a step's trace"
+    assert sl.generate(kind(jnp.asarray(first), 1), [[1, 2], [5]], 4).tolist()[1] == chain(first, 1, 5, 4)
+
+
+def test_what_changes_inside_of_a_plain_model_is_seen():
+    table = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    model = Plain(table, 0)
+    assert sl.generate(model, [[1]], 3).tolist() == [chain(table, 0, 1, 3)]
+    model.after[0].by = 2
+    assert sl.generate(model, [[1]], 3).tolist() == [chain(table, 2, 1, 3)]
+    model.table = -table
+    assert sl.generate(model, [[1]], 3).tolist() == [chain(-table, 2, 1, 3)]
+    model.after.append(model)  # in a circle: what is compiled in then, is compiled in by identity
+    assert sl.generate(model, [[1]], 3).tolist() == [chain(-table, 2, 1, 3)]
+
+
+class Stack(nnx.Module):
+    """A model of a user's own around the blocks, without seq_len."""
+
+    def __init__(self, rngs):
+        options = {"pattern": "local:local_attn_ctx=3", "seq_len": 12, "rngs": rngs, "head_dim": 8}
+        self.embed = nnx.Embed(V, F, rngs=rngs)
+        self.blocks = nnx.List([sl.SparseTransformerBlock(2, F, **options) for _ in range(2)])
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+    def prefill(self, tokens, lengths):
+        x, caches = self.embed(tokens), []
+        for block in self.blocks:
+            x, cache = block.prefill(x, lengths)
+            caches.append(cache)
+        return self.embed.attend(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]), caches
+
+    def decode_step(self, tokens, caches, position):
+        x, new = self.embed(tokens), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block.decode_step(x, cache, position)
+            new.append(cache)
+        return self.embed.attend(x), new
+
+
+def test_an_nnx_model_of_blocks_is_sampled_from():
+    model = Stack(nnx.Rngs(0))
+    text = sl.generate(model, [[1, 2, 3]], 6)[0]
+    logits = nnx.jit(lambda model, text: model(text))(model, jnp.array([[1, 2, 3, *text[:-1].tolist()]]))
+    np.testing.assert_array_equal(logits[0, 2:].argmax(-1), text)
+    # Inside of an object of a plain class, too.
+    wrapped = types.SimpleNamespace(prefill=model.prefill, decode_step=model.decode_step)
+    np.testing.assert_array_equal(sl.generate(wrapped, [[1, 2, 3]], 6)[0], text)
+
+
+@pytest.mark.parametrize(
+    "result, error, words",
+    [
+        (jnp.zeros((1, 9)), TypeError, ["prefill must return (logits, caches)"]),
+        ((jnp.zeros(9), ()), ValueError, ["logits [1, V]", "(9,)"]),
+        ((jnp.zeros((1, 9), int), ()), ValueError, ["floats", "int32"]),
+    ],
+)
+def test_a_decoder_that_returns_something_else_is_told(result, error, words):
+    model = types.SimpleNamespace(prefill=lambda *_: result, decode_step=lambda *_: result)
+    with pytest.raises(error) as caught:
+        sl.generate(model, [[1]], 2)
+    assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -269,6 +269,12 @@ def test_all_settings_of_the_block_reach_its_attention():
     assert inner.num_heads == N and inner.dropout_rate == 0
 
 
+@pytest.mark.parametrize("make, reference", [(attention, nnx_attention), (block, nnx_block)])
+def test_head_dim_is_that_of_the_nnx_layer(make, reference):
+    shapes = jax.eval_shape(make(head_dim=6).init, jax.random.key(0), inputs(1, T, F))["params"]
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, pure(reference(head_dim=6)))
+
+
 PATTERNS = {
     "name": "local:local_attn_ctx=4",
     "mask": UNION,
