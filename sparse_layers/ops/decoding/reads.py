@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.primitives import Empty
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.mask_info import bind, process_mask
 from ..planning.plan import MAX_CELLS, is_causal, splits
@@ -168,8 +169,9 @@ def parts(mask: Mask, length: int) -> tuple[Part, ...]:
             found = [part for (_, order), term in groups for part in _part(term, order, length)]
             cost = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
             weighed.append((cost, len(weighed), found))
-        # A mask that allows nothing still has a row to look at.
-        return tuple(min(weighed, key=lambda entry: entry[:2])[2]) or (Part(mask, Store(RowOrder(length), 1, 1), None),)
+        # A mask that allows nothing still has a row to look at; by `Empty`, for a part without a table is traced.
+        nothing = Part(Empty(), Store(RowOrder(length), 1, 1), None)
+        return tuple(min(weighed, key=lambda entry: entry[:2])[2]) or (nothing,)
 
 
 def _part(mask: Mask, order: RowOrder, length: int) -> list[Part]:

@@ -25,8 +25,19 @@ CASES |= {
     "array of full blocks": sl.Array(np.kron(np.eye(5, k=-1), np.ones((16, 16))).astype(bool)[:T, :T]),
     "mask_mod": sl.from_mask_mod(lambda b, h, q, k: (q >= k) & ((q - k) % 7 < 2)),
     "differs by head": (sl.Window(4), sl.Causal() & sl.Strided(6), sl.Causal() & sl.Random(2)),
-    "a head without keys": (sl.Empty(), sl.Window(3)),
-    "empty rows": sl.Causal() & sl.Columns(9, 4, 6),
+    "heads without keys": (
+        sl.Empty(),
+        sl.Window(3),
+        sl.Array(np.zeros((T, T), bool)),
+        sl.from_mask_mod(lambda b, h, q, k: (q < 0) & (k < 0)),
+    ),
+    # Queries without keys meet each kind of store: gathered rows, a ring, residues, a table with tiles.
+    "empty rows": (
+        sl.Causal() & sl.Columns(9, 4, 6),
+        sl.Window(3) & ~sl.Columns(9, 4, 9).T,
+        sl.Causal() & sl.Strided(5) & ~sl.Window(4),
+        sl.Array(np.tril(RNG.random((T, T)) < 0.02)),
+    ),
     "four parts": sl.Causal() & (sl.Window(5) | sl.Strided(9) | sl.Columns(8, 6) | sl.Global(3)),
     "rows of a prefix": sl.Causal() & sl.Prefix(9).T,
     "two strides": sl.Causal() & (sl.Strided(4) | sl.Strided(6)),
