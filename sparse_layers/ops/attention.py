@@ -193,7 +193,7 @@ def _attend_bwd(implementation, call, share, residuals, cotangents):
     dq, dk, dv = _shared(IMPLEMENTATIONS[implementation].backward, call, share, operands, lse, delta, dout)
     dsinks = None
     if operands.sinks is not None:
-        weight = jnp.where(dead, 0, jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - lse))
+        weight = jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
         dsinks = -(weight * delta).sum((0, 1)).astype(operands.sinks.dtype)
     return (Operands(dq, dk, dv, dsinks),)
 

@@ -242,12 +242,13 @@ def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands,
     """A backend's forward, or with ``by_query`` its backward, that JAX's partitioner can split by batch and heads.
 
     Axes that do not divide batch or heads are left out. It is the backend's own where there is nothing to split (one
-    device, no batch entries), where JAX cannot (a mesh of which some axes only are Auto), and on TPUs, whose compiler
-    does not know custom partitioning.
+    device, no batch entries), where JAX cannot (a mesh of which some axes only are Auto), on TPUs, whose compiler
+    does not know custom partitioning, and under `jax.disable_jit`, where there is no program to partition.
     """
     mesh = _mesh(operands)
     several = jax.device_count() > 1 if mesh.empty else _is_auto(mesh)
-    if not several or _on_tpu(mesh) or not operands.query.size:
+    compiled = not jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    if not (several and compiled and operands.query.size) or _on_tpu(mesh):
         return function(call, operands, *by_query)
     return _Partitioned(function, call, ()).mappable(operands, *by_query)
 
@@ -291,7 +292,7 @@ class _Partitioned:
     maps: tuple[Any, ...]
 
     def mappable(self, *args: Any) -> Any:
-        """The results, also under `jax.vmap`, which `custom_partitioning` does not know."""
+        """The results, also under `jax.vmap` and differentiation, which `custom_partitioning` does not know."""
         mapped = custom_vmap(self.whole)
 
         @mapped.def_vmap
@@ -299,7 +300,11 @@ class _Partitioned:
             results = dataclasses.replace(self, maps=(*self.maps, tuple(batched))).mappable(*args)
             return results, jax.tree.map(lambda _: True, results)
 
-        return mapped(*args)
+        # Derivatives, second ones of the op, are the backend's, left to JAX's partitioner. Outside of the rule for
+        # vmap, which JAX does not differentiate in reverse mode nor map once more.
+        differentiable = jax.custom_jvp(mapped)
+        differentiable.defjvp(functools.partial(jax.jvp, functools.partial(self.run, Share.of(args[0]))))
+        return differentiable(*args)
 
     def whole(self, *args: Any) -> Any:
         """The results, in a program for any number of devices."""
@@ -315,10 +320,7 @@ class _Partitioned:
             sharding_rule=" -> ".join(", ".join(side) for side in sides),
             need_replication_factors=held,
         )
-        # Of second derivatives: `custom_partitioning` has none, the backends' may have.
-        differentiable = jax.custom_jvp(split)
-        differentiable.defjvp(functools.partial(jax.jvp, run))
-        return differentiable(*args)
+        return split(*args)
 
     def run(self, share: Share, *args: Any) -> Any:
         """The results of a device's share."""

@@ -179,12 +179,25 @@ def check_manual(mesh):
 def check_second_derivative(mesh):
     q, k, v, pull, _ = arrays(8, 8)
 
-    def along(q):
-        return jax.jvp(jax.grad(lambda q: (attend(q, k, v, implementation="reference") ** 2).sum()), (q,), (pull,))[1]
+    def both_modes(q, implementation):
+        slope = jax.grad(lambda q: (attend(q, k, v, implementation=implementation) ** 2).sum())
+        forward = jax.vmap(lambda along: jax.jvp(slope, (q,), (along,))[1])(jnp.stack([pull, -pull]))  # as jacfwd does
+        return forward, jax.grad(lambda q: jnp.vdot(slope(q), pull))(q)
 
-    want = along(q)  # of one device's program, in this process of eight
+    want = jax.jit(both_modes, static_argnums=1)(q, "reference")  # of one device's program, in this process of eight
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(along)(on(mesh, q, BOTH)), want, atol=1e-4)
+        found = jax.jit(both_modes, static_argnums=1)(on(mesh, q, BOTH), "xla")
+    for ours, theirs in zip(jax.tree.leaves((found, found[1])), jax.tree.leaves((want, want[0][0])), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)  # the Hessian is symmetric
+
+
+def check_disabled_jit(mesh):
+    args = arrays(4, 4)[:4]
+    want = _sloped(attend, *args)
+    with jax.set_mesh(mesh), jax.disable_jit():
+        found = _sloped(attend, *(on(mesh, x, BOTH) for x in args))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def check_names(mesh):
@@ -303,6 +316,7 @@ ONLY = {
     AxisType.Auto: {
         "indivisible": check_indivisible,
         "second derivative": check_second_derivative,
+        "disabled jit": check_disabled_jit,
         "names of axes": check_names_of_axes,
         "attention_fn": check_attention_fn,
         "no batch": functools.partial(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +99,27 @@ def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float | np.number) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite Python number, got {value!r}")
     return float(value)
+
+
+def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Marks what implementation ``name`` computes for a call: function(call, ...), of which nobody takes a derivative.
+
+    Forward and backward make up the first derivative of the op; their own are its second.
+    """
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        marked = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+        @marked.defjvp
+        def refuse(call, primals, tangents):
+            raise NotImplementedError(
+                f'{name} has first derivatives only; for second ones name implementation="xla" or "reference", '
+                "which have them"
+            )
+
+        return marked
+
+    return mark
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:

@@ -16,7 +16,7 @@ from ...masks.algebra import And, Mask
 from ...masks.primitives import Causal, Full, Window
 from ..planning.params import BwdParams, FwdParams
 from ..planning.platforms import platform
-from .call import Call, Operands
+from .call import Call, Operands, differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -101,7 +101,12 @@ def _together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return _mapped_alike(*arrays)
 
 
-_together.defvjp(lambda *arrays: (_mapped_alike(*arrays), None), lambda _, gradients: gradients)
+@differentiable_once("cudnn")
+def _once(_: None, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+_together.defvjp(lambda *arrays: (_mapped_alike(*_once(None, arrays)), None), lambda _, gradients: gradients)
 
 
 @jax.custom_vjp

@@ -29,6 +29,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return None
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
     query, value, sinks = operands.query, operands.value, operands.sinks
@@ -48,6 +49,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return out.astype(query.dtype), lse
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def backward(
     call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,7 +64,11 @@ def backward(
         empty = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
         return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
 
-    dq, dk, dv = _by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True)
+    return _of_operands(operands, *_by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
+
+
+def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients in the dtypes of query, key and value, those of repeated key heads summed up."""
     dk, dv = (
         x.reshape(*like.shape[:3], x.shape[2] // like.shape[2], x.shape[3]).sum(3)
         for x, like in ((dk, operands.key), (dv, operands.value))
@@ -207,6 +213,122 @@ def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, de
     dq, (dk, dv) = lax.scan(column, dq, (jnp.arange(len(lists.full)), blocks.key, blocks.value, *lists))
     dq, dk, dv = _unblocked(dq, blocks.group), _unblocked(dk), _unblocked(dv)
     return link.q_order.scatter(dq), link.kv_order.scatter(dk), link.kv_order.scatter(dv)
+
+
+# --- second derivatives ----------------------------------------------------------------------------------------------
+#
+# Loops whose length is known at run time only have no derivative in reverse mode. What the op computes beside its
+# derivative is therefore said once more, as sums over a fixed number of pairs of blocks, which JAX differentiates in
+# either mode and to any order. The scores of a pair are computed again wherever they are needed, never kept.
+
+
+@forward.defjvp
+def _forward_along(call, primals, tangents):
+    return jax.jvp(functools.partial(_forward_by_pairs, call), primals, tangents)
+
+
+@backward.defjvp
+def _backward_along(call, primals, tangents):
+    return jax.jvp(functools.partial(_backward_by_pairs, call), primals, tangents)
+
+
+def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    # Any shift of the scores cancels; by lse, sums of weights are about 1.
+    shift = forward(call, jax.lax.stop_gradient(operands))[1]
+    shift = jnp.where(shift == -jnp.inf, 0, shift)
+
+    def pair(rows, columns, allowed):
+        (q, shift), (k, v) = rows, columns
+        weights = jnp.exp(_pair_of_scores(call, q, k, allowed)[0] - shift[..., None])
+        return (weights.sum(-1), jnp.einsum("bkqs,bksd->bkqd", weights, v, precision=_arithmetic(v)[1])), ()
+
+    def run(links, arrays):
+        q, k, v, shift = arrays
+        parts = [_by_pairs(link, pair, (q, shift), (k, v), operands.segments)[0] for link in links]
+        start = jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)
+        return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
+
+    total, out = _by_head_class(call, operands, run, (operands.query, shift), dkv=False)
+    if operands.sinks is not None:
+        total = total + jnp.exp(operands.sinks.astype(shift.dtype)[None, None] - shift)
+    some = total > 0
+    safe = jnp.where(some, total, 1)
+    return (out / safe[..., None]).astype(operands.query.dtype), jnp.where(some, shift + jnp.log(safe), -jnp.inf)
+
+
+def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    lse = jnp.where(lse == -jnp.inf, 0, lse)
+
+    def pair(rows, columns, allowed):
+        (q, lse, delta, dout), (k, v) = rows, columns
+        product = functools.partial(jnp.einsum, precision=_arithmetic(q)[1])
+        scores, slope = _pair_of_scores(call, q, k, allowed)
+        weights = jnp.exp(scores - lse[..., None])
+        dscores = weights * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None]) * call.scale
+        dscores = dscores if slope is None else dscores * slope
+        dk, dv = product("bkqs,bkqd->bksd", dscores, q), product("bkqs,bkqd->bksd", weights, dout)
+        return (product("bkqs,bksd->bkqd", dscores, k),), (dk, dv)
+
+    def run(links, arrays):
+        q, k, v, *rest = arrays
+        parts = [sum(_by_pairs(link, pair, (q, *rest), (k, v), operands.segments), ()) for link in links]
+        start = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
+        return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
+
+    by_query = operands.query, lse, delta, dout
+    return _of_operands(operands, *_by_head_class(call, operands, run, by_query, dkv=False))
+
+
+def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
+    """Scores of a pair of blocks, -inf where it may not attend, and the slope of the soft cap at them."""
+    scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=_arithmetic(q)[1]) * call.scale
+    scores, slope = _capped(scores, call)
+    return jnp.where(allowed, scores, -jnp.inf), slope
+
+
+def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: Sequence[Any], segments: Any):
+    """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
+
+    Args:
+      link: the pass, with lists by row.
+      pair: takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, gives tuples of such.
+      rows: the query and further arrays [B, T, N, ..], in token order.
+      columns: key and value.
+      segments: of the operands.
+    """
+    blocks, lists = _prepare(link, rows[0], *columns, segments)
+    of_rows = tuple(blocks.rows(link.q_order, x) for x in rows)
+    of_columns = blocks.key, blocks.value
+    width = lists.index.shape[1]
+    lists = _Lists(*map(jnp.asarray, lists))
+
+    @jax.checkpoint
+    def of_cell(of_rows, of_columns, i, slot):
+        j = lists.index[i, slot]
+        allowed, in_segments = slot < lists.total[i], blocks.allowed(i, j, None)
+        if in_segments is not None:
+            allowed = allowed & in_segments
+        if link.mask is not None or link.tiles is not None:
+            allowed = allowed & ((slot < lists.full[i]) | blocks.allowed(i, j, lists.tile[i, slot]))
+        at = [tuple(blocks.at(x, place) for x in side) for side, place in ((of_rows, i), (of_columns, j))]
+        return j, *pair(*at, allowed)
+
+    def step(sums, cell):
+        i, slot = jnp.divmod(cell, width)
+        j, *found = of_cell(of_rows, of_columns, i, slot)
+        sides = zip((i, j), sums, found, strict=True)
+        return tuple(tuple(map(lambda sum, x, at=at: sum.at[at].add(x), *xs)) for at, *xs in sides), None
+
+    _, *shapes = jax.eval_shape(of_cell, of_rows, of_columns, 0, 0)
+    start = [
+        tuple(jnp.zeros_like(side[0], x.dtype, (len(side[0]), *x.shape)) for x in own)
+        for side, own in zip((of_rows, of_columns), shapes, strict=True)
+    ]
+    (by_row, by_column), _ = lax.scan(step, (*start,), jnp.arange(len(lists.full) * width))
+    return (
+        tuple(link.q_order.scatter(_unblocked(x, blocks.group)) for x in by_row),
+        tuple(link.kv_order.scatter(_unblocked(x)) for x in by_column),
+    )
 
 
 def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]:

@@ -73,6 +73,15 @@ def test_masks_that_it_knows_are_computed_as_they_are(mask, on_a_gpu):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (ours, right)), rtol=0.02, atol=0.06)
 
 
+def test_it_has_first_derivatives_only(on_a_gpu):
+    def loss(q):
+        return sl.block_sparse_attention(q, *arrays()[1:], CAUSAL, implementation="cudnn").sum()
+
+    for second in (jax.hessian(loss), jax.grad(lambda q: jax.grad(loss)(q).sum())):
+        with pytest.raises(NotImplementedError, match="cudnn has first derivatives only"):
+            jax.eval_shape(second, arrays()[0])
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -10,7 +10,7 @@ This file alone is imported with the package; Triton is at the first call, for i
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands
+from ..call import Call, Operands, differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -32,6 +32,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     )
 
 
+@differentiable_once("triton")
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
     from . import chain
@@ -39,6 +40,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return chain.forward(call, operands)
 
 
+@differentiable_once("triton")
 def backward(
     call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
