@@ -1,5 +1,6 @@
 """The op: validates once, picks an implementation, owns the only `jax.custom_vjp`."""
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from . import sharding
+from . import lowering, sharding
 from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import Call, Operands, checked_scalars, checked_sinks
 from .planning.params import BwdParams, FwdParams, checked_params
@@ -120,6 +121,8 @@ def block_sparse_attention(
     )
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
     operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
+    if implementation is None:
+        call = dataclasses.replace(call, chosen_for=platform())
     out, lse = _jitted_attend(_choose(implementation, call, operands), call, query_sharding, operands)
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
@@ -169,6 +172,8 @@ def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | No
 
 
 def _forward(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
+    if call.chosen_for is not None:
+        operands = operands._replace(query=lowering.chosen(operands.query, implementation, call.chosen_for))
     return _shared(IMPLEMENTATIONS[implementation].forward, call, share, operands)
 
 

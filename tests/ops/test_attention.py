@@ -299,6 +299,38 @@ def test_shard_map_with_replicated_operands():
     close(gradients, jax.grad(lambda q, k, v, s: loss(q, k, v, sinks=s), (0, 1, 2, 3))(q, k, v, sinks))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about programs that a CPU exports for others")
+@pytest.mark.parametrize("target", ["tpu", "cuda"])
+def test_programs_for_other_platforms(target):
+    q, k, v = (jax.ShapeDtypeStruct((3, 1, 256, 2, 128), "bfloat16") for _ in range(3))
+
+    def program(implementation=None):
+        def total(q, k, v):
+            return sl.block_sparse_attention(q, k, v, sl.Window(63), implementation=implementation).sum()
+
+        return jax.jit(jax.vmap(jax.grad(total)))
+
+    platform = {"cuda": "gpu"}.get(target, target)
+    for targets in ([target], ["cpu", target]):
+        with pytest.raises(ValueError, match=f"implementation=None chose 'xla' for cpu, .* is lowered for {platform}"):
+            jax.export.export(program(), platforms=targets)(q, k, v)
+    with pytest.raises(ValueError, match=rf"would try .*'{platforms.candidates(platform)[0]}'.*: name one"):
+        program().trace(q, k, v).lower(lowering_platforms=(target,))
+    named = jax.export.export(program("xla"), platforms=[target, "cpu"])(q, k, v)
+    assert "while" in named.mlir_module()
+    # Where the mesh says what the program is for, that is what the choice is for.
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5e", num_cores=1, platform=target)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        if target == "cuda":
+            with pytest.warns(UserWarning, match="'xla', which is slow on gpu: cudnn: it needs an NVIDIA GPU at hand"):
+                jax.export.export(program(), platforms=[target])(q, k, v)
+        else:
+            for name in (None, "pallas_tpu"):
+                exported = jax.export.export(program(name), platforms=[target])(q, k, v)
+                assert exported.mlir_module().count("tpu_custom_call") == 2, "compiled kernels, not interpreted ones"
+
+
 def test_equal_masks_share_a_trace(monkeypatch):
     traces = itertools.count()
 

@@ -1,6 +1,7 @@
 """What the op hands to a backend: the static part of a call, and its arrays; and what backends do alike with them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
@@ -30,6 +32,7 @@ class Call:
       scale: factor on q . k.
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
       return_lse: whether the caller wants the log-sum-exp, too.
+      chosen_for: the platform that the implementation was chosen for; None if the caller named it.
     """
 
     plan: Plan | None
@@ -39,6 +42,7 @@ class Call:
     scale: float
     soft_cap: float | None
     return_lse: bool = False
+    chosen_for: str | None = None
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:
@@ -134,3 +138,41 @@ def merged(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tuple[jax
     both = jnp.logaddexp(lse, more_lse)
     base = jnp.where(both == -jnp.inf, 0, both)
     return out * jnp.exp(lse - base)[..., None] + more * jnp.exp(more_lse - base)[..., None], both
+
+
+def over_batches(function: Callable[..., Any], most: float, *args: Any) -> Any:
+    """function(*args) of an `Operands` and arrays by query, also under `jax.vmap`, which kernel calls do not know.
+
+    Args:
+      function: may be called with any number of batch entries up to ``most``.
+      most: batch entries that it can take.
+      *args: the arrays.
+    """
+    mapped = custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(size, batched, operands, *by_query):
+        args, flags = (operands, *by_query), (batched[0], *batched[1:])
+        entries = operands.query.shape[1 if flags[0].query else 0]
+        if flags[0].sinks or flags[0].mask or size * entries > most:
+            # These have no batch axis that the new one could join; nor does a grid take any number of entries.
+            one = functools.partial(_chosen, function, most, flags, args)
+            results = jax.lax.map(one, jnp.arange(size))
+        else:
+            apart = operands._replace(sinks=None, mask=None), *by_query
+            apart_flags = flags[0]._replace(sinks=None, mask=None), *flags[1:]
+
+            def join(x, is_mapped):
+                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+                return x.reshape(size * x.shape[1], *x.shape[2:])
+
+            first, *rest = jax.tree.map(join, apart, apart_flags)
+            results = over_batches(function, most, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
+            results = jax.tree.map(lambda x: x.reshape(size, entries, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return mapped(*args)
+
+
+def _chosen(function, most, flags, args, i):
+    return over_batches(function, most, *jax.tree.map(lambda x, mapped: x[i] if mapped else x, args, flags))

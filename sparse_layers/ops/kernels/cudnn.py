@@ -24,7 +24,10 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     query, value = operands.query, operands.value
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
-    gpu: Any = jax.local_devices(backend="gpu")[0]
+    try:
+        gpu: Any = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return "it needs an NVIDIA GPU at hand, and JAX finds none"
     capability = str(getattr(gpu, "compute_capability", ""))
     if "." not in capability or float(capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"

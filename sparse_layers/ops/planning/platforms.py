@@ -56,12 +56,21 @@ TUNING = {
 
 
 def platform() -> str:
-    """The platform that JAX computes on: "cpu", "gpu" or "tpu"; that of `jax.default_device`, if it is set."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    """The platform that JAX computes on: "cpu", "gpu" or "tpu".
+
+    That of the devices of the mesh in force; else that of `jax.default_device`, if it is set; else JAX's default.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    device = device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         return jax.default_backend()
-    name = device if isinstance(device, str) else device.platform
-    return "gpu" if name in ("cuda", "rocm") else name
+    return generic(device if isinstance(device, str) else device.platform)
+
+
+def generic(platform: str) -> str:
+    """A platform's name here: "gpu" for those of any maker."""
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def candidates(platform: str) -> tuple[str, ...]:

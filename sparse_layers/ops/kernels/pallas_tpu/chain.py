@@ -1,6 +1,8 @@
 """Chains of passes for all heads: what each kernel is given, and what becomes of its results."""
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 from ...planning.mask_info import process_dynamic_mask
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, Operands, joined, merged
+from ..call import Call, Operands, joined, merged, over_batches
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, padded, vector
@@ -18,6 +20,15 @@ from .schedule import Candidates, Steps
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `pallas_tpu.forward`."""
+    return over_batches(functools.partial(_forward, call), math.inf, operands)
+
+
+def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
+    return over_batches(functools.partial(_backward, call), math.inf, operands, *by_query)
+
+
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     dtype, operands = operands.query.dtype, _no_float16(operands)
     outs, lses = [], []
     for heads in _classes(call, operands):
@@ -42,10 +53,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return joined(outs), joined(lses)
 
 
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `pallas_tpu.backward`."""
+def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     dtype, operands = operands.query.dtype, _no_float16(operands)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: a row without keys gives nothing
     by_query = lse, delta, dout.astype(operands.query.dtype)

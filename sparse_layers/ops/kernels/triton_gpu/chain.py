@@ -8,26 +8,25 @@ and copies nothing. Passes that hold only some queries (or keys) come first; the
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from ...planning.views import RowOrder
-from ..call import Call, Operands, joined, merged
+from ..call import Call, Operands, joined, merged, over_batches
 from .launch import MOST_BATCH_ENTRIES
 from .link import Gradients, Link, Rows
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `triton_gpu.forward`."""
-    return _over_batches(functools.partial(_forward, call), operands)
+    return over_batches(functools.partial(_forward, call), MOST_BATCH_ENTRIES, operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout."""
-    return _over_batches(functools.partial(_backward, call), operands, *by_query)
+    return over_batches(functools.partial(_backward, call), MOST_BATCH_ENTRIES, operands, *by_query)
 
 
 class _Group(NamedTuple):
@@ -144,35 +143,3 @@ def _may_round(passes: Sequence[Link]) -> Callable[[Link], bool]:
 def _added(state: Rows, more: Rows) -> Rows:
     arrays = tuple(a + b for a, b in zip(state.whole(), more.whole(), strict=True))
     return Rows(RowOrder(state.order.length), arrays)
-
-
-def _over_batches(function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) of an `Operands` and arrays by query, also under `jax.vmap`, which kernel calls do not know."""
-    mapped = custom_vmap(function)
-
-    @mapped.def_vmap
-    def rule(size, batched, operands, *by_query):
-        args, flags = (operands, *by_query), (batched[0], *batched[1:])
-        entries = operands.query.shape[1 if flags[0].query else 0]
-        if flags[0].sinks or flags[0].mask or size * entries > MOST_BATCH_ENTRIES:
-            # These have no batch axis that the new one could join; nor does a grid take any number of entries.
-            one = functools.partial(_chosen, function, flags, args)
-            results = jax.lax.map(one, jnp.arange(size))
-        else:
-            apart = operands._replace(sinks=None, mask=None), *by_query
-            apart_flags = flags[0]._replace(sinks=None, mask=None), *flags[1:]
-
-            def join(x, is_mapped):
-                x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-                return x.reshape(size * x.shape[1], *x.shape[2:])
-
-            first, *rest = jax.tree.map(join, apart, apart_flags)
-            results = _over_batches(function, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
-            results = jax.tree.map(lambda x: x.reshape(size, entries, *x.shape[1:]), results)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return mapped(*args)
-
-
-def _chosen(function, flags, args, i):
-    return _over_batches(function, *jax.tree.map(lambda x, mapped: x[i] if mapped else x, args, flags))

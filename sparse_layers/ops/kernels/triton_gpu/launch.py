@@ -30,7 +30,10 @@ def device() -> Device | str:
     """The NVIDIA GPU that JAX computes on, or the reason why there is none to be used."""
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
-    gpu = jax.local_devices(backend="gpu")[0]
+    try:
+        gpu = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return "it needs an NVIDIA GPU at hand, whose kernels it compiles, and JAX finds none"
     capability = getattr(gpu, "compute_capability", None)
     if capability is None or "." not in str(capability):
         return f"it needs an NVIDIA GPU, and JAX computes on {gpu.device_kind}"

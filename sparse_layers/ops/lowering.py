@@ -1,0 +1,39 @@
+"""A choice that was made for one platform is not frozen into a program for another.
+
+``implementation=None`` is resolved where the op is traced. `jax.export` and ``lower(lowering_platforms=)`` may turn the
+trace into a program for another platform, which is known only then: a primitive that does nothing looks at it.
+"""
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from .planning.platforms import candidates, generic
+
+
+def chosen(x: jax.Array, implementation: str, platform: str) -> jax.Array:
+    """x; in programs for platforms that would not choose this implementation, a ValueError when they are lowered."""
+    return _chosen_p.bind(x, implementation=implementation, platform=platform)
+
+
+_chosen_p = Primitive("sparse_attention_chosen")
+_chosen_p.def_impl(lambda x, **_: x)
+_chosen_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_chosen_p, lambda cotangent, x, **_: [cotangent])
+batching.defvectorized(_chosen_p)
+
+
+def _lowered(context, x, *, implementation, platform):
+    # JAX leaves the platforms of a rule open where it lowers for those of the module.
+    for target in map(generic, context.platforms or context.module_context.platforms):
+        if target != platform and candidates(target) != (implementation,):
+            names = ", ".join(map(repr, candidates(target)))
+            raise ValueError(
+                f"implementation=None chose {implementation!r} for {platform}, where the op was traced, but the "
+                f"program is lowered for {target}, which would try {names}: name one, or trace under a mesh of "
+                f"{target} devices, also an abstract one (jax.sharding.use_abstract_mesh)"
+            )
+    return [x]
+
+
+mlir.register_lowering(_chosen_p, _lowered)
