@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import jax.tree_util
 import numpy as np
@@ -31,6 +31,23 @@ for _name in ({*vars(int), *vars(list), "__array__", "__call__"}) - _KEPT:
     setattr(_Withheld, _name, _Withheld._refuse)
 # Without leaves it goes through jax.jit and jax.vmap, which a mask_mod may be wrapped in.
 jax.tree_util.register_pytree_node(_Withheld, lambda x: ((), x.why), lambda why, _: _Withheld(why))
+
+
+class Sliceable(Protocol):
+    """An array, or what can be cut like one: [T, S] or [H, T, S]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of its axes."""
+        ...
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """A slice of each axis, as bools."""
+        ...
+
+
+# What describes a mask, wherever one is taken: see `as_masks`.
+MaskLike: TypeAlias = "Mask | str | Sliceable | Sequence[Mask | str | Sliceable]"
 
 
 @dataclasses.dataclass(frozen=True)
