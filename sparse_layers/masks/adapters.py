@@ -47,7 +47,7 @@ class Sliceable(Protocol):
 
 
 # What describes a mask, wherever one is taken: see `as_masks`.
-MaskLike: TypeAlias = "Mask | str | Sliceable | Sequence[Mask | str | Sliceable]"
+MaskLike: TypeAlias = Mask | str | Sliceable | Sequence[Mask | str | Sliceable]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     if isinstance(mask, str):
         return as_masks(preset(mask))
     bound = getattr(mask, "masks", None)  # masks of this package bound to lengths: what they were before
-    if isinstance(bound, tuple) and all(isinstance(entry, Mask) for entry in bound):
+    if isinstance(bound, tuple) and hasattr(mask, "shape") and all(isinstance(entry, Mask) for entry in bound):
         return as_masks(bound)
     if isinstance(mask, Sequence) and not isinstance(mask, bytes):
         if not mask:

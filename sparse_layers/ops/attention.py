@@ -4,21 +4,32 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
+from ..masks.adapters import MaskLike
+from ..masks.options import checked
 from . import lowering, sharding
 from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
-from .kernels.call import Call, Operands, checked_scalars, checked_sinks
+from .kernels.call import Call, Operands, checked_array, checked_numbers, checked_scalars, checked_sinks
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
-from .planning.platforms import FALLBACK, PREFERRED, TUNING, candidates, first_choice, platform
+from .planning.platforms import (
+    FALLBACK,
+    PREFERRED,
+    TUNING,
+    candidates,
+    checked_implementation,
+    first_choice,
+    platform,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -29,22 +40,68 @@ SAVED = ("sparse_attention_out", "sparse_attention_lse")
 IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "cudnn": cudnn, "xla": xla, "reference": reference}
 
 
+SegmentIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+
+class _Options(TypedDict, total=False):
+    """Types of what does not change the type of the result."""
+
+    segment_ids: SegmentIds | None
+    scale: float | None
+    logits_soft_cap: float | None
+    sinks: ArrayLike | None
+    fwd_params: FwdParams | None
+    bwd_params: BwdParams | None
+    implementation: str | None
+    query_sharding: jax.sharding.PartitionSpec | None
+
+
+@overload
 def block_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    plan_or_mask: Any,
+    query: jax.Array | np.ndarray,
+    key: jax.Array | np.ndarray,
+    value: jax.Array | np.ndarray,
+    plan_or_mask: Plan | MaskLike,
     *,
-    segment_ids: Any = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> jax.Array: ...
+@overload
+def block_sparse_attention(
+    query: jax.Array | np.ndarray,
+    key: jax.Array | np.ndarray,
+    value: jax.Array | np.ndarray,
+    plan_or_mask: Plan | MaskLike,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def block_sparse_attention(
+    query: jax.Array | np.ndarray,
+    key: jax.Array | np.ndarray,
+    value: jax.Array | np.ndarray,
+    plan_or_mask: Plan | MaskLike,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def block_sparse_attention(
+    query: jax.Array | np.ndarray,
+    key: jax.Array | np.ndarray,
+    value: jax.Array | np.ndarray,
+    plan_or_mask: Plan | MaskLike,
+    *,
+    segment_ids: SegmentIds | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: ArrayLike | None = None,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
     query_sharding: jax.sharding.PartitionSpec | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Attention restricted to a mask, exact, with exact gradients, at the cost of the blocks that the mask touches.
 
     ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query with no allowed key has out 0,
@@ -63,7 +120,8 @@ def block_sparse_attention(
       value: [B, S, K, Hv], same dtype; Hv may differ from H.
       plan_or_mask: a `Plan` of `make_plan`; a mask; a preset's name (``"strided:local_attn_ctx=64"``); a sequence of
         these that the heads take in turn (its length divides N); a numpy bool array [T, S], [1, T, S] or [N, T, S]; or
-        a JAX bool array of the latter shapes, known at run time only.
+        a JAX bool array of the latter shapes, known at run time only. Query t and key s are at positions t and s: for
+        S > T, `Causal` is aligned at the top left. Where the queries are the last of S, write ``Window(None, S - T)``.
       segment_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). Tokens see only their own segment, and a
         negative id is padding: it attends to nothing. Blocks whose segments cannot meet are skipped at run time.
       scale: factor on q . k; None means 1 / sqrt(H).
@@ -71,8 +129,10 @@ def block_sparse_attention(
       sinks: [N] logits of an imaginary key per head with value 0 (attention sinks), differentiable.
       fwd_params: block sizes and kernel settings of the forward pass; None leaves them to the library.
       bwd_params: the same for the backward pass.
-      implementation: one of `implementations()`; None takes the best that serves the call on this platform.
-      return_lse: also return the log-sum-exp of the allowed logits.
+      implementation: one of `implementations()`; None takes the best that serves the call on the platform of the mesh
+        in force, else of JAX's default device. A program that is then lowered for another one, as by `jax.export`, is
+        refused: trace it under a mesh of that platform's devices, also an abstract one, or name an implementation.
+      return_lse: also return the log-sum-exp of the allowed logits, the sinks' among them.
       query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", None,
         "heads")``. It never changes the result; what does not lie so is moved, and axes that do not divide are left
         out. None: JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent
@@ -87,8 +147,8 @@ def block_sparse_attention(
       ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule;
         arrays sharded over Explicit axes otherwise than by batch and heads; a query_sharding of other axes, or none
         where TPU kernels need it; on TPUs, block lists that exceed scalar memory, with their size.
-      TypeError: ``plan_or_mask`` describes no mask.
-      NotImplementedError: the named implementation cannot serve the call; says why.
+      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array.
+      NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -101,7 +161,9 @@ def block_sparse_attention(
       "FlashAttention-2" (online softmax and its backward by blocks).
     """
     sharding.check_sharding(query_sharding, "query_sharding")
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    query, key, value = (checked_array(*x) for x in (("query", query), ("key", key), ("value", value)))
+    checked("return_lse", return_lse, bool)
+    checked_implementation(implementation)
     _check_arrays(query, key, value)
     unbatched = query.ndim == 3
     if unbatched:
@@ -110,8 +172,6 @@ def block_sparse_attention(
     s = key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
     plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation)
     params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
     tuned = TUNING[implementation or first_choice()]
@@ -120,9 +180,10 @@ def block_sparse_attention(
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
-    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, unbatched), mask)
+    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, n, unbatched), mask)
     if implementation is None:
         call = dataclasses.replace(call, chosen_for=platform())
+    lse: Any  # None if nobody asked for it
     out, lse = _jitted_attend(_choose(implementation, call, operands), call, query_sharding, operands)
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
@@ -219,13 +280,18 @@ def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
     """
     here = platform()
     reasons = [] if PREFERRED.get(here) else [f"no kernels for {here} yet"]
-    for name in candidates(here) if implementation is None else (implementation,):
+    if implementation is not None:
+        reason = IMPLEMENTATIONS[implementation].unsupported(call, operands)
+        if reason is not None:
+            raise NotImplementedError(f"{implementation}: {reason}; implementation=None or 'xla' serves this call")
+        return implementation
+    for name in candidates(here):
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
-        if reason is None and implementation is None and hasattr(backend, "outdone"):
+        if reason is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)
         if reason is None:
-            if implementation is None and name in FALLBACK and here != "cpu":
+            if name in FALLBACK and here != "cpu":
                 _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(reasons)}")
             _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {reason}" for reason in reasons))
             return name
@@ -283,14 +349,16 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation) -> tupl
     if isinstance(plan_or_mask, Plan):
         plan = plan_or_mask
         if fwd_params is not None or bwd_params is not None:
-            raise ValueError("fwd_params and bwd_params belong to make_plan when a Plan is given")
+            raise ValueError(
+                f"fwd_params and bwd_params belong to make_plan when a Plan is given, got {fwd_params} and {bwd_params}"
+            )
     else:
         if isinstance(plan_or_mask, jax.Array | np.ndarray):
             shape = plan_or_mask.shape
             if plan_or_mask.dtype != bool or shape[-2:] != (t, s) or shape[:-2] not in ((), (1,), (n,)):
                 raise ValueError(
                     f"mask must be a bool array [T, S], [1, T, S] or [N, T, S] with (T, S) = {(t, s)} and N = {n}, "
-                    f"got {plan_or_mask.dtype} of shape {shape}"
+                    f"got {plan_or_mask.dtype} of shape {shape}{_swapped(t, n, shape[-2:][:1])}"
                 )
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
@@ -299,14 +367,20 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation) -> tupl
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
-            "axes are [B, T, N, H] and [B, S, K, H]"
+            f"axes are [B, T, N, H] and [B, S, K, H]{_swapped(t, n, (plan.q_len,))}"
         )
     if n % len(plan.masks):
         raise ValueError(f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}")
     return plan, None
 
 
-def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | None:
+def _swapped(t: int, n: int, lengths: Sequence[int]) -> str:
+    """A hint, for the end of an error, if the heads of query are as many as what is said to be its length."""
+    hint = "; heads come after tokens: of axes [B, N, T, H], swapaxes(1, 2) makes these, for query, key and value"
+    return hint if t != n and n in lengths else ""
+
+
+def _segments(segment_ids, b, t, s, n, unbatched) -> tuple[jax.Array, jax.Array] | None:
     if segment_ids is None:
         return None
     if not isinstance(segment_ids, tuple):
@@ -314,15 +388,12 @@ def _segments(segment_ids, b, t, s, unbatched) -> tuple[jax.Array, jax.Array] | 
             raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
         segment_ids = (segment_ids, segment_ids)
     if len(segment_ids) != 2:
-        raise ValueError(f"segment_ids must be an array or a pair of arrays, got {len(segment_ids)} entries")
+        raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
     pair = []
     for name, ids, length in zip(("queries", "keys"), segment_ids, (t, s), strict=True):
-        ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
         shape = (length,) if unbatched else (b, length)
-        if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(
-                f"segment_ids of {name} must be integers of shape {shape}, got {ids.dtype} of shape {ids.shape}"
-            )
+        hint = _swapped(t, n, getattr(ids, "shape", ())[-1:])
+        ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         if not np.can_cast(ids.dtype, np.int32):
             # Cut off to 32 bits, two documents could become one, or padding.
             if isinstance(ids, jax.core.Tracer):

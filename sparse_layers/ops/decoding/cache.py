@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
-from ..kernels.call import accumulator, checked_scalars, checked_sinks
+from ..kernels.call import accumulator, checked_array, checked_numbers, checked_scalars, checked_sinks
 from ..planning.mask_info import masks_for
 from .reads import Part, Store, parts
 
@@ -71,12 +74,15 @@ def _made(masks, length, num_heads, num_kv_heads) -> Layout:
     return Layout(masks, length, num_heads, num_kv_heads)
 
 
+Integers: TypeAlias = ArrayLike | Sequence[int]
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values"],
     meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
     """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
 
@@ -112,10 +118,29 @@ class KVCache:
     num_heads: int
     num_kv_heads: int
 
+    def __new__(cls, *arrays: Any, **fields: Any):
+        if not fields.keys() <= {field.name for field in dataclasses.fields(cls)} or not isinstance(
+            (*arrays, ())[0], tuple
+        ):
+            raise TypeError(
+                "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=), got arguments "
+                f"{', '.join([*map(reprlib.repr, arrays), *fields])}"
+            )
+        return super().__new__(cls)
+
+    def __repr__(self):
+        def shown(arrays: Any) -> str:
+            return ", ".join(f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else reprlib.repr(x) for x in arrays)
+
+        masks = self.masks[0] if len(self.masks) == 1 else self.masks
+        heads = f"{self.num_heads} heads on {self.num_kv_heads} key heads"
+        arrays = f"keys: {shown(self.keys)}, values: {shown(self.values)}"
+        return f"KVCache({masks!r}, {self.seq_len} tokens, {heads}, {arrays})"
+
     @classmethod
     def empty(
         cls,
-        pattern: str | Mask | Sequence[Any] | np.ndarray,
+        pattern: MaskLike,
         seq_len: int,
         *,
         batch: int,
@@ -123,7 +148,7 @@ class KVCache:
         head_size: int,
         num_kv_heads: int | None = None,
         value_size: int | None = None,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> "KVCache":
         """A cache without tokens.
 
@@ -142,8 +167,8 @@ class KVCache:
           TypeError: the pattern is no mask.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"dtype must be a floating one, got {dtype}")
+        if not _is_floating(dtype):
+            raise ValueError(f"dtype must be a floating one, got {dtype!r}")
         value_size = head_size if value_size is None else value_size
         sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
         sizes |= {"num_kv_heads": num_kv_heads, "value_size": value_size}
@@ -176,7 +201,7 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.keys, *self.values))
 
-    def filled(self, key: jax.Array, value: jax.Array, lengths: Any = None) -> "KVCache":
+    def filled(self, key: jax.Array, value: jax.Array, lengths: Integers | None = None) -> "KVCache":
         """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
 
         Args:
@@ -189,11 +214,15 @@ class KVCache:
 
         Raises:
           ValueError: shapes that do not fit the cache, or lengths (outside of jit) that are not in 0..P.
+          TypeError: key or value is no array.
         """
-        batch, length = len(self.keys[0]), jnp.shape(key)[1] if jnp.ndim(key) > 1 else 0
+        key, value = checked_array("key", key), checked_array("value", value)
+        batch, length = len(self.keys[0]), key.shape[1] if key.ndim > 1 else 0
         if not 1 <= length <= self.seq_len:
-            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{self.seq_len}, got {jnp.shape(key)}")
-        self._check(length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{self.seq_len}, got {key.shape}")
+        self._check(
+            "B, P, K", length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
+        )
         last = checked_lengths(lengths, batch, length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
@@ -211,7 +240,15 @@ class KVCache:
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))
 
     def step(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array, **options: Any
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        position: Integers,
+        *,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: ArrayLike | None = None,
     ) -> tuple[jax.Array, "KVCache"]:
         """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
 
@@ -219,13 +256,13 @@ class KVCache:
           (out [B, N, Hv] in the dtype of query, the new cache).
 
         Raises:
-          ValueError: as these.
+          ValueError, TypeError: as these.
         """
         # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
         cache = jax.lax.optimization_barrier(self.written(key, value, position))
-        return cache.attend(query, position, **options), cache
+        return cache.attend(query, position, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks), cache
 
-    def written(self, key: jax.Array, value: jax.Array, position: jax.Array) -> "KVCache":
+    def written(self, key: jax.Array, value: jax.Array, position: Integers) -> "KVCache":
         """The cache with one more token in each sequence.
 
         Args:
@@ -235,8 +272,12 @@ class KVCache:
 
         Raises:
           ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
+          TypeError: key or value is no array.
         """
-        self._check(None, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values))
+        key, value = checked_array("key", key), checked_array("value", value)
+        self._check(
+            "B, K", None, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
+        )
         position = self._positions(position)
 
         def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
@@ -252,11 +293,11 @@ class KVCache:
     def attend(
         self,
         query: jax.Array,
-        position: jax.Array,
+        position: Integers,
         *,
         scale: float | None = None,
         logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
+        sinks: ArrayLike | None = None,
     ) -> jax.Array:
         """Attention of one query a sequence, over the pattern's row.
 
@@ -270,11 +311,13 @@ class KVCache:
 
         Raises:
           ValueError: as `written`; a scale, soft cap or sinks that `block_sparse_attention` refuses.
+          TypeError: query is no array.
         """
-        self._check(None, query=(query, self.num_heads, self.keys))
-        position, sinks = self._positions(position), checked_sinks(sinks, self.num_heads)
+        query = checked_array("query", query)
+        self._check("B, N", None, query=(query, self.num_heads, self.keys))
+        position, given = self._positions(position), checked_sinks(sinks, self.num_heads)
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
-        outs = [self._attend(heads, query, position, scale, cap, sinks) for heads in self._layout.heads]
+        outs = [self._attend(heads, query, position, scale, cap, given) for heads in self._layout.heads]
         order = [head for heads in self._layout.heads for head in heads.queries]
         out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
         return out.astype(query.dtype)
@@ -309,13 +352,14 @@ class KVCache:
         out = out / jnp.where(total == 0, 1, total)
         return out.reshape(len(out), len(heads.queries), -1)
 
-    def _check(self, length: int | None, **arrays: tuple[Any, int, tuple[jax.Array, ...]]) -> None:
+    def _check(self, axes: str, length: int | None, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]) -> None:
         """Refuses arrays (x, heads, the cache's arrays of the same size) of another shape; length None: no axis."""
         for name, (x, heads, like) in arrays.items():
             shape = (len(like[0]), *([] if length is None else [length]), heads, like[0].shape[-1])
-            if jnp.shape(x) != shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
                 raise ValueError(
-                    f"{name} must be floats of shape {shape} for this cache, got {jnp.result_type(x)} of {jnp.shape(x)}"
+                    f"{name} must be floats of shape {shape} for this cache, got {x.dtype} of {x.shape}; "
+                    f"axes are [{axes}, {'Hv' if name == 'value' else 'H'}]"
                 )
 
     def _positions(self, position: Any) -> jax.Array:
@@ -342,12 +386,17 @@ def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
 
 
 def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Array:
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
-    if values.shape != (batch,) or not jnp.issubdtype(values.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers of shape {(batch,)}, got {values.dtype} of shape {values.shape}")
+    values = checked_numbers(name, values, (batch,), jnp.integer, f"integers of shape {(batch,)}")
     if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
         raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
     return jnp.asarray(values, jnp.int32)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype at all
+        return False
 
 
 def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:

@@ -1,8 +1,10 @@
 """What the op hands to a backend: the static part of a call, and its arrays; and what backends do alike with them."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,16 +95,63 @@ def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
     """
     if sinks is None:
         return None
-    sinks = jnp.asarray(sinks)
-    if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise ValueError(f"sinks must be floats of shape [N] = ({heads},), got {sinks.dtype} of shape {sinks.shape}")
-    return sinks
+    rule = f"floats of shape [N] = ({heads},)"
+    return jnp.asarray(checked_numbers("sinks", sinks, (heads,), jnp.floating, rule))
+
+
+def checked_array(name: str, x: Any) -> jax.Array:
+    """The argument ``name`` as a JAX array.
+
+    Raises:
+      TypeError: it is no array: a list is none, its numbers would be copied one by one.
+    """
+    if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+        raise TypeError(f"{name} must be a JAX or numpy array, got {described(x)}")
+    return jnp.asarray(x)
+
+
+def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: str, hint: str = "") -> Any:
+    """The argument ``name`` as an array of JAX or numpy; a list of numbers is one, too.
+
+    Args:
+      name: of the argument.
+      x: its value.
+      shape: what its shape must be.
+      kind: what its dtype must be a kind of, such as ``jnp.integer``.
+      rule: both in words.
+      hint: the end of the error.
+
+    Raises:
+      ValueError: another shape or dtype, or no numbers.
+    """
+    found = x
+    if hasattr(x, "__jax_array__"):
+        found = jnp.asarray(x)
+    elif not isinstance(x, jax.Array | np.ndarray):
+        with contextlib.suppress(TypeError, ValueError):  # rows of unequal lengths
+            array = np.asarray(x)
+            found = array if array.dtype.kind in "biuf" else x
+    if not hasattr(found, "dtype") or found.shape != shape or not jnp.issubdtype(found.dtype, kind):
+        raise ValueError(f"{name} must be {rule}, got {described(found)}{hint}")
+    return found
+
+
+def described(x: Any) -> str:
+    """What an error says of a wrong array: dtype and shape, or of what is none the type and the beginning."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"{x.dtype} of shape {x.shape}"
+    return f"{type(x).__name__}: {reprlib.repr(x):.60}"
 
 
 def _number(name: str, value: Any) -> float:
-    if not isinstance(value, int | float | np.number) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite Python number, got {value!r}")
-    return float(value)
+    try:
+        real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        number = float(value) if real else math.nan
+    except OverflowError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite Python number, got {reprlib.repr(value)}")
+    return number
 
 
 def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -286,7 +286,7 @@ def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
-def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: Sequence[Any], segments: Any):
+def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any], segments: Any):
     """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
 
     Args:
@@ -296,11 +296,11 @@ def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], column
       columns: key and value.
       segments: of the operands.
     """
-    blocks, lists = _prepare(link, rows[0], *columns, segments)
+    blocks, lists = _prepare(link, rows[0], columns[0], columns[1], segments)
     of_rows = tuple(blocks.rows(link.q_order, x) for x in rows)
     of_columns = blocks.key, blocks.value
     width = lists.index.shape[1]
-    lists = _Lists(*map(jnp.asarray, lists))
+    lists = jax.tree.map(jnp.asarray, lists)
 
     @jax.checkpoint
     def of_cell(of_rows, of_columns, i, slot):

@@ -48,6 +48,11 @@ class MaskInfo(NamedTuple):
     q_sequence: Any
     is_dynamic_mask: bool | None = None
 
+    def __repr__(self):
+        fields: Any = zip(self._fields, self, strict=True)
+        shown = (f"{name}={x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else f"{name}={x}" for name, x in fields)
+        return f"MaskInfo({', '.join(shown)})"
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
+import operator
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
@@ -44,7 +45,7 @@ class KernelParams:
             if value is None:
                 continue
             lowest, highest, rule = _RANGES[field.name]
-            fits = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+            fits = hasattr(value, "__index__") and not isinstance(value, bool) and lowest <= value <= highest
             if fits and rule == "a multiple of 8":
                 fits = value % 8 == 0
             elif fits and rule == "a power of two":
@@ -53,6 +54,13 @@ class KernelParams:
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be {rule} from {lowest} to {highest}, got {value!r}"
                 )
+            object.__setattr__(self, field.name, operator.index(value))
+
+    def __repr__(self):
+        given = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) is not None
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def content_hash(self) -> str:
         """A hash of class, field names and values (64 hex digits): the same in every process and Python version."""
@@ -74,7 +82,7 @@ _RANGES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FwdParams(KernelParams):
     """Settings of the forward pass; see `KernelParams` for the fields (all int or None) and their ranges.
 
@@ -88,7 +96,7 @@ class FwdParams(KernelParams):
     """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class BwdParams(KernelParams):
     """Settings of the backward pass; see `KernelParams` for the fields (all int or None) and their ranges.
 

@@ -15,18 +15,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
 
 import jax
 import numpy as np
 
+from ...masks.adapters import MaskLike
 from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
 from ...masks.options import Length, checked
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import active_blocks
 from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
-from .platforms import TUNING, Tuning, first_choice
+from .platforms import TUNING, Tuning, checked_implementation, first_choice
 from .views import Gathered, Reordered, ResidueMajor, RowOrder
 
 Wish = tuple[RowOrder, RowOrder]
@@ -80,7 +80,7 @@ class Pass:
         return (process_mask_dkv if dkv else process_mask)(bind(self.mask, 1, *self.padded(shape)), shape)[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """A mask bound to lengths and block sizes. Equal arguments of `make_plan` make equal, equally hashed plans.
 
@@ -104,6 +104,17 @@ class Plan:
     chains: tuple[tuple[Pass, ...], ...] = dataclasses.field(compare=False, repr=False)
     candidates: tuple[tuple[tuple[str, int], ...], ...] = dataclasses.field(compare=False, repr=False)
 
+    def __repr__(self):
+        lines = [f"Plan of {self.q_len} queries x {self.kv_len} keys for {self.implementation!r}"]
+        for mask, chain in zip(self.masks, self.chains, strict=True):
+            dense = [-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in chain]
+            share = sum(one.fwd_blocks / blocks for one, blocks in zip(chain, dense, strict=True))
+            lines.append(f"{mask!r}: {share:.1%} of what dense attention computes")
+            for one, blocks in zip(chain, dense, strict=True):
+                kept = f"{one.fwd_blocks} of {blocks} blocks of {one.fwd_shape[0]} x {one.fwd_shape[1]}"
+                lines.append(f"  {_name((one.q_order, one.kv_order))}: {kept}")
+        return "\n".join(lines)
+
     @functools.cached_property
     def sees_itself(self) -> bool:
         """Whether every query may attend to the key at its own position, so that no row is empty."""
@@ -126,7 +137,7 @@ class Plan:
 
 
 def make_plan(
-    mask: Any,
+    mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,
@@ -164,8 +175,7 @@ def make_plan(
     q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
     masks = masks_for(mask, q_len, kv_len)
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
-    if implementation is not None and implementation not in tuple(TUNING):
-        raise ValueError(f"implementation must be None or one of {tuple(TUNING)}, got {implementation!r}")
+    checked_implementation(implementation)
     # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
     with jax.ensure_compile_time_eval():
         return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())

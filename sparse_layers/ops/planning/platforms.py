@@ -1,6 +1,8 @@
 """The one place for what differs by platform: which implementations are tried, and what their block sizes cost."""
 
 import dataclasses
+import difflib
+from typing import Any
 
 import jax
 
@@ -53,6 +55,19 @@ TUNING = {
     "xla": _UNTUNED,
     "reference": _UNTUNED,
 }
+
+
+def checked_implementation(name: Any) -> None:
+    """Refuses what is neither None nor the name of an implementation.
+
+    Raises:
+      ValueError: says which there are, and which of them is meant.
+    """
+    known = tuple(TUNING)
+    if name is not None and name not in known:
+        close = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"implementation must be None or one of {known}, got {name!r}{meant}")
 
 
 def platform() -> str:

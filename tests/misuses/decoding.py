@@ -1,0 +1,88 @@
+"""Misuses of KVCache."""
+
+import jax.numpy as jnp
+
+import sparse_layers as sl
+from tests.misuse import Misuse
+
+
+def names():
+    """A cache, one token of each sequence, and positions."""
+    mask = sl.Causal() & sl.Window(7)
+    return {
+        "empty": sl.KVCache.empty,
+        "cache": sl.KVCache.empty(mask, 32, batch=2, num_heads=4, head_size=16),
+        "x": jnp.ones((2, 4, 16)),
+        "at": jnp.zeros(2, int),
+        "sizes": {"batch": 2, "num_heads": 4, "head_size": 16},
+    }
+
+
+ARRAY = "must be a JAX or numpy array"
+SIZE = "must be an integer >= 1"
+FLOATS = "must be floats of shape (2, 4, 16)"
+INTEGERS = "must be integers of shape (2,)"
+PLACE = "must lie in 0..seq_len - 1 = 31"
+NUMBER = "must be a finite Python number"
+
+MISUSES = [
+    # KVCache.empty, and what it is mistaken for.
+    Misuse("sl.KVCache(mask, 32)", TypeError, "arguments", "32", "made by KVCache.empty(pattern, seq_len"),
+    Misuse(
+        "sl.KVCache(mask, 32, **sizes)", TypeError, "KVCache", "num_heads", "made by KVCache.empty(pattern, seq_len"
+    ),
+    Misuse("sl.KVCache(pattern=mask, seq_len=32)", TypeError, "KVCache", "pattern", "made by KVCache.empty"),
+    Misuse("empty(None, 32, **sizes)", TypeError, "mask", "NoneType", "must be a Mask"),
+    Misuse("empty(sl.make_plan(mask, 32), 32, **sizes)", TypeError, "mask", "Plan", "must be a Mask"),
+    Misuse("empty(sl.Full(), 32, **sizes)", ValueError, "pattern", "Full()", "needs a causal one"),
+    Misuse("empty(jnp.ones((32, 32), bool), 32, **sizes)", ValueError, "pattern", "Array", "needs a causal one"),
+    Misuse("empty(mask, 0, **sizes)", ValueError, "seq_len", "got 0", SIZE),
+    Misuse("empty(mask, 32.0, **sizes)", ValueError, "seq_len", "32.0", SIZE),
+    Misuse("empty(mask, '32', **sizes)", ValueError, "seq_len", "'32'", SIZE),
+    Misuse("empty(mask, True, **sizes)", ValueError, "seq_len", "True", SIZE),
+    Misuse("empty(mask, 32, **sizes | {'batch': -1})", ValueError, "batch", "-1", SIZE),
+    Misuse("empty(mask, 32, **sizes | {'batch': 2.0})", ValueError, "batch", "2.0", SIZE),
+    Misuse("empty(mask, 32, **sizes | {'num_heads': 0})", ValueError, "num_heads", "got 0", SIZE),
+    Misuse("empty(mask, 32, **sizes | {'num_heads': '4'})", ValueError, "num_heads", "'4'", SIZE),
+    Misuse("empty(mask, 32, **sizes | {'head_size': None})", ValueError, "head_size", "None", SIZE),
+    Misuse("empty(mask, 32, **sizes, value_size=-1)", ValueError, "value_size", "-1", SIZE),
+    Misuse("empty(mask, 32, **sizes, num_kv_heads=0)", ValueError, "num_kv_heads", "got 0", SIZE),
+    Misuse("empty(mask, 32, **sizes, num_kv_heads=3)", ValueError, "num_kv_heads=3", "num_heads=4", "must divide"),
+    Misuse("empty((mask, mask, sl.Causal()), 32, **sizes)", ValueError, "number of masks", "3", "must divide"),
+    Misuse("empty(mask, 32, **sizes, dtype=int)", ValueError, "dtype", "<class 'int'>", "a floating one"),
+    Misuse("empty(mask, 32, **sizes, dtype='floaty')", ValueError, "dtype", "'floaty'", "a floating one"),
+    Misuse("empty(mask, 32, **sizes, dtype=None)", ValueError, "dtype", "None", "a floating one"),
+    # One token.
+    Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", FLOATS),
+    Misuse("cache.step(x, x[:, :2], x, at)", ValueError, "key", "(2, 2, 16)", "axes are [B, K, H]"),
+    Misuse("cache.step(x, x, x[:1], at)", ValueError, "value", "(1, 4, 16)", "axes are [B, K, Hv]"),
+    Misuse("cache.step(x, x, x.astype(int), at)", ValueError, "value", "int32", FLOATS),
+    Misuse("cache.step(x, None, x, at)", TypeError, "key", "None", ARRAY),
+    Misuse("cache.step(x, [1, 2], x, at)", TypeError, "key", "[1, 2]", ARRAY),
+    Misuse("cache.step('a', x, x, at)", TypeError, "query", "'a'", ARRAY),
+    Misuse("cache.step(x, x, x, 0)", ValueError, "position", "shape ()", INTEGERS),
+    Misuse("cache.step(x, x, x, None)", ValueError, "position", "None", INTEGERS),
+    Misuse("cache.step(x, x, x, 'a')", ValueError, "position", "'a'", INTEGERS),
+    Misuse("cache.step(x, x, x, at * 1.0)", ValueError, "position", "float32", INTEGERS),
+    Misuse("cache.step(x, x, x, [0, 32])", ValueError, "position", "32", PLACE),
+    Misuse("cache.step(x, x, x, [-1, 0])", ValueError, "position", "-1", PLACE),
+    Misuse("cache.step(x, x, x, at, scale=True)", ValueError, "scale", "True", NUMBER),
+    Misuse("cache.step(x, x, x, at, scale='a')", ValueError, "scale", "'a'", NUMBER),
+    Misuse("cache.step(x, x, x, at, logits_soft_cap=0)", ValueError, "logits_soft_cap", "0", "must be > 0 or None"),
+    Misuse("cache.step(x, x, x, at, sinks=jnp.zeros(3))", ValueError, "sinks", "(3,)", "shape [N] = (4,)"),
+    Misuse("cache.step(x, x, x, at, segment_ids=at)", TypeError, "segment_ids", "KVCache.step()", "unexpected keyword"),
+    Misuse("cache.written(x, x, at > 0)", ValueError, "position", "bool", INTEGERS),
+    Misuse("cache.attend(x.swapaxes(0, 1), at)", ValueError, "query", "(4, 2, 16)", "axes are [B, N, H]"),
+    # A prompt.
+    Misuse("cache.filled(k.swapaxes(1, 2), v)", ValueError, "key", "(2, 4, 32, 16)", "axes are [B, P, K, H]"),
+    Misuse("cache.filled(k[0], v[0])", ValueError, "key", "(32, 4, 16)", "axes are [B, P, K, H]"),
+    Misuse("cache.filled(None, v)", TypeError, "key", "None", ARRAY),
+    Misuse("cache.filled(k, v.tolist())", TypeError, "value", "list", ARRAY),
+    Misuse("cache.filled(k, v[:, :10])", ValueError, "value", "(2, 10, 4, 16)", "(2, 32, 4, 16)"),
+    Misuse("cache.filled(k[:, :0], v[:, :0])", ValueError, "key", "(2, 0, 4, 16)", "P in 1..32"),
+    Misuse("cache.filled(jnp.tile(k, (1, 2, 1, 1)), v)", ValueError, "key", "(2, 64, 4, 16)", "P in 1..32"),
+    Misuse("cache.filled(k, v, 5)", ValueError, "lengths", "shape ()", INTEGERS),
+    Misuse("cache.filled(k, v, [33, 1])", ValueError, "lengths", "33", "must lie in 0..32"),
+    Misuse("cache.filled(k, v, [1.0, 2.0])", ValueError, "lengths", "float64", INTEGERS),
+    Misuse("cache.filled(k, v, 'all')", ValueError, "lengths", "'all'", INTEGERS),
+]

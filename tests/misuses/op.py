@@ -1,0 +1,133 @@
+"""Misuses of the op, of plans and of kernel settings."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_layers as sl
+from tests.misuse import Misuse
+
+
+def names():
+    """Plans and arrays for wrong calls of the op."""
+    return {
+        "op": sl.block_sparse_attention,
+        "plan": sl.make_plan(sl.Causal() & sl.Window(7), 32),
+        "tri": np.tri(32, dtype=bool),
+        "ids": jnp.zeros((2, 32), int),
+        "swapped": lambda *arrays: [x.swapaxes(-3, -2) for x in arrays],
+    }
+
+
+SWAPPED = "heads come after tokens"
+ARRAY = "must be a JAX or numpy array"
+NUMBER = "must be a finite Python number"
+NAMES = "must be None or one of ('pallas_tpu', 'triton', 'cudnn', 'xla', 'reference')"
+IDS = "must be integers of shape (2, 32)"
+MASK_ARRAY = "must be a bool array [T, S], [1, T, S] or [N, T, S]"
+LENGTH = "must be an integer >= 1"
+
+MISUSES = [
+    # Heads before tokens, where anything shows it.
+    Misuse("op(*swapped(q, k, v), plan)", ValueError, "plan is for q_len 32", "T = 4", SWAPPED),
+    Misuse("op(*swapped(q[0], k[0], v[0]), plan)", ValueError, "plan is for q_len 32", "T = 4", SWAPPED),
+    Misuse("op(*swapped(q, k, v), tri)", ValueError, "mask", "shape (32, 32)", SWAPPED),
+    Misuse("op(*swapped(q, k, v), jnp.asarray(tri))", ValueError, "mask", "shape (32, 32)", SWAPPED),
+    Misuse("op(*swapped(q, k, v), mask, segment_ids=ids)", ValueError, "segment_ids", "shape (2, 32)", SWAPPED),
+    # Arrays.
+    Misuse("op(q.tolist(), k, v, mask)", TypeError, "query", "list: [[[[", ARRAY),
+    Misuse("op(q, [1, 2], v, mask)", TypeError, "key", "list: [1, 2]", ARRAY),
+    Misuse("op(q, k, None, mask)", TypeError, "value", "NoneType: None", ARRAY),
+    Misuse("op('q', k, v, mask)", TypeError, "query", "'q'", ARRAY),
+    Misuse("op(mask, q, k, v)", TypeError, "query", "Causal()", ARRAY),
+    Misuse("op(q[None], k, v, mask)", ValueError, "query", "(1, 2, 32, 4, 16)", "[B, T, N, H] or [T, N, H]"),
+    Misuse("op(q[0, 0], k, v, mask)", ValueError, "query", "(4, 16)", "[B, T, N, H] or [T, N, H]"),
+    Misuse("op(q[0], k, v, mask)", ValueError, "key", "(2, 32, 4, 16)", "as many axes as query, 3"),
+    Misuse("op(q, k[:1], v[:1], mask)", ValueError, "batch sizes", "(1, 32, 4, 16)", "must agree"),
+    Misuse("op(q, k[:, :20], v, mask)", ValueError, "key and value", "(2, 20, 4, 16)", "agree in length and heads"),
+    Misuse("op(q, k[..., :8], v, mask)", ValueError, "query and key", "(2, 32, 4, 8)", "agree in size H"),
+    Misuse("op(q, k[:, :, :3], v[:, :, :3], mask)", ValueError, "key heads", "got 3 and 4", "must divide"),
+    Misuse("op(q[:, :0], k[:, :0], v[:, :0], mask)", ValueError, "query", "(2, 0, 4, 16)", "must not be empty"),
+    Misuse("op(q > 0, k, v, mask)", ValueError, "query", "bool", "float32, bfloat16, float16 or float64"),
+    Misuse("op(q.astype(complex), k, v, mask)", ValueError, "query", "complex64", "float32, bfloat16"),
+    Misuse("op(q, k.astype(jnp.bfloat16), v, mask)", ValueError, "key", "bfloat16", "dtype of query, float32"),
+    # What describes no mask, or not one of this call.
+    Misuse("op(q, k, v, None)", TypeError, "mask", "NoneType", "must be a Mask"),
+    Misuse("op(q, k, v, True)", TypeError, "mask", "bool: True", "must be a Mask"),
+    Misuse("op(q, k, v, 128)", TypeError, "mask", "int: 128", "must be a Mask"),
+    Misuse("op(q, k, v, sl.Causal)", TypeError, "mask", "Causal'>", "must be a Mask"),
+    Misuse("op(q, k, v, {'a': mask})", TypeError, "mask", "dict", "must be a Mask"),
+    Misuse("op(q, k, v, [[True] * 32] * 32)", TypeError, "mask", "bool: True", "must be a Mask"),
+    Misuse("op(q, k, v, [mask, None])", TypeError, "mask", "NoneType", "must be a Mask"),
+    Misuse("op(q, k, v, (mask, mask, sl.Causal()))", ValueError, "number of masks", "3 masks", "must divide"),
+    Misuse("op(q, k, v, tri.astype(float))", ValueError, "mask", "float64", MASK_ARRAY),
+    Misuse("op(q, k, v, jnp.asarray(tri, int))", ValueError, "mask", "int32", MASK_ARRAY),
+    Misuse("op(q, k, v, tri[:31])", ValueError, "mask", "(31, 32)", MASK_ARRAY),
+    Misuse("op(q, k, v, tri[0])", ValueError, "mask", "(32,)", MASK_ARRAY),
+    Misuse("op(q, k, v, np.ones((2, 4, 32, 32), bool))", ValueError, "mask", "(2, 4, 32, 32)", MASK_ARRAY),
+    Misuse("op(q[:, :9], k, v, plan)", ValueError, "plan", "T = 9", "is for q_len 32"),
+    # Options.
+    Misuse("op(q, k, v, mask, scale=True)", ValueError, "scale", "True", NUMBER),
+    Misuse("op(q, k, v, mask, scale=np.True_)", ValueError, "scale", "True", NUMBER),
+    Misuse("op(q, k, v, mask, scale='1')", ValueError, "scale", "'1'", NUMBER),
+    Misuse("op(q, k, v, mask, scale=1j)", ValueError, "scale", "1j", NUMBER),
+    Misuse("op(q, k, v, mask, scale=[1.0])", ValueError, "scale", "[1.0]", NUMBER),
+    Misuse("op(q, k, v, mask, scale=10**400)", ValueError, "scale", "1000", NUMBER),
+    Misuse("op(q, k, v, mask, scale=jnp.ones(()))", ValueError, "scale", "Array(1", NUMBER),
+    Misuse("op(q, k, v, mask, logits_soft_cap=True)", ValueError, "logits_soft_cap", "True", NUMBER),
+    Misuse("op(q, k, v, mask, logits_soft_cap=0)", ValueError, "logits_soft_cap", "0", "must be > 0 or None"),
+    Misuse("op(q, k, v, mask, logits_soft_cap='30')", ValueError, "logits_soft_cap", "'30'", NUMBER),
+    Misuse("op(q, k, v, mask, sinks=True)", ValueError, "sinks", "True", "floats of shape [N] = (4,)"),
+    Misuse("op(q, k, v, mask, sinks='a')", ValueError, "sinks", "'a'", "floats of shape [N] = (4,)"),
+    Misuse("op(q, k, v, mask, sinks=jnp.zeros(2))", ValueError, "sinks", "(2,)", "floats of shape [N] = (4,)"),
+    Misuse("op(q, k, v, mask, sinks=jnp.zeros(4, int))", ValueError, "sinks", "int32", "floats of shape [N] = (4,)"),
+    Misuse("op(q, k, v, mask, segment_ids=ids * 1.0)", ValueError, "segment_ids of queries", "float32", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=ids > 0)", ValueError, "segment_ids of queries", "bool", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=ids[0])", ValueError, "segment_ids of queries", "(32,)", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=0)", ValueError, "segment_ids of queries", "shape ()", IDS),
+    Misuse("op(q, k, v, mask, segment_ids='a')", ValueError, "segment_ids of queries", "'a'", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=[[0], [0, 1]])", ValueError, "segment_ids", "[[0], [0, 1]]", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=(ids, None))", ValueError, "segment_ids of keys", "None", IDS),
+    Misuse("op(q, k, v, mask, segment_ids=(ids,))", ValueError, "segment_ids", "1 entries", "or a pair"),
+    Misuse(
+        "op(q, k, v, mask, implementation='XLA')", ValueError, "implementation", "'XLA'; did you mean 'xla'?", NAMES
+    ),
+    Misuse("op(q, k, v, mask, implementation='tritn')", ValueError, "implementation", "mean 'triton'?", NAMES),
+    Misuse("op(q, k, v, mask, implementation='pallas')", ValueError, "implementation", "mean 'pallas_tpu'?", NAMES),
+    Misuse("op(q, k, v, mask, implementation=True)", ValueError, "implementation", "got True", NAMES),
+    Misuse("op(q, k, v, mask, implementation=['xla'])", ValueError, "implementation", "got ['xla']", NAMES),
+    Misuse("op(q, k, v, mask, return_lse='yes')", ValueError, "return_lse", "'yes'", "must be true or false"),
+    Misuse("op(q, k, v, mask, return_lse=1)", ValueError, "return_lse", "got 1", "must be true or false"),
+    Misuse("op(q, k, v, mask, query_sharding='data')", ValueError, "query_sharding", "'data'", "PartitionSpec or None"),
+    Misuse("op(q, k, v, mask, fwd_params=128)", ValueError, "fwd_params", "got 128", "must be FwdParams or None"),
+    Misuse(
+        "op(q, k, v, mask, fwd_params=sl.FwdParams)", ValueError, "fwd_params", "class", "must be FwdParams or None"
+    ),
+    Misuse(
+        "op(q, k, v, mask, bwd_params=sl.FwdParams())", ValueError, "bwd_params", "FwdParams()", "BwdParams or None"
+    ),
+    Misuse(
+        "op(q, k, v, plan, fwd_params=sl.FwdParams())", ValueError, "fwd_params", "FwdParams()", "belong to make_plan"
+    ),
+    # Settings and plans.
+    Misuse(
+        "sl.FwdParams(q_blocksize=0)", ValueError, "FwdParams: q_blocksize", "got 0", "a multiple of 8 from 8 to 8192"
+    ),
+    Misuse("sl.FwdParams(q_blocksize=True)", ValueError, "FwdParams: q_blocksize", "True", "a multiple of 8"),
+    Misuse("sl.FwdParams(q_blocksize='128')", ValueError, "FwdParams: q_blocksize", "'128'", "a multiple of 8"),
+    Misuse("sl.FwdParams(kv_blocksize=128.0)", ValueError, "FwdParams: kv_blocksize", "128.0", "a multiple of 8"),
+    Misuse("sl.FwdParams(num_warps=3)", ValueError, "FwdParams: num_warps", "got 3", "a power of two from 1 to 16"),
+    Misuse("sl.BwdParams(num_stages=99)", ValueError, "BwdParams: num_stages", "99", "an integer from 1 to 8"),
+    Misuse("sl.make_plan(mask, 0)", ValueError, "q_len", "got 0", LENGTH),
+    Misuse("sl.make_plan(mask, -1)", ValueError, "q_len", "-1", LENGTH),
+    Misuse("sl.make_plan(mask, 32.0)", ValueError, "q_len", "32.0", LENGTH),
+    Misuse("sl.make_plan(mask, '32')", ValueError, "q_len", "'32'", LENGTH),
+    Misuse("sl.make_plan(mask, True)", ValueError, "q_len", "True", LENGTH),
+    Misuse("sl.make_plan(mask, (32, 32))", ValueError, "q_len", "(32, 32)", LENGTH),
+    Misuse("sl.make_plan(mask, 32, 0)", ValueError, "kv_len", "got 0", LENGTH),
+    Misuse("sl.make_plan(32, mask)", ValueError, "q_len", "Causal()", LENGTH),
+    Misuse("sl.make_plan(plan, 64)", TypeError, "mask", "Plan", "must be a Mask"),
+    Misuse("sl.make_plan(tri, 31)", ValueError, "mask", "(32, 32)", "(q_len, kv_len) = (31, 31)"),
+    Misuse("sl.make_plan(mask, 32, implementation='pallas')", ValueError, "implementation", "'pallas_tpu'?", NAMES),
+    Misuse("sl.make_plan(mask, 32, implementation=['xla'])", ValueError, "implementation", "['xla']", NAMES),
+    Misuse("sl.make_plan(mask, 32, fwd_params=8)", ValueError, "fwd_params", "got 8", "must be FwdParams or None"),
+]
