@@ -76,7 +76,7 @@ MISUSES = [
     Misuse("op(q, k, v, mask, logits_soft_cap=True)", ValueError, "logits_soft_cap", "True", NUMBER),
     Misuse("op(q, k, v, mask, logits_soft_cap=0)", ValueError, "logits_soft_cap", "0", "must be > 0 or None"),
     Misuse("op(q, k, v, mask, logits_soft_cap='30')", ValueError, "logits_soft_cap", "'30'", NUMBER),
-    Misuse("op(q, k, v, mask, sinks=True)", ValueError, "sinks", "True", "floats of shape [N] = (4,)"),
+    Misuse("op(q, k, v, mask, sinks=True)", ValueError, "sinks", "bool", "floats of shape [N] = (4,)"),
     Misuse("op(q, k, v, mask, sinks='a')", ValueError, "sinks", "'a'", "floats of shape [N] = (4,)"),
     Misuse("op(q, k, v, mask, sinks=jnp.zeros(2))", ValueError, "sinks", "(2,)", "floats of shape [N] = (4,)"),
     Misuse("op(q, k, v, mask, sinks=jnp.zeros(4, int))", ValueError, "sinks", "int32", "floats of shape [N] = (4,)"),
