@@ -109,7 +109,8 @@ class MaskMod(Mask):
         what = f"mask_mod {self._name}"
         batch = _Withheld(
             f"{what} uses b, but a mask is the same for the whole batch: documents and padding are segment_ids of "
-            "block_sparse_attention, any other mask that differs by entry is a JAX bool array, known at run time"
+            "block_sparse_attention, any other mask that differs by entry is a JAX bool array, known at run time only, "
+            "under jax.vmap"
         )
         head = self.head
         if head is None:
