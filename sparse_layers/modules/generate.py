@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ..masks.options import checked
 from ..ops.decoding.cache import checked_lengths
 from .decoder import Decoder, put_together, taken_apart
 from .settings import check_settings
@@ -73,10 +74,8 @@ def generate(
     vocab_size = _vocab_size(how, arrays, tokens, lengths)
     _check_tokens(tokens, known, vocab_size)
     for name, value, least in (("top_k", top_k, 1), ("stop_token", stop_token, 0)):
-        most = vocab_size - 1 + least
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and not (whole and least <= value <= most):
-            raise ValueError(f"{name} must be None or an integer in {least}..{most}, got {value!r}")
+        if value is not None:
+            checked(name, value, Annotated[int, least, vocab_size - 1 + least])
     check_settings(temperature=temperature, top_p=top_p)
     if temperature > 0 and key is None:
         raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got None")

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from ..masks.options import Positive, checked, near
+from ..masks.options import Length, Positive, checked, near
 from ..ops.planning.params import BwdParams, FwdParams
 
 # --- options that are handed on --------------------------------------------------------------------------------------
@@ -211,12 +211,8 @@ def query_features(num_heads: int, features: int, qkv_features: int | None, head
 Rule = Callable[[str, Any], object]
 
 
-def _size(name: str, value: Any) -> None:
-    checked(name, value, Positive)
-
-
-def _flag(name: str, value: Any) -> None:
-    checked(name, value, bool)
+def _of(hint: Any) -> Rule:
+    return lambda name, value: checked(name, value, hint)
 
 
 def _optional(rule: Rule) -> Rule:
@@ -281,18 +277,17 @@ def _rngs(name: str, value: Any) -> None:
 
 _INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("num_heads", "features", "in_features", "num_layers", "vocab_size", "seq_len", "num_tokens"), _size
-    ),
+    **dict.fromkeys(("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _of(Positive)),
     **dict.fromkeys(
         ("qkv_features", "out_features", "num_kv_heads", "head_dim", "mlp_features", "position_stride"),
-        _optional(_size),
+        _optional(_of(Positive)),
     ),
     **dict.fromkeys(
         ("use_sinks", "use_bias", "normalize_qk", "remat", "tie_embeddings", "scan_layers", "recompute", "is_causal"),
-        _flag,
+        _of(bool),
     ),
-    "deterministic": _optional(_flag),
+    "seq_len": _of(Length),
+    "deterministic": _optional(_of(bool)),
     "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
     "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
     "rope_theta": _optional(_number(" > 0", lambda x: x > 0)),
