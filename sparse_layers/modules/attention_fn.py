@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, PrecisionLike
 
-from ..masks.adapters import as_masks
+from ..masks.adapters import MaskLike, as_masks
 from ..masks.algebra import Mask
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
@@ -23,9 +23,9 @@ from .settings import check_array, check_settings
 _MOST_HEADS = 256
 
 # Who attends to whom in one layer; a sequence is taken in turn by its heads.
-Pattern = str | Mask | np.ndarray | Sequence[str | Mask | np.ndarray]
+Pattern: TypeAlias = MaskLike
 # The same for the layers of a model, which take them in turn.
-Patterns = Pattern | Sequence[Pattern]
+Patterns: TypeAlias = "MaskLike | Sequence[MaskLike]"
 
 
 @dataclasses.dataclass(frozen=True)
