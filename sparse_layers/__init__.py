@@ -41,7 +41,8 @@ from .ops.planning.mask_info import (
 )
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan, make_plan
-from .tools.describe import describe, draw, picture
+from .tools.describe import describe
+from .tools.pictures import draw, picture
 from .tools.tuning import Tuned, load_tuned, tune
 
 if typing.TYPE_CHECKING:

@@ -1,12 +1,16 @@
 """In a terminal: ``python -m sparse_layers list``, ``... show strided --seq-len 4096 --png FILE``, ``... doctor``."""
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from .masks.presets import preset, preset_options, presets
-from .tools.describe import describe, draw
+from .tools.describe import describe
+from .tools.pictures import LONGEST, draw
+
+_LONG = 1 << 17  # tokens that are planned in a second or two
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     show = commands.add_parser("show", help="picture, density, blocks, plan and expected saving of one pattern")
     show.add_argument("preset", metavar="PRESET", help="NAME or NAME:option=value,...")
     show.add_argument("--seq-len", type=int, required=True, metavar="N", help="tokens in the sequence")
-    show.add_argument("--png", metavar="FILE", help="save the picture, too; replaces FILE")
+    show.add_argument("--png", metavar="FILE.png", help="save the picture, too; replaces the file")
     commands.add_parser("doctor", help="versions, devices, which implementations work here, and a self-check of them")
     args = parser.parse_args(argv)
 
@@ -62,11 +66,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         mask = preset(args.preset)
-        if args.seq_len < 1:
-            raise ValueError(f"--seq-len must be >= 1, got {args.seq_len}")
+        if not 1 <= args.seq_len <= LONGEST:
+            raise ValueError(
+                f"--seq-len must be >= 1 and at most {LONGEST}, got {args.seq_len}: to plan more may take minutes, and "
+                "fewer tokens show the same pattern"
+            )
+        if args.png and pathlib.PurePath(args.png).suffix.lower() != ".png":
+            raise ValueError(f"--png must name a file that ends in .png, got {args.png!r}")
+        if args.seq_len > _LONG:
+            print(f"planning for {args.seq_len} tokens, which may take half a minute", file=sys.stderr, flush=True)
+        if args.png:  # first, since the name may be wrong
+            draw(mask, args.seq_len, args.png)
         print(describe(mask, args.seq_len))
         if args.png:
-            draw(mask, args.seq_len, args.png)
             print(f"saved {args.png}")
     except (ValueError, OSError, ImportError) as error:
         show.error(str(error))

@@ -26,6 +26,12 @@ def test_show_prints_the_description(capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
+def test_show_says_so_where_planning_takes_a_while(capsys):
+    main(["show", "local:local_attn_ctx=8", "--seq-len", "200000"])
+    output = capsys.readouterr()
+    assert output.err == "planning for 200000 tokens, which may take half a minute\n" and "200000" not in output.out
+
+
 def test_show_saves_a_picture(capsys, tmp_path):
     path = tmp_path / "fixed.png"
     main(["show", "fixed", "--seq-len", "256", "--png", str(path)])
@@ -41,11 +47,19 @@ def test_show_saves_a_picture(capsys, tmp_path):
         (["show"], "the following arguments are required: PRESET, --seq-len"),
         (["show", "local"], "the following arguments are required: --seq-len"),
         (["show", "local", "--seq-len", "many"], "invalid int value: 'many'"),
-        (["show", "local", "--seq-len", "0"], "--seq-len must be >= 1, got 0"),
+        (["show", "local", "--seq-len", "0"], "--seq-len must be >= 1 and at most 1048576, got 0"),
+        (["show", "local", "--seq-len", "100000000"], "at most 1048576, got 100000000: to plan more may take minutes"),
         (["show", "locale", "--seq-len", "8"], "unknown name 'locale', did you mean 'local'"),
         (["show", "local:window=3", "--seq-len", "8"], "unknown option 'window'. Known: local_attn_ctx"),
         (["show", "local:local_attn_ctx=0", "--seq-len", "8"], "local_attn_ctx must be an integer >= 1, got 0"),
-        (["show", "local", "--seq-len", "8", "--png", "no folder/x.png"], "No such file or directory"),
+        (
+            ["show", "local", "--seq-len", "8", "--png", "no folder/x.png"],
+            "a folder that is there, got 'no folder/x.png'",
+        ),
+        (
+            ["show", "local", "--seq-len", "8", "--png", "x.foo"],
+            "--png must name a file that ends in .png, got 'x.foo'",
+        ),
         (["show", "local", "--seq-len", "8", "--jpg", "x"], "unrecognized arguments: --jpg x"),
         (["doctor", "xla"], "unrecognized arguments: xla"),
     ],

@@ -77,7 +77,7 @@ def as_html(mask: Mask) -> str:
     formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
     try:
         q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
-        picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{_svg(cells(mask, q_len, kv_len, _SIDE))}"
+        picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{svg(cells(mask, q_len, kv_len, _SIDE))}"
     except Exception:  # a table of the user's may be shorter, and what is shown by itself must not fail
         picture = "</figcaption>"
     return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'
@@ -94,7 +94,7 @@ def _extent(mask: Mask) -> int:
     return max([8, *inner, *own])
 
 
-def _svg(states: np.ndarray) -> str:
+def svg(states: np.ndarray) -> str:
     """A grid of cells as one path for each colour, a rectangle for each run in a row."""
     rows, columns = states.shape
     paths = ""

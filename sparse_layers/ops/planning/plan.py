@@ -135,6 +135,11 @@ class Plan:
         )
         return dataclasses.replace(self, masks=masks, chains=chains, candidates=candidates)
 
+    def _repr_html_(self) -> str:
+        from .report import as_html  # which compares this plan with another
+
+        return as_html(self)
+
 
 def make_plan(
     mask: MaskLike,

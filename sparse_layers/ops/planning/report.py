@@ -1,0 +1,87 @@
+"""What a plan computes, in words and as HTML for notebooks: its passes, the blocks that they keep, and the saving."""
+
+import html
+
+import numpy as np
+
+from ...masks.algebra import FULL, PARTIAL
+from ...masks.counting import count
+from ...masks.pictures import svg
+from ...masks.primitives import Causal, Full
+from .plan import Pass, Plan, make_plan
+
+# Of a plan in a notebook: most masks, most cells on a side of a picture, most characters of a formula, and most pairs
+# looked at to find out whether a mask is causal.
+_MASKS, _SIDE, _TITLE, _LOOKS = 8, 48, 200, 1 << 22
+
+
+def heads(h: int, period: int) -> str:
+    """Which heads take mask h of so many."""
+    return "all heads" if period == 1 else f"heads {h}, {h + period}, ..."
+
+
+def orders(link: Pass) -> str:
+    """The row orders of a pass: of queries and keys, if they differ."""
+    return str(link.q_order) if str(link.q_order) == str(link.kv_order) else f"{link.q_order} / {link.kv_order}"
+
+
+def blocks(link: Pass) -> str:
+    """How many blocks the forward of a pass computes, of how many of which shape."""
+    rows, columns = (n // side for n, side in zip(link.padded(link.fwd_shape), link.fwd_shape, strict=True))
+    return f"{link.fwd_blocks} of {rows * columns} blocks of {link.fwd_shape[0]} x {link.fwd_shape[1]}"
+
+
+def saving(plan: Plan, h: int, causal: bool) -> str:
+    """How much less work a mask's chain is than attention to all keys, or to all up to the query if it is causal."""
+    whole, kind = (Causal(), "causal") if causal else (Full(), "full")
+    options = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params, "implementation": plan.implementation}
+    dense = make_plan(whole, plan.q_len, plan.kv_len, **options).candidates[0][0][1]
+    cost = plan.candidates[h][0][1]
+    text = f"{dense / cost:.1f} times less work than {kind} attention" if cost else "nothing to compute"
+    return f"{text} (cost {cost:.3g} against {dense:.3g} pairs)"
+
+
+def kept(link: Pass) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, column and state of each block that the forward of a pass computes."""
+    states = np.asarray(link.fwd.block_mask[0])
+    rows, steps = np.nonzero(states)
+    columns = np.asarray(link.fwd.data_next[0])[rows, steps]
+    return rows, columns.astype(int), states[rows, steps]  # stored in as few bits as they need
+
+
+# --- in notebooks ----------------------------------------------------------------------------------------------------
+
+
+def as_html(plan: Plan) -> str:
+    """A table of a plan's passes with pictures of the blocks that they keep, and for each mask the saving.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> as_html(sl.make_plan(sl.Causal(), 256))[:57]
+      '<table><caption>Plan of 256 queries and 256 keys</caption'
+    """
+    lines = []
+    for h, mask in enumerate(plan.masks[:_MASKS]):
+        formula = repr(mask)
+        formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
+        causal = count(mask, plan.q_len, plan.kv_len, _LOOKS).causal
+        title = f"{heads(h, len(plan.masks))}: <code>{html.escape(formula)}</code><br>{saving(plan, h, causal)}"
+        lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')
+        for number, link in enumerate(plan.chains[h], 1):
+            row = (f"pass {number}", html.escape(orders(link)), blocks(link), svg(_cells(link)))
+            lines.append(f"<tr>{''.join(f'<td>{text}</td>' for text in row)}</tr>")
+    if more := len(plan.masks) - _MASKS:
+        lines += [f'<tr><td colspan="4">and {more} masks more</td></tr>'] * (more > 0)
+    return f"<table><caption>Plan of {plan.q_len} queries and {plan.kv_len} keys</caption>{''.join(lines)}</table>"
+
+
+def _cells(link: Pass) -> np.ndarray:
+    """The grid of blocks in row space, its cells FULL, PARTIAL or EMPTY, or a smaller one whose cells hold several."""
+    shape = [n // side for n, side in zip(link.padded(link.fwd_shape), link.fwd_shape, strict=True)]
+    step = -(-max(shape) // _SIDE)
+    rows, columns, states = kept(link)
+    full, some = np.zeros((2, *(-(-n // step) for n in shape)), int)
+    np.add.at(some, (rows // step, columns // step), 1)
+    np.add.at(full, (rows // step, columns // step), states == FULL)
+    sizes = [np.bincount(np.arange(n) // step) for n in shape]
+    return np.where(full == np.outer(*sizes), FULL, np.where(some > 0, PARTIAL, 0)).astype(np.int8)

@@ -1,0 +1,276 @@
+"""Pictures of masks, in characters and by matplotlib, and of the blocks that a plan keeps of them."""
+
+import os
+import pathlib
+import typing
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..masks.adapters import as_masks
+from ..masks.algebra import EMPTY, FULL, Mask
+from ..masks.counting import count
+from ..masks.options import Length, Natural, Positive, checked
+from ..masks.pictures import COLOURS, cells
+from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
+from ..ops.planning.report import blocks as blocks_of
+from ..ops.planning.report import heads, kept
+
+if typing.TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
+_SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
+_FORMULA = 60  # most characters of a formula in a title
+# Most cells on a side, pictures side by side, and blocks outlined in one.
+_SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
+
+
+def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
+    """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
+
+    Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell stands for a square of tokens, a power of
+    two on a side, large enough for the picture to fit. A cell too large to be looked at pair by pair may show ▪ where
+    ■ or · is right.
+
+    Args:
+      mask: whatever `as_masks` takes: a mask, a preset's name, a bool array, or a sequence of these (head h takes
+        entry h % len).
+      q_len: number of queries, >= 1: the rows.
+      kv_len: number of keys, >= 1: the columns; defaults to q_len.
+      size: most cells on a side, 1 to 2048.
+
+    Returns:
+      Lines of cells separated by one space, without a newline at the end. Several masks lie one under the other, each
+      below a heading that names its heads.
+
+    Raises:
+      ValueError: a length or size is out of its range.
+      TypeError: mask is no mask.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture((sl.Causal(), sl.Window(0)), 3))
+      heads 0, 2, ...:
+      ■ · ·
+      ■ ■ ·
+      ■ ■ ■
+      heads 1, 3, ...:
+      ■ · ·
+      · ■ ·
+      · · ■
+      >>> print(sl.picture(sl.Causal(), 1000, size=4))
+      ▪ · · ·
+      ■ ▪ · ·
+      ■ ■ ▪ ·
+      ■ ■ ■ ▪
+    """
+    q_len, kv_len = checked_lengths(mask, q_len, kv_len)
+    _check_size(size)
+    masks = masks_for(mask, q_len, kv_len)
+    drawn = ["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks]
+    if len(masks) == 1:
+        return drawn[0]
+    return "\n".join(f"{heads(h, len(masks))}:\n{text}" for h, text in enumerate(drawn))
+
+
+def draw(
+    subject: Any,
+    q_len: int | None = None,
+    path: str | os.PathLike[str] | None = None,
+    kv_len: int | None = None,
+    *,
+    size: int = 512,
+    head: int | None = None,
+    blocks: bool = False,
+    ax: "Axes | None" = None,
+) -> "Figure":
+    """Draws a mask by matplotlib, and over it, if asked to, the blocks that its plan computes. Needs no display.
+
+    Args:
+      subject: a mask with its lengths, whatever `as_masks` takes, or a `Plan`, which has lengths. Several masks are
+        drawn side by side.
+      q_len: number of queries of a mask, >= 1: the rows; None for a plan.
+      path: the file to write, replaced if it is there; its suffix says the format (``.png``, ``.svg``, ``.pdf``, ...).
+        None writes nothing.
+      kv_len: number of keys: the columns; defaults to q_len.
+      size: most cells on a side, 1 to 2048, as in `picture`.
+      head: draw the mask of this head only, where heads differ; None for all.
+      blocks: draw the plan's passes side by side, each in its own row order, with what is left to it of the mask and
+        the blocks that its forward computes outlined.
+      ax: matplotlib's axes to draw into, for one picture; None makes a new figure.
+
+    Returns:
+      The figure that was drawn into. matplotlib's pyplot knows nothing of it, so there is nothing to close.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      OSError: the file cannot be written.
+      ValueError: an argument is out of its range, a suffix unknown (the message lists those that are known), a length
+        is given with a plan, ax with a path or for several pictures, or blocks for more of them than can be seen.
+      TypeError: subject is no mask and no plan, or another argument of a wrong type.
+
+    Example:
+      >>> import pathlib, tempfile, sparse_layers as sl
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     figure = sl.draw(sl.Causal(), 64, pathlib.Path(folder, "causal.png"))
+      ...     pathlib.Path(folder, "causal.png").read_bytes()[1:4]
+      b'PNG'
+      >>> print(figure.axes[0].get_title())
+      Causal()
+      T = 64, 50.7812% of the pairs allowed
+    """
+    try:
+        # The object-oriented interface: pyplot would keep the figure and pick a window system for the whole process.
+        from matplotlib.axes import Axes
+        from matplotlib.collections import PolyCollection
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("draw needs matplotlib: pip install 'sparse-layers[examples]'") from error
+    _check_size(size)
+    checked("blocks", blocks, bool)
+    if ax is not None and not isinstance(ax, Axes):
+        raise TypeError(f"ax must be matplotlib's Axes or None, got {ax!r}")
+    if ax is not None and path is not None:
+        raise ValueError(f"path must be None where ax is given, whose figure is yours to save, got {path!r}")
+    file = None if path is None else _writable(path, Figure().canvas.get_supported_filetypes())
+    panels = _panels(subject, q_len, kv_len, head, blocks)
+    most = _PANELS if ax is None else 1
+    if len(panels) > most:
+        hint = ", or leave blocks out" if blocks else ""
+        raise ValueError(
+            f"{'ax' if ax else 'head'}: at most {most} pictures fit, got {len(panels)}: choose one head{hint}"
+        )
+
+    inches = (4.5 * len(panels), 5)
+    figure: Any = Figure(figsize=inches, dpi=160, layout="constrained") if ax is None else ax.figure
+    places = [ax] if ax else figure.subplots(1, len(panels), squeeze=False)[0]
+    colours = ListedColormap([COLOURS[state] for state in sorted(COLOURS)])
+    for place, panel in zip(places, panels, strict=True):
+        rows, columns = panel.shape
+        extent = (0, columns, rows, 0)
+        states = cells(panel.mask, rows, columns, size)
+        place.imshow(states, cmap=colours, vmin=EMPTY, vmax=FULL, interpolation="nearest", extent=extent)
+        place.add_collection(
+            PolyCollection(list(panel.outlines), facecolors="none", edgecolors="#e07b00", linewidths=0.6)
+        )
+        place.set(xlabel=panel.labels[1], ylabel=panel.labels[0], xlim=extent[:2], ylim=extent[2:])
+        place.set_title(panel.title, fontsize="medium", parse_math=False)
+    if file is not None:
+        figure.savefig(file, format=file.suffix[1:].lower())
+    return figure
+
+
+class _Panel(NamedTuple):
+    """One picture of a figure: a mask over (rows, columns), and corners of blocks [n, 4, 2] in (column, row)."""
+
+    mask: Mask
+    shape: tuple[int, int]
+    title: str
+    labels: tuple[str, str] = ("query", "key")
+    outlines: np.ndarray = np.empty((0, 4, 2), int)
+
+
+def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | None, blocks: bool) -> list[_Panel]:
+    plan = subject if isinstance(subject, Plan) else None
+    if plan is not None:
+        refuse_given(plan, {"q_len": q_len, "kv_len": kv_len})
+        shape, masks = (plan.q_len, plan.kv_len), plan.masks
+    else:
+        shape = checked_lengths(subject, q_len, kv_len, LONGEST if blocks else None)
+        masks = masks_for(subject, *shape)
+        plan = make_plan(masks, *shape) if blocks else None
+    if head is None:
+        chosen = {h: heads(h, len(masks)) for h in range(len(masks))}
+    else:
+        chosen = {checked("head", head, Natural) % len(masks): f"head {head}"}
+    panels = []
+    for h, which in chosen.items():
+        title = _title(masks[h], shape) + (f", {which}" if len(masks) > 1 else "")
+        chain = plan.chains[h] if plan and blocks else ()
+        for number, link in enumerate(chain, 1):
+            orders = f"query, {link.q_order}", f"key, {link.kv_order}"
+            rows = link.q_order.rows, link.kv_order.rows
+            name = f"{title}\npass {number} of {len(chain)}: {blocks_of(link)}"
+            panels.append(_Panel(link.mask, rows, name, orders, _outlines(link)))
+        if not chain:
+            panels.append(_Panel(masks[h], shape, title))
+    return panels
+
+
+def _title(mask: Mask, shape: tuple[int, int]) -> str:
+    """Pattern, lengths and density of a mask."""
+    formula = repr(mask)
+    formula = formula if len(formula) <= _FORMULA else f"{formula[: _FORMULA - 3]}..."
+    lengths = f"T = {shape[0]}" + (f", S = {shape[1]}" if shape[1] != shape[0] else "")
+    return f"{formula}\n{lengths}, {count(mask, *shape).pairs / (shape[0] * shape[1]):.4%} of the pairs allowed"
+
+
+def _outlines(link: Pass) -> np.ndarray:
+    """The corners of the blocks that a pass computes, (column, row): [n, 4, 2]."""
+    if link.fwd_blocks > _OUTLINES:
+        raise ValueError(
+            f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {link.fwd_blocks}: draw fewer tokens"
+        )
+    rows, columns, _ = kept(link)
+    height, width = link.fwd_shape
+    corners = np.array([[0, 0], [width, 0], [width, height], [0, height]])
+    return np.stack([columns * width, rows * height], axis=-1)[:, None] + corners
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def checked_lengths(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
+    """The lengths that a mask is to be looked at with.
+
+    Raises:
+      ValueError: q_len is missing, or a length is out of its range.
+      TypeError: q_len is missing where there is no mask.
+    """
+    if q_len is None:
+        try:
+            as_masks(mask)
+        except TypeError:
+            kind = type(mask).__name__
+            raise TypeError(f"subject must be a mask, or what has a Plan (a layer, a model), got {kind}") from None
+        raise ValueError("q_len must be an integer >= 1 with a mask, which has no length of its own, got None")
+    lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
+    for name, length in lengths.items():
+        lengths[name] = checked(name, length, Length)
+        if most is not None and lengths[name] > most:
+            raise ValueError(
+                f"{name} must be at most {most}, got {length}: to plan more may take minutes; `picture`, and `draw` "
+                "without blocks, show any length, and fewer tokens the same pattern"
+            )
+    return lengths["q_len"], lengths["kv_len"]
+
+
+def refuse_given(subject: Any, values: dict[str, Any]) -> None:
+    """Raises ValueError for what may be given with a mask only."""
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None with a {type(subject).__name__}, whose plan says it, got {value!r}")
+
+
+def _check_size(size: Any) -> None:
+    if checked("size", size, Positive) > _SIZE:
+        raise ValueError(f"size must be at most {_SIZE}, got {size}")
+
+
+def _writable(path: Any, known: dict[str, str]) -> pathlib.Path:
+    """The file to write, before there is anything to write."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or PathLike, got {path!r}")
+    file = pathlib.Path(path)
+    if file.is_dir():
+        raise IsADirectoryError(f"path must be a file, got the folder {str(file)!r}")
+    if file.suffix[1:].lower() not in known:
+        raise ValueError(f"path must end in one of .{', .'.join(sorted(known))}, got {str(file)!r}")
+    if not file.parent.is_dir():
+        raise FileNotFoundError(f"path must lie in a folder that is there, got {str(file)!r}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise PermissionError(f"path must be writable, got {str(file)!r}")
+    return file

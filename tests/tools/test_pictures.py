@@ -1,0 +1,128 @@
+import dataclasses
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib import image
+from matplotlib.figure import Figure
+
+import sparse_layers as sl
+from tests.tools.cases import MASKS, expected_cells
+
+SIGNS = {"·": 0, "▪": 1, "■": 2}
+
+
+def read(text):
+    return np.array([[SIGNS[sign] for sign in line.split(" ")] for line in text.split("\n")])
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "q_len, kv_len, size, cell", [(5, 5, 5, 1), (33, 48, 48, 1), (150, 150, 12, 16), (150, 90, 48, 4), (90, 7, 12, 8)]
+)
+def test_pictures_show_the_mask(name, q_len, kv_len, size, cell):
+    cells = read(sl.picture(MASKS[name], q_len, kv_len, size=size))
+    np.testing.assert_array_equal(cells, expected_cells(MASKS[name], q_len, kv_len, cell))
+
+
+def test_large_pictures_are_sound_and_mostly_exact():
+    mask, true = sl.preset("bigbird", block=32), sl.preset("bigbird", block=1)
+    cells = read(sl.picture(mask, 32 * 512, size=32))
+    expected = expected_cells(true, 512, 512, 16)
+    assert np.all(cells[expected == 1] == 1)
+    assert np.all((cells == expected) | (cells == 1))
+    assert np.mean(cells == expected) > 0.95
+
+
+def test_pictures_by_head():
+    text = sl.picture((sl.Causal(), sl.Full(), sl.Window(0)), 2)
+    assert text == "heads 0, 3, ...:\n■ ·\n■ ■\nheads 1, 4, ...:\n■ ■\n■ ■\nheads 2, 5, ...:\n■ ·\n· ■"
+    assert sl.picture((sl.Full(), sl.Full()), 1) == "■"
+
+
+def test_pictures_of_arrays():
+    assert sl.picture(np.eye(2, dtype=bool), 2) == "■ ·\n· ■"
+
+
+def test_pictures_of_any_length():
+    # Without looking at pairs one by one: a million million million of them.
+    assert sl.picture(sl.Causal() & sl.Window(1 << 20), 10**9, size=4) == "▪ · · ·\n▪ ▪ · ·\n· ▪ ▪ ·\n· · ▪ ▪"
+    assert "T = 1000000000, " in sl.draw(sl.Causal() & sl.Window(3), 10**9, size=64).axes[0].get_title()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(q_len=0), "q_len must be an integer >= 1, got 0"),
+        (dict(q_len=4, kv_len=-1), "kv_len must be an integer >= 1, got -1"),
+        (dict(q_len=4, size=0), "size must be an integer >= 1, got 0"),
+        (dict(q_len=4.0), "q_len must be an integer >= 1, got 4.0"),
+    ],
+)
+def test_picture_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sl.picture(sl.Causal(), **arguments)
+
+
+def test_draw_writes_and_replaces_a_png(tmp_path):
+    path = tmp_path / "mask.png"
+    path.write_text("old")
+    sl.draw((sl.Causal(), sl.Full()), 100, path, kv_len=50)
+    both = image.imread(path, format="png")
+    sl.draw(sl.Empty(), 100, str(path))
+    empty = image.imread(path, format="png")
+    assert both.shape[1] > 1.5 * empty.shape[1]
+    # The colour of 'allowed' covers much of the first picture, and nothing of the second.
+    dark = [np.mean(np.abs(x[..., :3] - np.array([0x1F, 0x4E, 0x8C]) / 255).max(-1) < 0.02) for x in (both, empty)]
+    assert dark[0] > 0.3 and dark[1] == 0
+
+
+def test_drawing_is_figures_only_and_changes_nothing_global(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it fails
+    settings = matplotlib.rcParams.keys() - {"backend"}  # which pyplot sets, and asks pyplot for
+    before = {name: matplotlib.rcParams[name] for name in settings}
+    figure = sl.draw((sl.Causal(), sl.Window(3)), 40, tmp_path / "MASK.SVG", 30)
+    assert {name: matplotlib.rcParams[name] for name in settings} == before
+    assert b"<svg" in (tmp_path / "MASK.SVG").read_bytes()
+    titles = [axes.get_title().split("\n") for axes in figure.axes]
+    share = sl.Causal().dense(40, 30).mean()
+    assert titles[0] == ["Causal()", f"T = 40, S = 30, {share:.4%} of the pairs allowed, heads 0, 2, ..."]
+    assert titles[1][0] == "Window(left=3, right=0)" and titles[1][1].endswith("heads 1, 3, ...")
+
+
+def test_one_head_into_axes_of_ones_own():
+    own, named = Figure(), "a $ and a mask with a very long name " * 3
+    left, right = own.subplots(1, 2)
+    mask = dataclasses.make_dataclass("Named", [], bases=(sl.Window,), frozen=True, eq=False, repr=False)
+    mask.__repr__ = lambda self: named
+    assert sl.draw((sl.Full(), mask(3)), 64, ax=right, head=3) is own
+    assert not left.images and right.get_title() == f"{named[:57]}...\nT = 64, 6.1035% of the pairs allowed, head 3"
+    np.testing.assert_array_equal(right.images[0].get_array(), 2 * sl.Window(3).dense(64))
+    own.canvas.draw()  # and a $ means nothing
+
+
+def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
+    mask, params = sl.preset("sparse_transformer_strided", stride=16), sl.FwdParams(q_blocksize=32, kv_blocksize=32)
+    plan = sl.make_plan(mask, 500, fwd_params=params, implementation="pallas_tpu")
+    (chain,) = plan.chains
+    assert len(chain) == 2 and not chain[1].kv_order.natural
+    figure = sl.draw(plan, blocks=True)
+    assert [axes.get_title().split("\n")[2].partition(":")[0] for axes in figure.axes] == ["pass 1 of 2", "pass 2 of 2"]
+    for axes, link in zip(figure.axes, chain, strict=True):
+        rows, columns = link.q_order.rows, link.kv_order.rows
+        dense = link.mask.dense(rows, columns)
+        np.testing.assert_array_equal(axes.images[0].get_array(), 2 * dense)
+        assert f"{link.fwd_blocks} of " in axes.get_title() and axes.get_xlabel() == f"key, {link.kv_order}"
+        corners = [path.get_extents().bounds for path in axes.collections[0].get_paths()]
+        tiles = {
+            (x, y) for y in range(0, rows, 32) for x in range(0, columns, 32) if dense[y : y + 32, x : x + 32].any()
+        }
+        assert {bounds[:2] for bounds in corners} == tiles and {bounds[2:] for bounds in corners} == {(32, 32)}
+    assert not sl.draw(plan).axes[0].collections[0].get_paths()
+
+
+def test_draw_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"pip install 'sparse-layers\[examples\]'"):
+        sl.draw(sl.Causal(), 4, tmp_path / "x.png")
