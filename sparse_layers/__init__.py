@@ -1,5 +1,6 @@
 """Flax layers for sparse attention in JAX: the pattern is a value, the computation skips what it forbids."""
 
+import importlib
 import typing
 
 from .masks import (
@@ -29,23 +30,8 @@ from .masks import (
     preset_options,
     presets,
 )
-from .ops.attention import block_sparse_attention, implementations
-from .ops.decoding.cache import KVCache
-from .ops.planning.mask_info import (
-    MaskInfo,
-    bind,
-    process_dynamic_mask,
-    process_dynamic_mask_dkv,
-    process_mask,
-    process_mask_dkv,
-)
-from .ops.planning.params import BwdParams, FwdParams
-from .ops.planning.plan import Plan, make_plan
-from .tools.describe import describe
-from .tools.pictures import draw, picture
-from .tools.tuning import Tuned, load_tuned, tune
 
-if typing.TYPE_CHECKING:
+if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import (
         AttentionFn,
         Decoder,
@@ -58,6 +44,21 @@ if typing.TYPE_CHECKING:
         generate,
         make_attention_fn,
     )
+    from .ops.attention import block_sparse_attention, implementations
+    from .ops.decoding.cache import KVCache
+    from .ops.planning.mask_info import (
+        MaskInfo,
+        bind,
+        process_dynamic_mask,
+        process_dynamic_mask_dkv,
+        process_mask,
+        process_mask_dkv,
+    )
+    from .ops.planning.params import BwdParams, FwdParams
+    from .ops.planning.plan import Plan, make_plan
+    from .tools.describe import describe
+    from .tools.pictures import draw, picture
+    from .tools.tuning import Tuned, load_tuned, tune
 
 __all__ = [
     "And",
@@ -117,28 +118,45 @@ __all__ = [
 ]
 
 
-_LAYERS = (
-    "AttentionFn",
-    "Decoder",
-    "SparseSelfAttention",
-    "SparseTransformer",
-    "SparseTransformerBlock",
-    "from_gpt2",
-    "from_linen",
-    "from_nnx",
-    "generate",
-    "make_attention_fn",
-)
+# Only masks come with the package: the rest takes several times as long to import, and the layers bring flax.nnx.
+_AT_FIRST_USE = {
+    "modules": (
+        "AttentionFn",
+        "Decoder",
+        "SparseSelfAttention",
+        "SparseTransformer",
+        "SparseTransformerBlock",
+        "from_gpt2",
+        "from_linen",
+        "from_nnx",
+        "generate",
+        "make_attention_fn",
+    ),
+    "ops.attention": ("block_sparse_attention", "implementations"),
+    "ops.decoding.cache": ("KVCache",),
+    "ops.planning.mask_info": (
+        "MaskInfo",
+        "bind",
+        "process_dynamic_mask",
+        "process_dynamic_mask_dkv",
+        "process_mask",
+        "process_mask_dkv",
+    ),
+    "ops.planning.params": ("BwdParams", "FwdParams"),
+    "ops.planning.plan": ("Plan", "make_plan"),
+    "tools.describe": ("describe",),
+    "tools.pictures": ("draw", "picture"),
+    "tools.tuning": ("Tuned", "load_tuned", "tune"),
+}
 
+if not typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
 
-if not typing.TYPE_CHECKING:  # to a type checker, the names above are all there are
-
-    def __getattr__(name):
-        # The layers come at their first use: flax.nnx takes several times as long to import as all the rest.
-        if name in _LAYERS:
-            from . import modules
-
-            return getattr(modules, name)
+    def __getattr__(name: str) -> typing.Any:
+        for module, names in _AT_FIRST_USE.items():
+            if name in names:
+                value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+                globals()[name] = value  # so that this function is asked once
+                return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

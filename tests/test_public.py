@@ -1,5 +1,7 @@
+import ast
 import inspect
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -27,6 +29,9 @@ changed = {name for name, value in jax.config.values.items() if name not in sett
 assert not changed, changed
 for name in ("torch", "triton", "jax_triton", "matplotlib", "jax.experimental.pallas"):
     assert name not in sys.modules, name
+parts = {name for name in sys.modules if name.startswith("sparse_layers.")}
+assert all(name.startswith("sparse_layers.masks") for name in parts), parts
+assert set(sparse_layers.__all__) <= set(dir(sparse_layers))
 more = {name.partition(".")[0] for name in set(sys.modules) - loaded} - sys.stdlib_module_names
 print(*sorted(more))
 """
@@ -37,8 +42,27 @@ def test_a_cold_import_is_light(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "PATH": ""}
     run = subprocess.run([sys.executable, "-c", COLD], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["jax", "sparse_layers"]  # of jax, the few lines of jax.ad_checkpoint
+    assert run.stdout.split() == ["sparse_layers"]
     assert not list(tmp_path.iterdir()), "importing writes nothing"
+
+
+def test_names_at_first_use_are_those_that_type_checkers_see():
+    tree = ast.parse(pathlib.Path(sl.__file__).read_text(encoding="utf-8"))
+    (block,) = (
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
+    )
+    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
+    assert seen == sl._AT_FIRST_USE
+    with pytest.raises(AttributeError, match="module 'sparse_layers' has no attribute 'atention'"):
+        sl.__getattr__("atention")
+
+
+def test_what_comes_at_first_use_is_imported_and_pickled_by_name():
+    names = {}
+    exec("from sparse_layers import *", names)
+    assert names.keys() - {"__builtins__"} == set(sl.__all__)
+    for value in (sl.FwdParams(num_warps=4), sl.make_plan, sl.SparseSelfAttention, sl.Causal() & sl.Window(3)):
+        assert pickle.loads(pickle.dumps(value)) == value
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

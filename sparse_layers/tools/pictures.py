@@ -22,7 +22,7 @@ if typing.TYPE_CHECKING:
 
 LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 _SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
-_FORMULA = 60  # most characters of a formula in a title
+_FORMULA = 56  # most characters of a formula in a title
 # Most cells on a side, pictures side by side, and blocks outlined in one.
 _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
 
@@ -157,7 +157,7 @@ def draw(
             PolyCollection(list(panel.outlines), facecolors="none", edgecolors="#e07b00", linewidths=0.6)
         )
         place.set(xlabel=panel.labels[1], ylabel=panel.labels[0], xlim=extent[:2], ylim=extent[2:])
-        place.set_title(panel.title, fontsize="medium", parse_math=False)
+        place.set_title(panel.title, fontsize="small", parse_math=False)
     if file is not None:
         figure.savefig(file, format=file.suffix[1:].lower())
     return figure

@@ -97,7 +97,7 @@ def test_one_head_into_axes_of_ones_own():
     mask = dataclasses.make_dataclass("Named", [], bases=(sl.Window,), frozen=True, eq=False, repr=False)
     mask.__repr__ = lambda self: named
     assert sl.draw((sl.Full(), mask(3)), 64, ax=right, head=3) is own
-    assert not left.images and right.get_title() == f"{named[:57]}...\nT = 64, 6.1035% of the pairs allowed, head 3"
+    assert not left.images and right.get_title() == f"{named[:53]}...\nT = 64, 6.1035% of the pairs allowed, head 3"
     np.testing.assert_array_equal(right.images[0].get_array(), 2 * sl.Window(3).dense(64))
     own.canvas.draw()  # and a $ means nothing
 
