@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"--seq-len must be >= 1 and at most {LONGEST}, got {args.seq_len}: to plan more may take minutes, and "
                 "fewer tokens show the same pattern"
             )
-        if args.png and pathlib.PurePath(args.png).suffix.lower() != ".png":
+        if args.png is not None and pathlib.PurePath(args.png).suffix.lower() != ".png":
             raise ValueError(f"--png must name a file that ends in .png, got {args.png!r}")
         if args.seq_len > _LONG:
             print(f"planning for {args.seq_len} tokens, which may take half a minute", file=sys.stderr, flush=True)

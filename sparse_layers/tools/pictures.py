@@ -137,12 +137,9 @@ def draw(
         raise ValueError(f"path must be None where ax is given, whose figure is yours to save, got {path!r}")
     file = None if path is None else _writable(path, Figure().canvas.get_supported_filetypes())
     panels = _panels(subject, q_len, kv_len, head, blocks)
-    most = _PANELS if ax is None else 1
-    if len(panels) > most:
-        hint = ", or leave blocks out" if blocks else ""
-        raise ValueError(
-            f"{'ax' if ax else 'head'}: at most {most} pictures fit, got {len(panels)}: choose one head{hint}"
-        )
+    if len(panels) > (_PANELS if ax is None else 1):
+        rule = f"head must be given for more than {_PANELS} pictures" if ax is None else "ax must be None for several"
+        raise ValueError(f"{rule}: each mask is one, with blocks each pass of its plan, got {len(panels)}")
 
     inches = (4.5 * len(panels), 5)
     figure: Any = Figure(figsize=inches, dpi=160, layout="constrained") if ax is None else ax.figure
@@ -252,7 +249,8 @@ def refuse_given(subject: Any, values: dict[str, Any]) -> None:
     """Raises ValueError for what may be given with a mask only."""
     for name, value in values.items():
         if value is not None:
-            raise ValueError(f"{name} must be None with a {type(subject).__name__}, whose plan says it, got {value!r}")
+            kind = type(subject).__name__
+            raise ValueError(f"{name} must be None where a plan says it, as that of this {kind} does, got {value!r}")
 
 
 def _check_size(size: Any) -> None:
@@ -264,13 +262,14 @@ def _writable(path: Any, known: dict[str, str]) -> pathlib.Path:
     """The file to write, before there is anything to write."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a str or PathLike, got {path!r}")
+    path = os.fspath(path)
     file = pathlib.Path(path)
     if file.is_dir():
-        raise IsADirectoryError(f"path must be a file, got the folder {str(file)!r}")
+        raise IsADirectoryError(f"path must be a file, got the folder {path!r}")
     if file.suffix[1:].lower() not in known:
-        raise ValueError(f"path must end in one of .{', .'.join(sorted(known))}, got {str(file)!r}")
+        raise ValueError(f"path must end in one of .{', .'.join(sorted(known))}, got {path!r}")
     if not file.parent.is_dir():
-        raise FileNotFoundError(f"path must lie in a folder that is there, got {str(file)!r}")
+        raise FileNotFoundError(f"path must lie in a folder that is there, got {path!r}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PermissionError(f"path must be writable, got {str(file)!r}")
+        raise PermissionError(f"path must be writable, got {path!r}")
     return file

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 import importlib.metadata
 import json
 import operator
@@ -10,7 +11,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,8 @@ from ..ops.planning.platforms import platform
 GAIN = 0.02
 # Rows judged together: enough for the largest error among them to be typical, few enough to be of similar size.
 ROWS = 32
+# Of a result in a notebook: most rows, and most characters of a line.
+_SHOWN, _LINE = 40, 300
 FORMAT = "sparse_layers.tuned 1"
 _PACKAGES = ("sparse-layers", "jax", "jaxlib", "jax-triton", "triton", "libtpu")
 # Sizes of a call, and their letters.
@@ -79,24 +82,33 @@ class Tuned:
     table: tuple[Measured, ...]
 
     def __str__(self):
+        rows = (f"{mark} {forward:>10}  {both:>10}  {what}" for mark, forward, both, what in self._rows())
+        return "\n".join((*self._heading(), f"  {'forward':>10}  {'fwd + bwd':>10}", *rows))
+
+    def _repr_html_(self) -> str:
+        heading = "<br>".join(html.escape(_short(line)) for line in self._heading())
+        rows = [("", "forward", "fwd + bwd", ""), *self._rows()]
+        shown = (f"<tr>{''.join(f'<td>{html.escape(_short(x))}</td>' for x in row)}</tr>" for row in rows[: _SHOWN + 1])
+        more = f'<tr><td colspan="4">and {len(rows) - 1 - _SHOWN} rows more</td></tr>' * (len(rows) - 1 > _SHOWN)
+        return f"<table><caption>{heading}</caption>{''.join(shown)}{more}</table>"
+
+    def _heading(self) -> tuple[str, str]:
         about = self.about
         sizes = " ".join(f"{letter}={about[name]}" for name, letter in _SIZES.items())
         runs = about["implementation"] or f"the library's choice, with settings {about['tunable']},"
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        lines = [
-            f"{sizes} {about['dtype']}; {runs} on {about['device']}",
-            f"{about['mask']}; {versions}",
-            f"  {'forward':>10}  {'fwd + bwd':>10}",
-        ]
+        return f"{sizes} {about['dtype']}; {runs} on {about['device']}", f"{about['mask']}; {versions}"
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """The table in words: * for the chosen row, the times, the parameters and why they have none."""
         chosen = (self.fwd_params, self.bwd_params)
         last = max((i for i, row in enumerate(self.table) if (row.fwd_params, row.bwd_params) == chosen), default=None)
         for i, row in enumerate(self.table):
-            texts = ["" if ms is None else f"{ms:.3f} ms" for ms in (row.forward_ms, row.both_ms)]
+            forward, both = ("" if ms is None else f"{ms:.3f} ms" for ms in (row.forward_ms, row.both_ms))
             if row.reason is not None:
-                texts = ["left out", ""]
+                forward, both = "left out", ""
             params = f"{_text(row.fwd_params)} {_text(row.bwd_params)}" + (f": {row.reason}" if row.reason else "")
-            lines.append(f"{'*' if i == last else ' '} {texts[0]:>10}  {texts[1]:>10}  {params}")
-        return "\n".join(lines)
+            yield "*" if i == last else " ", forward, both, params
 
 
 def tune(
@@ -161,7 +173,7 @@ def tune(
 
     Raises:
       ValueError: an argument is out of its range, or the call would be wrong; says which and why.
-      TypeError: ``mask`` describes no mask.
+      TypeError: ``mask`` describes no mask, or another argument is of a wrong type.
       NotImplementedError: the named implementation cannot serve the call.
       OSError: the file cannot be written; FileExistsError: it is there already.
       ArithmeticError: the default's own result is not finite.
@@ -193,6 +205,8 @@ def tune(
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
     if candidates is not None:
+        if isinstance(candidates, str) or not isinstance(candidates, Iterable):
+            raise TypeError(f"candidates must be a sequence of FwdParams and BwdParams, or None, got {candidates!r}")
         candidates = list(candidates)
         kinds = (FwdParams, BwdParams) if gradients else (FwdParams,)
         for candidate in candidates:
@@ -205,6 +219,9 @@ def tune(
     constants: dict[str, Any] = {"logits_soft_cap": logits_soft_cap}
     if segment_ids is not None:
         segment_ids = tuple(map(np.asarray, segment_ids)) if isinstance(segment_ids, tuple) else np.asarray(segment_ids)
+        for ids in segment_ids if isinstance(segment_ids, tuple) else (segment_ids,):
+            if ids.dtype.kind not in "iu":
+                raise ValueError(f"segment_ids must be integers, got {ids.dtype} of shape {ids.shape}")
     others: dict[str, Any] = {"segment_ids": segment_ids}
     if isinstance(mask, jax.Array):
         others["plan_or_mask"], text = mask, "a run-time mask"
@@ -227,9 +244,9 @@ def tune(
     device = next(iter(jnp.zeros(()).devices())).device_kind
     about |= {"implementation": implementation, "tunable": tunable, "device": device, "versions": _versions()}
 
-    file = None if path is None else pathlib.Path(path)
+    file = None if path is None else _path(path)
     if file is not None:
-        file.open("x").close()
+        _reserve(file)
     try:
         inputs = _Inputs(*_random(shapes, sizes, dtype), others)
         result = _tuned(inputs, constants, gradients, candidates, repeats, about)
@@ -290,7 +307,8 @@ def _tunable(name: str | None, shapes: dict, others: dict, constants: dict) -> s
     """The implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
     jax.eval_shape(_programs(constants, FwdParams(), BwdParams())[0], shapes, others)
     for one in in_order(platform()) if name is None else (name,):
-        attend = _programs(constants | {"implementation": one}, FwdParams(q_blocksize=128), BwdParams())[0]
+        # Any setting but a block size: a plan of small blocks may not fit into memory.
+        attend = _programs(constants | {"implementation": one}, FwdParams(num_warps=4), BwdParams())[0]
         try:
             jax.eval_shape(attend, shapes, others)
         except NotImplementedError:
@@ -518,6 +536,22 @@ def _largest(a: jax.Array, b: jax.Array) -> jax.Array:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+def _path(path: Any) -> pathlib.Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or PathLike, got {path!r}")
+    return pathlib.Path(path)
+
+
+def _reserve(file: pathlib.Path) -> None:
+    """Makes an empty file of a name that is free."""
+    try:
+        file.open("x").close()
+    except FileExistsError:
+        raise FileExistsError(f"path must be a new file, nothing is overwritten, got {str(file)!r}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"path must lie in a folder that is there, got {str(file)!r}") from None
+
+
 def load_tuned(path: str | os.PathLike[str]) -> Tuned:
     """Reads the file that `tune` wrote. Whether it fits the machine at hand is for you to judge: see ``about``.
 
@@ -529,6 +563,7 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
 
     Raises:
       OSError: the file cannot be read.
+      TypeError: path is no str or PathLike.
       ValueError: it is no such file, or a value in it breaks a rule; says which.
 
     Example:
@@ -539,8 +574,11 @@ def load_tuned(path: str | os.PathLike[str]) -> Tuned:
       ...     sl.load_tuned(path) == result
       True
     """
+    file = _path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"path must be a file that tune wrote, got {str(file)!r}, which is none")
     try:
-        content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # that of JSON, and of UTF-8
         raise ValueError(f"{path} must be a file that tune wrote; it is no JSON: {error}") from None
     found = content.get("format") if isinstance(content, dict) else None
@@ -593,6 +631,10 @@ def _write(result: Tuned, file: pathlib.Path) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."
 
 
 def _text(params: KernelParams) -> str:

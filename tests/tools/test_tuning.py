@@ -2,6 +2,7 @@ import dataclasses
 import json
 import pathlib
 import types
+import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -378,6 +379,18 @@ def test_the_table_in_words(result):
     assert lines[2].split() == ["forward", "fwd", "+", "bwd"]
     assert [line[0] for line in lines[3:]] == [" ", " ", " ", " ", "*"]
     assert lines[-1].split()[1:6] == ["3.100", "ms", "0.333", "ms", "FwdParams(q_blocksize=64,"]
+
+
+def test_a_result_in_a_notebook_is_escaped_and_bounded(result):
+    tuned = dataclasses.replace(result[0], about=result[0].about | {"mask": "<b>" + "x" * 1000})
+    table = xml.etree.ElementTree.fromstring(tuned._repr_html_().replace("<br>", "<br/>"))
+    caption = "".join(table.find("caption").itertext())
+    assert caption.startswith("B=8 T=8 S=8") and "<b>xxx" in caption and len(caption) < 400
+    rows = [["".join(cell.itertext()) for cell in row] for row in table.findall("tr")]
+    assert [row[:3] for row in rows[1:3]] == [[" ", "4.000 ms", "9.000 ms"], [" ", "left out", ""]]
+    assert rows[-1][0] == "*" and all(text in str(tuned) for row in rows for text in row)
+    long = dataclasses.replace(tuned, table=tuned.table * 100)._repr_html_()
+    assert "and 460 rows more" in long and len(long) < 20_000
 
 
 def test_nothing_is_overwritten(fake, tmp_path, monkeypatch):
