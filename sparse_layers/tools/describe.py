@@ -14,7 +14,7 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import blocks, heads, orders, saving
 from ..ops.planning.views import Reordered, RowOrder
-from .pictures import LONGEST, checked_lengths, picture, refuse_given
+from .pictures import LONGEST, check_size, checked_lengths, picture, refuse_given
 
 _BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
 
@@ -82,16 +82,17 @@ def describe(
       >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("strided", 4096)
       True
     """
+    check_size(size)
     plans = _plans(subject)
     if plans is None:
         lengths = checked_lengths(subject, q_len, kv_len, LONGEST)
+        _block(max(lengths), block)
         plans = {"": make_plan(subject, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan in plans.values():
-            checked_lengths(subject, plan.q_len, plan.kv_len, LONGEST)
-    checked("size", size, Positive)
-    return "\n\n".join(title + _text(plan, size, _block(plan, block)) for title, plan in plans.items())
+            _block(max(checked_lengths(subject, plan.q_len, plan.kv_len, LONGEST)), block)
+    return "\n\n".join(title + _text(plan, size, block) for title, plan in plans.items())
 
 
 def _plans(subject: Any) -> dict[str, Plan] | None:
@@ -123,21 +124,21 @@ def _plan(subject: Any) -> Plan | None:
     return plan if isinstance(plan, Plan) else None
 
 
-def _block(plan: Plan, block: int | None) -> int:
-    """The side of the blocks that are counted."""
-    longer = max(plan.q_len, plan.kv_len)
-    least = -(-longer // math.isqrt(_BLOCKS))
+def _block(length: int, block: int | None) -> int:
+    """The side of the blocks that are counted in a sequence of some length."""
+    least = -(-length // math.isqrt(_BLOCKS))
     if block is None:
         return max(BLOCK, 1 << (least - 1).bit_length())
     if checked("block", block, Positive) < least:
         raise ValueError(
-            f"block must be at least {least} for {longer} tokens, to be at most {_BLOCKS} blocks, got {block}"
+            f"block must be at least {least} for {length} tokens, where there would be too many, got {block}"
         )
     return block
 
 
-def _text(plan: Plan, size: int, block: int) -> str:
-    sections = ["\n".join(_described(plan, h, size, block)) for h in range(len(plan.masks))]
+def _text(plan: Plan, size: int, block: int | None) -> str:
+    side = _block(max(plan.q_len, plan.kv_len), block)
+    sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     return "\n\n".join(sections) + f"\nruns here, in bfloat16 with heads of 128: {serving(plan)!r}"
 
 

@@ -67,7 +67,7 @@ def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48)
       ■ ■ ■ ▪
     """
     q_len, kv_len = checked_lengths(mask, q_len, kv_len)
-    _check_size(size)
+    check_size(size)
     masks = masks_for(mask, q_len, kv_len)
     drawn = ["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks]
     if len(masks) == 1:
@@ -129,7 +129,7 @@ def draw(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install 'sparse-layers[examples]'") from error
-    _check_size(size)
+    check_size(size)
     checked("blocks", blocks, bool)
     if ax is not None and not isinstance(ax, Axes):
         raise TypeError(f"ax must be matplotlib's Axes or None, got {ax!r}")
@@ -253,7 +253,8 @@ def refuse_given(subject: Any, values: dict[str, Any]) -> None:
             raise ValueError(f"{name} must be None where a plan says it, as that of this {kind} does, got {value!r}")
 
 
-def _check_size(size: Any) -> None:
+def check_size(size: Any) -> None:
+    """Raises ValueError for what is no number of cells."""
     if checked("size", size, Positive) > _SIZE:
         raise ValueError(f"size must be at most {_SIZE}, got {size}")
 

@@ -1,0 +1,135 @@
+"""Misuses of describe, picture, draw, tune, load_tuned and of the command line."""
+
+import contextlib
+import io
+import pathlib
+
+from tests.misuse import Misuse
+
+FILE = pathlib.Path(__file__)  # that is there, and no result of `tune`
+
+
+def command(line):
+    """Raises what the command line says of wrong arguments: one line, and code 2."""
+    from sparse_layers.__main__ import main
+
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(line.split(" "))
+        except SystemExit as end:
+            assert end.code == 2 and errors.getvalue().count("\n") == 1
+            raise ValueError(errors.getvalue()) from None
+
+
+def names():
+    from matplotlib.figure import Figure
+
+    import sparse_layers as sl
+
+    return {
+        "command": command,
+        "file": FILE,
+        "fn": sl.make_attention_fn("local:local_attn_ctx=4", 16),
+        "plan": sl.make_plan(sl.Causal(), 16),
+        "figure": Figure(),
+        "axes": Figure().subplots(),
+        "two": (sl.Causal(), sl.Window(3)),
+        "tune": lambda *args, **options: sl.tune(*args, **{"heads": 2, "head_size": 8, **options}),
+    }
+
+
+MISUSES = [
+    # describe
+    Misuse("sl.describe(mask)", ValueError, "q_len", "None", "must be an integer >= 1 with a mask"),
+    Misuse("sl.describe(mask, 4.0)", ValueError, "q_len", "4.0", "must be an integer >= 1"),
+    Misuse("sl.describe(mask, True)", ValueError, "q_len", "True", "must be an integer >= 1"),
+    Misuse("sl.describe(mask, 4, 0)", ValueError, "kv_len", "got 0", "must be an integer >= 1"),
+    Misuse("sl.describe(mask, 10**8)", ValueError, "q_len", "100000000", "at most 1048576"),
+    Misuse("sl.describe(mask, 8, 2_000_000)", ValueError, "kv_len", "2000000", "at most 1048576"),
+    Misuse("sl.describe(mask, 8, size=True)", ValueError, "size", "True", "must be an integer >= 1"),
+    Misuse("sl.describe(mask, 8, size=10**6)", ValueError, "size", "1000000", "at most 2048"),
+    Misuse("sl.describe(mask, 8, block=1.5)", ValueError, "block", "1.5", "must be an integer >= 1"),
+    Misuse("sl.describe(mask, 10**6, block=8)", ValueError, "block", "got 8", "at least 245 for 1000000 tokens"),
+    Misuse("sl.describe(mask, 8, fwd_params=64)", ValueError, "fwd_params", "64", "must be FwdParams or None"),
+    Misuse("sl.describe(plan, 128)", ValueError, "q_len", "128", "must be None where a plan says it"),
+    Misuse("sl.describe(plan, kv_len=8)", ValueError, "kv_len", "got 8", "must be None where a plan says it"),
+    Misuse("sl.describe(fn, 16)", ValueError, "q_len", "16", "that of this AttentionFn"),
+    Misuse("sl.describe(plan, bwd_params=sl.BwdParams())", ValueError, "bwd_params", "BwdParams(", "must be None"),
+    Misuse("sl.describe(jnp.ones)", TypeError, "subject", "got function", "must be a mask, or what has a Plan"),
+    Misuse("sl.describe([[1, 0], [1, 1]], 2)", TypeError, "mask", "got int: 1", "bool array [T, S]"),
+    Misuse("sl.describe(np.ones((3, 3), bool), 4)", ValueError, "mask", "(3, 3)", "must be (q_len, kv_len) = (4, 4)"),
+    # picture
+    Misuse("sl.picture(mask, None)", ValueError, "q_len", "None", "must be an integer >= 1"),
+    Misuse("sl.picture(mask, '8')", ValueError, "q_len", "'8'", "must be an integer >= 1"),
+    Misuse("sl.picture(mask, 4, -3)", ValueError, "kv_len", "-3", "must be an integer >= 1"),
+    Misuse("sl.picture(mask, 4, size=100_000)", ValueError, "size", "100000", "at most 2048"),
+    Misuse("sl.picture(mask, 2**31)", ValueError, "q_len", "2147483648", "at most 2147483646"),
+    Misuse("sl.picture(np.ones((3, 3), bool), 8)", ValueError, "mask", "(3, 3)", "must be (q_len, kv_len) = (8, 8)"),
+    # draw
+    Misuse("sl.draw(mask)", ValueError, "q_len", "None", "must be an integer >= 1 with a mask"),
+    Misuse("sl.draw(mask, file)", ValueError, "q_len", "tools.py", "must be an integer >= 1"),
+    Misuse("sl.draw(mask, 8, 'a.foo')", ValueError, "path", "'a.foo'", "must end in one of .avif, .eps"),
+    Misuse("sl.draw(mask, 8, 'picture')", ValueError, "path", "'picture'", ".png"),
+    Misuse("sl.draw(mask, 8, '')", IsADirectoryError, "path", "''", "must be a file"),
+    Misuse("sl.draw(mask, 8, file.parent)", IsADirectoryError, "path", "misuses", "must be a file"),
+    Misuse("sl.draw(mask, 8, 'none/a.png')", FileNotFoundError, "path", "'none/a.png'", "a folder that is there"),
+    Misuse("sl.draw(mask, 8, file / 'a.png')", FileNotFoundError, "path", "tools.py/a.png", "a folder that is there"),
+    Misuse("sl.draw(mask, 8, 3)", TypeError, "path", "got 3", "must be a str or PathLike"),
+    Misuse("sl.draw(mask, 8, kv_len=0)", ValueError, "kv_len", "got 0", "must be an integer >= 1"),
+    Misuse("sl.draw(mask, 8, size=10**6)", ValueError, "size", "1000000", "at most 2048"),
+    Misuse("sl.draw(two, 8, head=-1)", ValueError, "head", "-1", "must be an integer >= 0"),
+    Misuse("sl.draw(two, 8, head=True)", ValueError, "head", "True", "must be an integer >= 0"),
+    Misuse("sl.draw(mask, 8, blocks=1)", ValueError, "blocks", "got 1", "must be true or false"),
+    Misuse("sl.draw(mask, 10**7, blocks=True)", ValueError, "q_len", "10000000", "at most 1048576"),
+    Misuse("sl.draw(sl.Causal(), 32_000, blocks=True)", ValueError, "blocks", "keeps 31375", "at most 16384"),
+    Misuse("sl.draw(mask, 8, ax=figure)", TypeError, "ax", "Figure", "must be matplotlib's Axes or None"),
+    Misuse("sl.draw(mask, 8, 'a.png', ax=axes)", ValueError, "path", "'a.png'", "must be None where ax is given"),
+    Misuse("sl.draw(two, 8, ax=axes)", ValueError, "ax", "got 2", "must be None for several"),
+    Misuse("sl.draw([sl.Window(i) for i in range(20)], 8)", ValueError, "head", "got 20", "for more than 16 pictures"),
+    Misuse("sl.draw(plan, 16)", ValueError, "q_len", "16", "must be None where a plan says it"),
+    Misuse("sl.draw(None)", TypeError, "subject", "NoneType", "must be a mask, or what has a Plan"),
+    # tune
+    Misuse("tune(mask, -64)", ValueError, "q_len", "-64", "must be an integer >= 1"),
+    Misuse("tune(mask, 64, heads=True)", ValueError, "heads", "True", "must be an integer >= 1"),
+    Misuse("tune(mask, 64, head_size=8.0)", ValueError, "head_size", "8.0", "must be an integer >= 1"),
+    Misuse("tune(mask, 64, dtype=None)", ValueError, "dtype", "None", "must be one of float32, bfloat16"),
+    Misuse("tune(mask, 64, sinks=np.zeros(2))", ValueError, "sinks", "array([0., 0.])", "must be True or False"),
+    Misuse("tune(mask, 64, candidates=3)", TypeError, "candidates", "got 3", "must be a sequence of FwdParams"),
+    Misuse("tune(mask, 64, candidates='all')", TypeError, "candidates", "'all'", "must be a sequence of FwdParams"),
+    Misuse("tune(mask, 64, candidates=sl.FwdParams())", TypeError, "candidates", "FwdParams(", "must be a sequence"),
+    Misuse("tune(mask, 64, candidates=[64])", ValueError, "candidates", "got 64", "must be FwdParams or BwdParams"),
+    Misuse("tune(mask, 64, repeats=0)", ValueError, "repeats", "got 0", "must be an integer >= 1"),
+    Misuse("tune(mask, 64, segment_ids='a')", ValueError, "segment_ids", "<U1", "must be integers"),
+    Misuse("tune(mask, 64, segment_ids=np.zeros((1, 64)))", ValueError, "segment_ids", "float64", "must be integers"),
+    Misuse("tune(mask, 64, path=3)", TypeError, "path", "got 3", "must be a str or PathLike"),
+    Misuse("tune(mask, 64, path=file)", FileExistsError, "path", "tools.py", "must be a new file"),
+    Misuse("tune(mask, 64, path=file.parent)", FileExistsError, "path", "misuses", "must be a new file"),
+    Misuse("tune(mask, 64, path='none/a')", FileNotFoundError, "path", "'none/a'", "a folder that is there"),
+    Misuse("tune(mask, 64, path=file / 'a')", FileNotFoundError, "path", "tools.py/a", "a folder that is there"),
+    Misuse("tune(mask, 64, implementation='xlaa')", ValueError, "implementation", "'xlaa'", "must be None or one of"),
+    Misuse("tune(mask, 64, logits_soft_cap='x')", ValueError, "logits_soft_cap", "'x'", "a finite Python number"),
+    Misuse("tune(plan, 16)", TypeError, "mask", "the Plan of one", "must be a mask"),
+    Misuse("tune([[1]], 16)", TypeError, "mask", "got int: 1", "must be a Mask"),
+    # load_tuned
+    Misuse("sl.load_tuned(None)", TypeError, "path", "None", "must be a str or PathLike"),
+    Misuse("sl.load_tuned('none.json')", FileNotFoundError, "path", "'none.json'", "must be a file that tune wrote"),
+    Misuse("sl.load_tuned(file.parent)", FileNotFoundError, "path", "misuses", "must be a file that tune wrote"),
+    Misuse("sl.load_tuned(file)", ValueError, "tools.py", "no JSON", "must be a file that tune wrote"),
+    # the command line
+    Misuse("command('show local --seq-len 1e5')", ValueError, "--seq-len", "'1e5'", "int"),
+    Misuse("command('show local --seq-len -5')", ValueError, "--seq-len", "-5", "must be >= 1"),
+    Misuse("command('show local --seq-len 100000000')", ValueError, "--seq-len", "100000000", "at most 1048576"),
+    Misuse("command('show locl --seq-len 8')", ValueError, "name", "'locl'", "did you mean 'local'"),
+    Misuse(
+        "command('show local:local_attn_ctx=x --seq-len 8')", ValueError, "local_attn_ctx", "'x'", "an integer >= 1"
+    ),
+    Misuse("command('show local:size --seq-len 8')", ValueError, "options", "'size'", "must be option=value"),
+    Misuse("command('show local --seq-len 8 --png a.foo')", ValueError, "--png", "'a.foo'", "ends in .png"),
+    Misuse("command('show local --seq-len 8 --png ')", ValueError, "--png", "''", "ends in .png"),
+    Misuse(
+        "command('show local --seq-len 8 --png none/a.png')", ValueError, "path", "'none/a.png'", "a folder that is"
+    ),
+    Misuse("command('shwo')", ValueError, "{list,show,doctor}", "'shwo'", "choose from"),
+    Misuse("command('list all')", ValueError, "arguments", "all", "unrecognized"),
+]
