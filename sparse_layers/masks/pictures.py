@@ -73,8 +73,7 @@ def as_html(mask: Mask) -> str:
       >>> as_html(sl.Causal() & sl.Window(3))[:70]
       '<figure style="margin: 0"><figcaption><code>Causal() &amp; Window(left'
     """
-    formula = repr(mask)
-    formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
+    formula = shortened(repr(mask), _TITLE)
     try:
         q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
         picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{svg(cells(mask, q_len, kv_len, _SIDE))}"
@@ -92,6 +91,11 @@ def _extent(mask: Mask) -> int:
     inner = [_extent(value) for value in fields.values() if isinstance(value, Mask)]
     own = [value for value in fields.values() if isinstance(value, int) and value < _LONGEST]
     return max([8, *inner, *own])
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, its end replaced by dots if it has more than so many characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def svg(states: np.ndarray) -> str:

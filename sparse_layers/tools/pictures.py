@@ -11,7 +11,7 @@ from ..masks.adapters import as_masks
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
 from ..masks.options import Length, Natural, Positive, checked
-from ..masks.pictures import COLOURS, cells
+from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import blocks as blocks_of
 from ..ops.planning.report import heads, kept
@@ -199,10 +199,9 @@ def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | Non
 
 def _title(mask: Mask, shape: tuple[int, int]) -> str:
     """Pattern, lengths and density of a mask."""
-    formula = repr(mask)
-    formula = formula if len(formula) <= _FORMULA else f"{formula[: _FORMULA - 3]}..."
     lengths = f"T = {shape[0]}" + (f", S = {shape[1]}" if shape[1] != shape[0] else "")
-    return f"{formula}\n{lengths}, {count(mask, *shape).pairs / (shape[0] * shape[1]):.4%} of the pairs allowed"
+    share = count(mask, *shape).pairs / (shape[0] * shape[1])
+    return f"{shortened(repr(mask), _FORMULA)}\n{lengths}, {share:.4%} of the pairs allowed"
 
 
 def _outlines(link: Pass) -> np.ndarray:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks.adapters import as_masks
+from ..masks.pictures import shortened
 from ..ops.attention import block_sparse_attention, implementations
 from ..ops.planning.params import BwdParams, FwdParams, KernelParams
 from ..ops.planning.plan import Plan, make_plan
@@ -86,9 +87,12 @@ class Tuned:
         return "\n".join((*self._heading(), f"  {'forward':>10}  {'fwd + bwd':>10}", *rows))
 
     def _repr_html_(self) -> str:
-        heading = "<br>".join(html.escape(_short(line)) for line in self._heading())
+        heading = "<br>".join(html.escape(shortened(line, _LINE)) for line in self._heading())
         rows = [("", "forward", "fwd + bwd", ""), *self._rows()]
-        shown = (f"<tr>{''.join(f'<td>{html.escape(_short(x))}</td>' for x in row)}</tr>" for row in rows[: _SHOWN + 1])
+        shown = (
+            f"<tr>{''.join(f'<td>{html.escape(shortened(x, _LINE))}</td>' for x in row)}</tr>"
+            for row in rows[: _SHOWN + 1]
+        )
         more = f'<tr><td colspan="4">and {len(rows) - 1 - _SHOWN} rows more</td></tr>' * (len(rows) - 1 > _SHOWN)
         return f"<table><caption>{heading}</caption>{''.join(shown)}{more}</table>"
 
@@ -631,10 +635,6 @@ def _write(result: Tuned, file: pathlib.Path) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."
 
 
 def _text(params: KernelParams) -> str:

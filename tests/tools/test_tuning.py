@@ -365,7 +365,7 @@ def test_what_is_written_is_read(result):
 def test_the_file_of_a_run(fake, times, tmp_path):
     times += [[4.0, 9.0]]
     path, cap = tmp_path / "tuned.json", np.float32(20)
-    result = sl.tune(sl.Causal(), 64, **SIZES, implementation=fake()[0], candidates=(), logits_soft_cap=cap, path=path)
+    result = sl.tune("causal", 64, **SIZES, implementation=fake()[0], candidates=(), logits_soft_cap=cap, path=path)
     assert sl.load_tuned(path) == result
     about = result.about
     assert about["versions"]["jax"] == jax.__version__ and about["device"] == jax.devices()[0].device_kind

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL
 from ...masks.counting import count
-from ...masks.pictures import svg
+from ...masks.pictures import shortened, svg
 from ...masks.primitives import Causal, Full
 from .plan import Pass, Plan, make_plan
 
@@ -62,10 +62,9 @@ def as_html(plan: Plan) -> str:
     """
     lines = []
     for h, mask in enumerate(plan.masks[:_MASKS]):
-        formula = repr(mask)
-        formula = formula if len(formula) <= _TITLE else f"{formula[: _TITLE - 3]}..."
+        formula = html.escape(shortened(repr(mask), _TITLE))
         causal = count(mask, plan.q_len, plan.kv_len, _LOOKS).causal
-        title = f"{heads(h, len(plan.masks))}: <code>{html.escape(formula)}</code><br>{saving(plan, h, causal)}"
+        title = f"{heads(h, len(plan.masks))}: <code>{formula}</code><br>{saving(plan, h, causal)}"
         lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')
         for number, link in enumerate(plan.chains[h], 1):
             row = (f"pass {number}", html.escape(orders(link)), blocks(link), svg(_cells(link)))
