@@ -204,12 +204,16 @@ class AttentionFn:
                 raise ValueError(f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        ids = ids if mask is None else _padded(mask, query.shape[:-2], ids)
+        ids = ids if mask is None else padded(mask, query.shape[:-2], ids)
         return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
 
 
-def _padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
-    """Segment ids of queries and keys [..., T] from a key padding mask [..., 1, 1, T]."""
+def padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
+    """Segment ids of queries and keys [..., T] from a key padding mask [..., 1, 1, T].
+
+    Raises:
+      ValueError: a mask of another shape.
+    """
     shape = jnp.shape(mask)
     shape = (1,) * (len(tokens) + 2 - len(shape)) + shape
     *batch, heads, queries, keys = shape

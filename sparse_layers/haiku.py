@@ -1,0 +1,332 @@
+"""Haiku versions of `SparseSelfAttention` and `SparseTransformerBlock`: Haiku's parameters, the same numbers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    import haiku as hk
+except ImportError as error:
+    raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
+
+from .masks.algebra import Mask
+from .masks.options import Positive, checked
+from .modules.attention import Extras, attention_step, check_inputs
+from .modules.attention_fn import Pattern, padded
+from .modules.block import check_settings, forward
+from .ops.planning.params import BwdParams, FwdParams
+from .ops.planning.plan import Plan
+
+_Initializer = hk.initializers.Initializer
+
+
+class SparseSelfAttention(hk.MultiHeadAttention):
+    """Self-attention over a sparsity pattern, with the parameters of ``hk.MultiHeadAttention``.
+
+    The linear maps are Haiku's and so are their names (query, key, value, linear): parameters of a dense
+    ``hk.MultiHeadAttention`` of the same ``name`` apply unchanged. Only the attention step differs: softmax over the
+    keys that the pattern allows, ``out_i = sum_j softmax_j(scale * q_i . k_j) v_j``. As everywhere in Haiku, numbers
+    are of the input's dtype unless ``hk.mixed_precision`` says otherwise; logits and sums are float32 at least.
+
+    Args:
+      num_heads: number of query heads N.
+      key_size: features of one head of queries and keys.
+      w_init_scale: deprecated by Haiku, use w_init.
+      w_init: initial weights of the four linear maps; defaults to ``hk.initializers.VarianceScaling(1.0)``.
+      with_bias: whether the linear maps have biases.
+      b_init: initial biases; defaults to zeros.
+      value_size: features of one head of values; defaults to key_size.
+      model_size: features of the output; defaults to key_size * num_heads.
+      name: of the module.
+      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+        sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
+        bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
+      seq_len: the longest input, in tokens; shorter ones see the pattern's upper left corner.
+      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      use_sinks: give each head a learned logit (``sinks``, [N], zero at first) that joins every softmax and adds
+        nothing to the output, so that a query may attend to nothing.
+      normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without offset.
+      scale: factor of the logits; None for key_size ** -0.5.
+      logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
+      implementation: None for the best that the platform offers, or the name of one.
+      fwd_params, bwd_params: settings of the kernels; None for the library's choice.
+      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
+        leading axes together.
+      out_w_init: initial weights of the last linear map; None for w_init.
+
+    Attributes:
+      pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
+      plan: the compiled block lists for seq_len tokens.
+
+    Raises:
+      TypeError: an unknown keyword.
+      ValueError: an unknown preset or option; a number of patterns or key-value heads that does not divide num_heads;
+        an array whose lengths are not seq_len; a size < 1; RoPE with an odd key_size; whatever
+        `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...).
+      NotImplementedError: an implementation that cannot serve the layer.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from sparse_layers.haiku import SparseSelfAttention
+      >>> pattern = sl.Causal() & sl.Window(3)
+      >>> model = hk.transform(lambda x: SparseSelfAttention(2, 4, pattern=pattern, seq_len=16)(x))
+      >>> x = jnp.ones((1, 16, 8))
+      >>> params = model.init(jax.random.key(0), x)
+      >>> params["sparse_self_attention/query"]["w"].shape
+      (8, 8)
+      >>> model.apply(params, None, x).shape
+      (1, 16, 8)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_size: int,
+        w_init_scale: float | None = None,
+        *,
+        w_init: _Initializer | None = None,
+        with_bias: bool = True,
+        b_init: _Initializer | None = None,
+        value_size: int | None = None,
+        model_size: int | None = None,
+        name: str | None = None,
+        pattern: Pattern,
+        seq_len: int,
+        num_kv_heads: int | None = None,
+        rope_theta: float | None = None,
+        use_sinks: bool = False,
+        normalize_qk: bool = False,
+        scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        implementation: str | None = None,
+        fwd_params: FwdParams | None = None,
+        bwd_params: BwdParams | None = None,
+        query_sharding: jax.sharding.PartitionSpec | None = None,
+        out_w_init: _Initializer | None = None,
+    ):
+        for what, size in {"key_size": key_size, "value_size": value_size, "model_size": model_size}.items():
+            if size is not None:
+                checked(what, size, Positive)
+        if w_init is None and w_init_scale is None:
+            w_init = hk.initializers.VarianceScaling(1.0)
+        super().__init__(
+            num_heads,
+            key_size,
+            w_init_scale,
+            w_init=w_init,
+            with_bias=with_bias,
+            b_init=b_init,
+            value_size=value_size,
+            model_size=model_size,
+            name=name,
+        )
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        # The dtype is that of inputs to come. Every implementation serves bfloat16; the op looks again at the call.
+        self.attention_step = attention_step(
+            pattern,
+            seq_len,
+            num_heads,
+            self.num_kv_heads,
+            key_size,
+            jnp.bfloat16,
+            rope_theta=rope_theta,
+            dropout_rate=0.0,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            implementation=implementation,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+            query_sharding=query_sharding,
+        )
+        self.pattern = pattern if isinstance(pattern, str | Mask) else self.attention_step.fn.masks
+        self.seq_len, self.use_sinks, self.normalize_qk = seq_len, use_sinks, normalize_qk
+        self.out_w_init = out_w_init or self.w_init
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        return self.attention_step.fn.plan(self.seq_len)
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array | None = None,
+        value: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        *,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Applies attention; ``layer(x)`` is ``layer(x, x, x)``.
+
+        Args:
+          query: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
+          key, value: of the same tokens as query, [..., T, any features]; key None for query, value None for key.
+          mask: key padding, bool [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query that is left without
+            any key gets 0, where ``hk.MultiHeadAttention`` gives the mean of all values.
+          segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
+            padding, which attends to nothing.
+
+        Returns:
+          [..., T, model_size].
+
+        Raises:
+          ValueError: an input longer than seq_len or without a token axis; keys or values of other tokens than the
+            queries' (cross-attention); a mask that differs by query or head; segment_ids of another shape than the
+            tokens'.
+          NotImplementedError: the named implementation cannot serve arrays of this dtype.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        check_inputs(query, segment_ids, query.shape[-1] if query.ndim else 0, self.seq_len)
+        tokens = query.shape[:-1]
+        for what, x in (("key", key), ("value", value)):
+            if x.shape[:-1] != tokens:
+                raise ValueError(
+                    f"{what} must be of the query's tokens, {(*tokens, 'features')}, got shape {x.shape}: the pattern "
+                    "says which tokens of one sequence attend to each other, so there is no cross-attention"
+                )
+        segment_ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
+        linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)
+
+        def heads(x, name, count, size):
+            return linear(count * size, w_init=self.w_init, name=name)(x).reshape(*tokens, count, size)
+
+        q = heads(query, "query", self.num_heads, self.key_size)
+        k = heads(key, "key", self.num_kv_heads, self.key_size)
+        v = heads(value, "value", self.num_kv_heads, self.value_size)
+        if self.normalize_qk:
+            q, k = (hk.LayerNorm(-1, True, False, 1e-6, name=name)(x) for x, name in ((q, "query_ln"), (k, "key_ln")))
+        sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
+        out = self.attention_step(q, k, v, mask=Extras(segment_ids, sinks))
+        return linear(self.model_size, w_init=self.out_w_init, name="linear")(out.reshape(*tokens, -1))
+
+
+class SparseTransformerBlock(hk.Module):
+    """The pre-activation residual block of `sparse_layers.SparseTransformerBlock`, for Haiku.
+
+    ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last linear maps of both branches start
+    1/sqrt(2 * num_layers) times smaller than the others. Norms compute in the dtype of their input, as Haiku's do.
+
+    Args:
+      num_heads: number of query heads.
+      features: features F of the residual stream.
+      pattern, seq_len: see `SparseSelfAttention`.
+      num_layers: blocks in the whole stack (scales the initial output projections).
+      mlp_features: hidden features of the MLP; defaults to 4 * features.
+      mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
+      norm: "layer" or "rms".
+      norm_epsilon: added to the variance in both norms.
+      dropout_rate: share of values dropped at the branches' ends; needs a key in ``apply``.
+      with_bias: whether attention and MLP have biases.
+      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
+      key_size: features of one head; defaults to features / num_heads.
+      name: of the module.
+      **attention: all other arguments of `SparseSelfAttention`: num_kv_heads, rope_theta, normalize_qk, use_sinks, ...
+
+    Raises:
+      TypeError: an unknown keyword.
+      ValueError: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), features that num_heads does not
+        divide, and `SparseSelfAttention`'s.
+
+    Example:
+      >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from sparse_layers.haiku import SparseTransformerBlock
+      >>> block = lambda x: SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, num_layers=3)(x)
+      >>> model = hk.without_apply_rng(hk.transform(hk.layer_stack(3)(block)))
+      >>> x = jnp.ones((1, 16, 8))
+      >>> params = jax.eval_shape(model.init, jax.random.key(0), x)
+      >>> next(maps["w"].shape for name, maps in params.items() if name.endswith("sparse_transformer_block/~/mlp_in"))
+      (3, 8, 32)
+      >>> jax.eval_shape(model.apply, params, x).shape
+      (1, 16, 8)
+
+    References:
+      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        features: int,
+        *,
+        pattern: Pattern,
+        seq_len: int,
+        num_layers: int = 1,
+        mlp_features: int | None = None,
+        mlp: str = "gelu",
+        norm: str = "layer",
+        norm_epsilon: float = 1e-6,
+        dropout_rate: float = 0.0,
+        with_bias: bool = True,
+        remat: bool = False,
+        key_size: int | None = None,
+        name: str | None = None,
+        **attention: Any,
+    ):
+        super().__init__(name=name)
+        check_settings(mlp, norm, num_layers, dropout_rate)
+        for what, size in {"num_heads": num_heads, "features": features, "mlp_features": mlp_features}.items():
+            if size is not None:
+                checked(what, size, Positive)
+        if key_size is None and features % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide features={features}, or give key_size")
+        init, out_init = (hk.initializers.VarianceScaling(scale) for scale in (1.0, 1 / (2 * num_layers)))
+        make_norm = {
+            "layer": functools.partial(hk.LayerNorm, -1, True, True, norm_epsilon),
+            "rms": functools.partial(hk.RMSNorm, -1, norm_epsilon),
+        }[norm]
+        hidden = 4 * features if mlp_features is None else mlp_features
+        # The names are those of the NNX block: its forward function, which all blocks share, goes by them.
+        self.attention_norm = make_norm(name="attention_norm")
+        self.attention = SparseSelfAttention(
+            num_heads,
+            features // num_heads if key_size is None else key_size,
+            model_size=features,
+            with_bias=with_bias,
+            pattern=pattern,
+            seq_len=seq_len,
+            out_w_init=out_init,
+            name="attention",
+            **attention,
+        )
+        self.mlp_norm = make_norm(name="mlp_norm")
+        self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
+        self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp == "swiglu" else None
+        self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
+        self.features, self.mlp, self.dropout_rate, self.remat = features, mlp, dropout_rate, remat
+        # No method: Haiku would apply a policy of mixed precision to what it returns, in the middle of the block.
+        self.dropout = functools.partial(_dropout, dropout_rate)
+
+    def __call__(
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+    ) -> jax.Array:
+        """Applies the block.
+
+        Args:
+          x: [..., T, features] with T <= seq_len.
+          segment_ids: int [..., T], see `SparseSelfAttention`.
+          deterministic: True switches dropout off, False on; needed with a dropout_rate only.
+
+        Returns:
+          [..., T, features].
+
+        Raises:
+          ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
+            `SparseSelfAttention`'s.
+        """
+        if jnp.shape(x)[-1:] != (self.features,):
+            raise ValueError(f"x must have shape [..., T, {self.features}], got {jnp.shape(x)}")
+        if self.dropout_rate and deterministic is None:
+            raise ValueError(
+                f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
+                "whether to drop"
+            )
+        run = functools.partial(forward, self, segment_ids=segment_ids, deterministic=deterministic)
+        return (hk.remat(run) if self.remat else run)(x)
+
+
+def _dropout(rate: float, x: jax.Array, deterministic: bool | None) -> jax.Array:
+    return hk.dropout(hk.next_rng_key(), rate, x) if rate and not deterministic else x
