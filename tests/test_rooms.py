@@ -24,6 +24,8 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Heavy or optional libraries, and the only rooms that may know them.
 LIBRARIES = {
     "flax": {"modules", ""},
+    "haiku": {""},
+    "equinox": set(),
     "triton": {"ops/kernels"},
     "jax_triton": {"ops/kernels"},
     "jax.experimental.pallas": {"ops/kernels"},

@@ -221,7 +221,7 @@ def test_output_maps_start_smaller_by_the_root_of_twice_the_depth(num_layers):
 
 
 def test_any_leading_batch_dimensions_vmap_and_shorter_inputs():
-    model, x = hk.transform_with_state(lambda x, ids: SparseTransformerBlock(N, F, **SETTINGS)(x, segment_ids=ids))
+    model = hk.transform_with_state(lambda x, ids: SparseTransformerBlock(N, F, **SETTINGS)(x, segment_ids=ids))
     x, ids = inputs(2, 3, T, F), jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 3, T)))
 
     def apply(params, x, ids):
