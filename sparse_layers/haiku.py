@@ -1,7 +1,7 @@
 """Haiku versions of `SparseSelfAttention` and `SparseTransformerBlock`: Haiku's parameters, the same numbers."""
 
 import functools
-from typing import Any
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,24 @@ except ImportError as error:
     raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
 
 from .masks.algebra import Mask
-from .masks.options import Positive, checked
-from .modules.attention import Extras, attention_step, check_inputs
+from .modules.attention import Extras, attention_step, check_array, check_inputs
 from .modules.attention_fn import Pattern, padded
-from .modules.block import check_settings, forward
-from .ops.planning.params import BwdParams, FwdParams
+from .modules.block import forward
+from .modules.settings import Computation, check_order, check_settings, refuse_unknown
 from .ops.planning.plan import Plan
 
 _Initializer = hk.initializers.Initializer
+
+
+class _AttentionOptions(Computation, total=False):
+    """What the block hands on to its attention."""
+
+    num_kv_heads: int | None
+    value_size: int | None
+    rope_theta: float | None
+    normalize_qk: bool
+    w_init: _Initializer | None
+    b_init: _Initializer | None
 
 
 class SparseSelfAttention(hk.MultiHeadAttention):
@@ -46,26 +56,20 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       seq_len: the longest input, in tokens; shorter ones see the pattern's upper left corner.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
       rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
-      use_sinks: give each head a learned logit (``sinks``, [N], zero at first) that joins every softmax and adds
-        nothing to the output, so that a query may attend to nothing.
       normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without offset.
-      scale: factor of the logits; None for key_size ** -0.5.
-      logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
-      implementation: None for the best that the platform offers, or the name of one.
-      fwd_params, bwd_params: settings of the kernels; None for the library's choice.
-      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
-        leading axes together.
       out_w_init: initial weights of the last linear map; None for w_init.
+      **options: how the pattern is computed, see `sparse_layers.SparseSelfAttention`: use_sinks (parameter ``sinks``
+        [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding.
 
     Attributes:
       pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
       plan: the compiled block lists for seq_len tokens.
 
     Raises:
-      TypeError: an unknown keyword.
-      ValueError: an unknown preset or option; a number of patterns or key-value heads that does not divide num_heads;
-        an array whose lengths are not seq_len; a size < 1; RoPE with an odd key_size; whatever
-        `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...).
+      TypeError: an unknown argument, an initializer that cannot be called, a pattern that is none.
+      ValueError: an unknown preset or option of it; a number of patterns or key-value heads that does not divide
+        num_heads; an array whose lengths are not seq_len; sizes that are no integers >= 1, flags that are no bools;
+        RoPE with an odd key_size; whatever `block_sparse_attention` refuses (an unknown implementation, ...).
       NotImplementedError: an implementation that cannot serve the layer.
 
     Example:
@@ -97,19 +101,25 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         seq_len: int,
         num_kv_heads: int | None = None,
         rope_theta: float | None = None,
-        use_sinks: bool = False,
         normalize_qk: bool = False,
-        scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        implementation: str | None = None,
-        fwd_params: FwdParams | None = None,
-        bwd_params: BwdParams | None = None,
-        query_sharding: jax.sharding.PartitionSpec | None = None,
         out_w_init: _Initializer | None = None,
+        **options: Unpack[Computation],
     ):
-        for what, size in {"key_size": key_size, "value_size": value_size, "model_size": model_size}.items():
-            if size is not None:
-                checked(what, size, Positive)
+        refuse_unknown(SparseSelfAttention, options, Computation)
+        check_settings(
+            num_heads=num_heads,
+            key_size=key_size,
+            w_init=w_init,
+            with_bias=with_bias,
+            b_init=b_init,
+            value_size=value_size,
+            model_size=model_size,
+            num_kv_heads=num_kv_heads,
+            rope_theta=rope_theta,
+            normalize_qk=normalize_qk,
+            out_w_init=out_w_init,
+            **options,
+        )
         if w_init is None and w_init_scale is None:
             w_init = hk.initializers.VarianceScaling(1.0)
         super().__init__(
@@ -124,6 +134,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             name=name,
         )
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.use_sinks, self.normalize_qk = options.pop("use_sinks", False), normalize_qk
         # The dtype is that of inputs to come. Every implementation serves bfloat16; the op looks again at the call.
         self.attention_step = attention_step(
             pattern,
@@ -134,16 +145,10 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             jnp.bfloat16,
             rope_theta=rope_theta,
             dropout_rate=0.0,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            implementation=implementation,
-            fwd_params=fwd_params,
-            bwd_params=bwd_params,
-            query_sharding=query_sharding,
+            **options,
         )
         self.pattern = pattern if isinstance(pattern, str | Mask) else self.attention_step.fn.masks
-        self.seq_len, self.use_sinks, self.normalize_qk = seq_len, use_sinks, normalize_qk
-        self.out_w_init = out_w_init or self.w_init
+        self.seq_len, self.out_w_init = seq_len, out_w_init or self.w_init
 
     @property
     def plan(self) -> Plan:
@@ -173,22 +178,25 @@ class SparseSelfAttention(hk.MultiHeadAttention):
           [..., T, model_size].
 
         Raises:
-          ValueError: an input longer than seq_len or without a token axis; keys or values of other tokens than the
-            queries' (cross-attention); a mask that differs by query or head; segment_ids of another shape than the
-            tokens'.
+          TypeError: what is no array.
+          ValueError: inputs that are no floats, without a token axis or longer than seq_len; keys or values of other
+            tokens than the queries' (cross-attention); a mask that differs by query or head; segment_ids of another
+            shape than the tokens'.
           NotImplementedError: the named implementation cannot serve arrays of this dtype.
         """
         key = query if key is None else key
         value = key if value is None else value
+        check_array("query", query, "[..., T, features]")
         check_inputs(query, segment_ids, query.shape[-1] if query.ndim else 0, self.seq_len)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
+            check_array(what, x, f"{(*tokens, 'features')}")
             if x.shape[:-1] != tokens:
                 raise ValueError(
                     f"{what} must be of the query's tokens, {(*tokens, 'features')}, got shape {x.shape}: the pattern "
                     "says which tokens of one sequence attend to each other, so there is no cross-attention"
                 )
-        segment_ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
+        ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
         linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)
 
         def heads(x, name, count, size):
@@ -200,8 +208,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         if self.normalize_qk:
             q, k = (hk.LayerNorm(-1, True, False, 1e-6, name=name)(x) for x, name in ((q, "query_ln"), (k, "key_ln")))
         sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=Extras(segment_ids, sinks))
-        return linear(self.model_size, w_init=self.out_w_init, name="linear")(out.reshape(*tokens, -1))
+        out = self.attention_step(q, k, v, mask=Extras(ids, sinks)).reshape(*tokens, self.num_heads * self.value_size)
+        return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
 
 
 class SparseTransformerBlock(hk.Module):
@@ -224,12 +232,13 @@ class SparseTransformerBlock(hk.Module):
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       key_size: features of one head; defaults to features / num_heads.
       name: of the module.
-      **attention: all other arguments of `SparseSelfAttention`: num_kv_heads, rope_theta, normalize_qk, use_sinks, ...
+      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope_theta, normalize_qk, w_init and
+        b_init (of attention only), use_sinks, scale, ...
 
     Raises:
-      TypeError: an unknown keyword.
-      ValueError: an unknown mlp or norm, num_layers < 1, dropout_rate outside [0, 1), features that num_heads does not
-        divide, and `SparseSelfAttention`'s.
+      TypeError: an unknown argument, and `SparseSelfAttention`'s.
+      ValueError: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools, dropout_rate outside
+        [0, 1), features that num_heads does not divide, and `SparseSelfAttention`'s.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
@@ -264,15 +273,25 @@ class SparseTransformerBlock(hk.Module):
         remat: bool = False,
         key_size: int | None = None,
         name: str | None = None,
-        **attention: Any,
+        **options: Unpack[_AttentionOptions],
     ):
         super().__init__(name=name)
-        check_settings(mlp, norm, num_layers, dropout_rate)
-        for what, size in {"num_heads": num_heads, "features": features, "mlp_features": mlp_features}.items():
-            if size is not None:
-                checked(what, size, Positive)
+        refuse_unknown(SparseTransformerBlock, options, _AttentionOptions)
+        check_settings(
+            num_heads=num_heads,
+            features=features,
+            num_layers=num_layers,
+            mlp_features=mlp_features,
+            mlp=mlp,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            dropout_rate=dropout_rate,
+            with_bias=with_bias,
+            remat=remat,
+        )
+        check_order(num_heads, features, key_size)
         if key_size is None and features % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide features={features}, or give key_size")
+            raise ValueError(f"num_heads={num_heads} must divide features={features}, or say key_size")
         init, out_init = (hk.initializers.VarianceScaling(scale) for scale in (1.0, 1 / (2 * num_layers)))
         make_norm = {
             "layer": functools.partial(hk.LayerNorm, -1, True, True, norm_epsilon),
@@ -290,7 +309,7 @@ class SparseTransformerBlock(hk.Module):
             seq_len=seq_len,
             out_w_init=out_init,
             name="attention",
-            **attention,
+            **options,
         )
         self.mlp_norm = make_norm(name="mlp_norm")
         self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
@@ -314,11 +333,14 @@ class SparseTransformerBlock(hk.Module):
           [..., T, features].
 
         Raises:
+          TypeError: x that is no array.
           ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
             `SparseSelfAttention`'s.
         """
-        if jnp.shape(x)[-1:] != (self.features,):
-            raise ValueError(f"x must have shape [..., T, {self.features}], got {jnp.shape(x)}")
+        check_array("x", x, f"[..., T, {self.features}]")
+        check_settings(deterministic=deterministic)
+        if x.shape[-1:] != (self.features,):
+            raise ValueError(f"x must have shape [..., T, {self.features}], got {x.shape}")
         if self.dropout_rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "

@@ -30,7 +30,7 @@ from .settings import (
 class Extras(NamedTuple):
     """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
 
-    segment_ids: jax.Array | None
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
     sinks: jax.Array | None
 
 

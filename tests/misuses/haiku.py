@@ -7,86 +7,80 @@ import jax.numpy as jnp
 from sparse_layers.haiku import SparseSelfAttention, SparseTransformerBlock
 from tests.misuse import Misuse
 
-T, F = 32, 16
-
 
 def names():
-    x = jnp.ones((2, T, F))
-    settings = {"pattern": "local:local_attn_ctx=4", "seq_len": T}
+    ones = jnp.ones((2, 32, 16))
 
-    def attend(num_heads=4, key_size=4, *inputs, call=None, **options):
-        """Haiku's attention on x, or on other inputs, with more arguments for the call."""
-        layer = hk.transform(
-            lambda *xs: SparseSelfAttention(num_heads, key_size, **settings | options)(*xs, **call or {})
-        )
-        return jax.eval_shape(layer.init, jax.random.key(0), *(inputs or [x]))
+    def user(layer):
+        """The layer as a user makes and calls it: of some settings, on an array x, with more arguments of the call."""
 
-    def haiku_block(num_heads=4, features=F, *inputs, call=None, **options):
-        layer = hk.transform(
-            lambda *xs: SparseTransformerBlock(num_heads, features, **settings | options)(*xs, **call or {})
-        )
-        return jax.eval_shape(layer.init, jax.random.key(0), *(inputs or [x]))
+        def run(num_heads=4, size=16, x=ones, call=None, **options):
+            options = {"pattern": "local:local_attn_ctx=4", "seq_len": 32} | options
+            model = hk.transform(lambda: layer(num_heads, size, **options)(x, **call or {}))
+            return jax.eval_shape(model.init, jax.random.key(0))
 
-    return {"attend": attend, "haiku_block": haiku_block, "x": x, "hk": hk}
+        return run
+
+    return {"hk": hk, "attend": user(SparseSelfAttention), "haiku_block": user(SparseTransformerBlock)}
 
 
-TRY = [
-    "attend(patern=mask)",
-    "attend(pattern='stridde')",
-    "attend(pattern=np.ones((32, 31), bool))",
-    "attend(pattern=(mask, mask, mask))",
-    "attend(pattern=3)",
-    "attend(seq_len=0)",
-    "attend(0)",
-    "attend(4.0)",
-    "attend('4')",
-    "attend(4, 0)",
-    "attend(4, 4.5)",
-    "attend(value_size=0)",
-    "attend(model_size=-1)",
-    "attend(num_kv_heads=3)",
-    "attend(num_kv_heads=2.0)",
-    "attend(rope_theta=1e4, key_size=5)",
-    "attend(rope_theta='x')",
-    "attend(scale='x')",
-    "attend(logits_soft_cap=0)",
-    "attend(implementation='cuda')",
-    "attend(implementation='triton')",
-    "attend(fwd_params={'q_blocksize': 8})",
-    "attend(dropout_rate=0.1)",
-    "attend(w_init='normal')",
-    "attend(w_init_scale=1.0, w_init=hk.initializers.Constant(1))",
-    "attend(use_sinks='yes')",
-    "attend(with_bias=1)",
-    "attend(4, 4, jnp.ones((2, 33, 16)))",
-    "attend(4, 4, jnp.ones((16,)))",
-    "attend(4, 4, jnp.ones((2, 0, 16)))",
-    "attend(4, 4, x, jnp.ones((2, 30, 16)))",
-    "attend(4, 4, x, x, jnp.ones((3, 32, 16)))",
-    "attend(call={'mask': jnp.tril(jnp.ones((1, 1, 32, 32), bool))})",
-    "attend(call={'mask': jnp.ones((2, 32), bool)})",
-    "attend(call={'segment_ids': jnp.zeros((2, 30), int)})",
-    "attend(call={'segment_ids': jnp.zeros((2, 32))})",
-    "attend(call={'is_training': True})",
-    "attend(4, 4, jnp.ones((2, 32, 16), int))",
-    "attend(call={'key': [1]})",
-    "attend(4, 4, [[1.0]])",
-    "haiku_block(rope_thta=3)",
-    "haiku_block(use_bias=False)",
-    "haiku_block(out_w_init=3)",
-    "haiku_block(16, 4)",
-    "haiku_block(4, 18)",
-    "haiku_block(4, 0)",
-    "haiku_block(mlp='relu')",
-    "haiku_block(norm='batch')",
-    "haiku_block(num_layers=0)",
-    "haiku_block(dropout_rate=1.0)",
-    "haiku_block(dropout_rate=0.1)",
-    "haiku_block(mlp_features=0)",
-    "haiku_block(remat='full')",
-    "haiku_block(num_kv_heads=3)",
-    "haiku_block(4, 16, jnp.ones((2, 32, 12)))",
-    "haiku_block(4, 16, jnp.ones((2, 33, 16)))",
-    "haiku_block(call={'segment_ids': jnp.zeros((2, 1), int)})",
-    "haiku_block(norm_epsilon=-1)",
+MISUSES = [
+    Misuse("attend(patern=mask)", TypeError, "SparseSelfAttention", "patern", "did you mean 'pattern'"),
+    Misuse("attend(dropout_rate=0.1)", TypeError, "SparseSelfAttention", "dropout_rate", "Known: "),
+    Misuse("attend(pattern='stridde')", ValueError, "preset", "stridde", "did you mean 'strided'"),
+    Misuse("attend(pattern=np.ones((32, 31), bool))", ValueError, "pattern", "(32, 31)", "seq_len=32"),
+    Misuse("attend(pattern=(mask, sl.Causal(), sl.Full()))", ValueError, "pattern", "3 entries", "divide num_heads=4"),
+    Misuse("attend(seq_len=0)", ValueError, "seq_len", "got 0", "an integer >= 1"),
+    Misuse("attend(4.0)", ValueError, "num_heads", "got 4.0", "an integer >= 1"),
+    Misuse("attend(4, 0)", ValueError, "key_size", "got 0", "an integer >= 1"),
+    Misuse("attend(value_size=0)", ValueError, "value_size", "got 0", "an integer >= 1"),
+    Misuse("attend(model_size=True)", ValueError, "model_size", "got True", "an integer >= 1"),
+    Misuse("attend(num_kv_heads=3)", ValueError, "num_kv_heads", "=3", "must divide num_heads=4"),
+    Misuse("attend(4, 5, rope_theta=1e4)", ValueError, "rope_theta", "got 5", "even"),
+    Misuse("attend(logits_soft_cap=0)", ValueError, "logits_soft_cap", "got 0", "> 0"),
+    Misuse("attend(w_init='normal')", TypeError, "w_init", "'normal'", "an initializer"),
+    Misuse("attend(with_bias=1)", ValueError, "with_bias", "got 1", "true or false"),
+    Misuse("attend(x=jnp.ones((2, 33, 16)))", ValueError, "inputs", "33 tokens", "seq_len=32"),
+    Misuse("attend(x=jnp.ones(16))", ValueError, "inputs", "got (16,)", "shape [..., T, "),
+    Misuse("attend(x=jnp.ones((2, 32, 16), int))", ValueError, "inputs", "int32", "floats"),
+    Misuse("attend(call={'key': jnp.ones((2, 30, 16))})", ValueError, "key", "(2, 30, 16)", "no cross-attention"),
+    Misuse("attend(call={'value': jnp.ones((3, 32, 16))})", ValueError, "value", "(3, 32, 16)", "no cross-attention"),
+    Misuse("attend(call={'key': [[1.0]]})", TypeError, "key", "list", "an array"),
+    Misuse(
+        "attend(call={'mask': jnp.tril(jnp.ones((1, 1, 32, 32), bool))})",
+        ValueError,
+        "mask",
+        "(1, 1, 32, 32)",
+        "said by the pattern",
+    ),
+    Misuse("attend(call={'mask': jnp.ones((2, 32), bool)})", ValueError, "mask", "got (2, 32)", "[..., 1, 1, T]"),
+    Misuse(
+        "attend(call={'segment_ids': jnp.zeros((2, 30), int)})", ValueError, "segment_ids", "(2, 30)", "one id a token"
+    ),
+    Misuse("attend(call={'segment_ids': jnp.zeros((2, 32))})", ValueError, "segment_ids", "float32", "integers"),
+    Misuse("attend(call={'is_training': True})", TypeError, "__call__", "is_training", "unexpected keyword"),
+    Misuse("haiku_block(rope_thta=3)", TypeError, "SparseTransformerBlock", "rope_thta", "did you mean 'rope_theta'"),
+    Misuse(
+        "haiku_block(out_w_init=hk.initializers.Constant(0))",
+        TypeError,
+        "SparseTransformerBlock",
+        "out_w_init",
+        "Known: ",
+    ),
+    Misuse("haiku_block(16, 4)", ValueError, "num_heads=16", "features=4", "(num_heads, features)"),
+    Misuse("haiku_block(4, 18)", ValueError, "features", "18", "num_heads=4 must divide"),
+    Misuse("haiku_block(mlp='relu')", ValueError, "mlp", "relu", "'swiglu'"),
+    Misuse("haiku_block(norm='batch')", ValueError, "norm", "batch", "'rms'"),
+    Misuse("haiku_block(num_layers=0)", ValueError, "num_layers", "got 0", ">= 1"),
+    Misuse("haiku_block(remat='full')", ValueError, "remat", "full", "true or false"),
+    Misuse("haiku_block(dropout_rate=1.0)", ValueError, "dropout_rate", "1.0", "[0, 1)"),
+    Misuse("haiku_block(dropout_rate=0.1)", ValueError, "deterministic", "None", "True or False"),
+    Misuse("haiku_block(x=jnp.ones((2, 32, 12)))", ValueError, "x must", "(2, 32, 12)", "[..., T, 16]"),
+    Misuse(
+        "haiku_block(call={'segment_ids': jnp.zeros((2, 1), int)})",
+        ValueError,
+        "segment_ids",
+        "(2, 1)",
+        "one id a token",
+    ),
 ]

@@ -16,6 +16,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.haiku import SparseSelfAttention, SparseTransformerBlock
+from sparse_layers.modules.settings import Computation
 
 T, F, N, H = 24, 16, 4, 6
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -136,7 +137,7 @@ def test_arguments_are_those_of_dense_haiku_and_more_by_keyword_only():
         list(inspect.signature(c).parameters.values()) for c in (SparseSelfAttention, hk.MultiHeadAttention)
     )
     assert [(p.name, p.kind) for p in ours[: len(theirs)]] == [(p.name, p.kind) for p in theirs]
-    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[len(theirs) :])
     assert issubclass(SparseSelfAttention, hk.MultiHeadAttention)
 
 
@@ -265,7 +266,8 @@ def test_layer_stack_of_remat_blocks_gives_the_values_and_gradients_of_the_loop(
 
 
 def test_half_precision_by_the_input_and_by_a_policy():
-    model, x = attention(use_sinks=True, rope_theta=100.0, normalize_qk=True), inputs(1, T, F)
+    model = hk.without_apply_rng(block(use_sinks=True, rope_theta=100.0, normalize_qk=True))
+    x = inputs(1, T, F)
     halved = made(model, x.astype(jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(halved)} == {jnp.dtype(jnp.bfloat16)}
     params = jax.tree.map(lambda p: p.astype(jnp.float32), halved)
@@ -273,7 +275,7 @@ def test_half_precision_by_the_input_and_by_a_policy():
 
     @once
     def run(params, halved):
-        with hk.mixed_precision.push_policy(SparseSelfAttention, policy):
+        with hk.mixed_precision.push_policy(SparseTransformerBlock, policy):
             assert specs(made(model, x)) == specs(params)
             mixed = model.apply(params, x)
         return model.apply(params, x), mixed, model.apply(halved, x.astype(jnp.bfloat16))
@@ -323,6 +325,8 @@ def test_documentation(layer):
         assert "Raises:" in text
         for name in set(inspect.signature(function).parameters) - {"self"}:
             assert re.search(rf"^\s+(\w+, )*\**{name}(, \w+)*: ", text, re.M), f"{name} is not documented"
+    for name in Computation.__optional_keys__:
+        assert name in SparseSelfAttention.__doc__
 
 
 def test_the_pattern_and_its_plan_can_be_asked_for():
