@@ -12,10 +12,10 @@ except ImportError as error:
     raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
 
 from .masks.algebra import Mask
-from .modules.attention import Extras, attention_step, check_array, check_inputs
+from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import Pattern, padded
-from .modules.block import forward
-from .modules.settings import Computation, check_order, check_settings, refuse_unknown
+from .modules.block import check_input, forward
+from .modules.settings import Computation, check_array, check_order, check_settings, refuse_unknown
 from .ops.planning.plan import Plan
 
 _Initializer = hk.initializers.Initializer
@@ -187,7 +187,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         key = query if key is None else key
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
-        check_inputs(query, segment_ids, query.shape[-1] if query.ndim else 0, self.seq_len)
+        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -337,10 +337,7 @@ class SparseTransformerBlock(hk.Module):
           ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
             `SparseSelfAttention`'s.
         """
-        check_array("x", x, f"[..., T, {self.features}]")
-        check_settings(deterministic=deterministic)
-        if x.shape[-1:] != (self.features,):
-            raise ValueError(f"x must have shape [..., T, {self.features}], got {x.shape}")
+        check_input(self.features, x, deterministic)
         if self.dropout_rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "

@@ -71,7 +71,7 @@ def attention_step(
     dropout_rate: float,
     **settings: Any,
 ) -> AttentionStep:
-    """The attention step of `SparseSelfAttention`, NNX or Linen, its settings checked.
+    """The attention step of `SparseSelfAttention`, NNX, Linen or Haiku, its settings checked.
 
     Args:
       pattern, seq_len, rope_theta, dropout_rate: see `SparseSelfAttention`.
@@ -109,7 +109,7 @@ def attention_step(
 def check_inputs(
     inputs: jax.Array, segment_ids: jax.Array | None, features: int, seq_len: int, sow_weights: bool = False
 ) -> None:
-    """Refuses a call that a layer for ``seq_len`` tokens, NNX or Linen, cannot serve.
+    """Refuses a call that a layer for ``seq_len`` tokens, NNX, Linen or Haiku, cannot serve.
 
     Raises:
       ValueError, TypeError: see `SparseSelfAttention.__call__`.

@@ -157,7 +157,7 @@ class SparseTransformerBlock(nnx.Module):
 
 
 def check_input(features: int, x: jax.Array, deterministic: bool | None = None, shape: str = "[..., T, {}]") -> None:
-    """Refuses what a block, NNX or Linen, is not made for, in its own words and before its norm fails on it.
+    """Refuses what a block, NNX, Linen or Haiku, is not made for, in its own words and before its norm fails on it.
 
     Raises:
       ValueError, TypeError: see `SparseTransformerBlock.__call__`.
@@ -167,7 +167,7 @@ def check_input(features: int, x: jax.Array, deterministic: bool | None = None, 
 
 
 def forward(block: Any, x: jax.Array, segment_ids: jax.Array | None, deterministic: bool | None) -> jax.Array:
-    """What a block computes, NNX or Linen: its layers have the same names."""
+    """What a block computes, NNX, Linen or Haiku: its layers have the same names."""
     attended = block.attention(block.attention_norm(x), segment_ids=segment_ids)
     return _rest(block, x, attended, deterministic)
 

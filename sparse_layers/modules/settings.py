@@ -1,4 +1,4 @@
-"""What layers are told, NNX's and Linen's: options that one layer hands on to the next, and the rules for all."""
+"""What layers of all libraries are told: options that one layer hands on to the next, and the rules for all."""
 
 import inspect
 import math
@@ -306,4 +306,9 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable("a function")),
     "key": _key,
     "rngs": _rngs,
+    # Haiku's names.
+    "key_size": _size,
+    **dict.fromkeys(("value_size", "model_size"), _optional(_size)),
+    "with_bias": _flag,
+    **dict.fromkeys(("w_init", "b_init", "out_w_init"), _optional(_INITIALIZER)),
 }
