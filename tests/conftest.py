@@ -1,6 +1,7 @@
-"""Settings of the environment that libtpu reads once, when JAX first looks for devices."""
+"""Settings of the environment that JAX, XLA and libtpu read once, and processes that tests start inherit."""
 
 import glob
+import importlib.metadata
 import os
 
 # Without a TPU, libtpu is but a compiler: any number of processes may use it, and there is nothing for it to look for,
@@ -10,6 +11,13 @@ if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+
+# Programs run once here, to compare numbers, so that most of the tests' time is XLA's: on CPUs, without its slower passes.
+if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd"))):
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # By way of MLIR, fusions take twice as long to compile. Later versions know no other way.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import pytest

@@ -351,7 +351,8 @@ def main(kind):
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_on_eight_devices(kind):
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
     run = subprocess.run([sys.executable, __file__, kind], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr

@@ -272,7 +272,8 @@ for mask in (sl.Causal() & sl.Window(63), sl.Causal() & (sl.Window(7) | sl.Strid
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in compiled.as_text(), collective
 """
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[3])
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
