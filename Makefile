@@ -19,11 +19,12 @@ stamp := $(VENV)/.installed
 train: $(stamp)
 	$(bin)/python -m examples.train_lm.train $(ARGS)
 
+# worksteal: each process takes one part of the list, so that few compile what another has, and then of what is left.
 test: $(stamp)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/pyright --pythonpath $(bin)/python
-	$(bin)/python -m pytest -n $(JOBS)
+	$(bin)/python -m pytest -n $(JOBS) --dist worksteal
 
 venv: $(stamp)
 

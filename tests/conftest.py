@@ -1,5 +1,6 @@
 """Settings of the environment that JAX, XLA and libtpu read once, and processes that tests start inherit."""
 
+import gc
 import glob
 import importlib.metadata
 import os
@@ -12,7 +13,7 @@ if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
-# Programs run once here, to compare numbers, so that most of the tests' time is XLA's: on CPUs, without its slower passes.
+# Programs run once here, to compare numbers: most of the time is XLA's, which on CPUs goes without its slower passes.
 if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd"))):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     # By way of MLIR, fusions take twice as long to compile. Later versions know no other way.
@@ -21,6 +22,17 @@ if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/
 
 import jax
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """What trains takes longest, and most of it shares a few runs: it comes first, lest one process ends alone with it."""
+    items.sort(key=lambda item: "train_lm" not in item.path.parts)
+
+
+def pytest_collection_finish():
+    """What has been imported stays, and traces leave few cycles: looking for garbage would take a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(scope="session", autouse=True)
