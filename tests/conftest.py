@@ -25,7 +25,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """What trains takes longest, and most of it shares a few runs: it comes first, lest one process ends alone with it."""
+    """What trains takes longest, and shares a few runs: it comes first, lest one process end with it alone."""
     items.sort(key=lambda item: "train_lm" not in item.path.parts)
 
 
@@ -48,3 +48,12 @@ def triton_kernels_anywhere():
         patch.setattr(launch, "call", triton_interpreter.call)
         patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
         yield
+
+
+@pytest.fixture
+def all_passes():
+    """For tests of what a compiler makes of a program, not of its numbers."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -407,6 +407,7 @@ def test_the_search_finds_what_is_t_by_s():
     assert largest(grads, q, k, v) >= 256 * 256
 
 
+@pytest.mark.usefixtures("all_passes")
 def test_compiled_memory():
     length = 4096
     q, k, v = arrays(1, t=length, heads=(1, 1), h=8)

@@ -358,6 +358,7 @@ def test_on_eight_devices(kind):
     assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
 
 
+@pytest.mark.usefixtures("all_passes")
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_compiles_for_tpus(kind):
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")

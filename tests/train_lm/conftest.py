@@ -31,26 +31,24 @@ def flags(**options):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def quick_compilation(tmp_path_factory):
-    """Compiled without XLA's slower passes, which gain nothing here, and once: the tests run the same few programs."""
+def compiled_once(tmp_path_factory):
+    """The tests run the same few programs.
+
+    Processes that the tests start have no part in the cache: JAX writes into it in place, and complains of an entry
+    that a kill or a full disk has cut.
+    """
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_disable_most_optimizations": True,
     }
     before = {name: jax.config.values[name] for name in settings}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            # Processes that the tests start have no part in the cache: JAX writes into it in place, and complains of an
-            # entry that a kill or a full disk has cut.
-            if "cache" not in name:
-                patch.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()  # JAX asks only once whether there is one.
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX asks only once whether there is one.
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +62,7 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def finished(quick_compilation, corpus, tmp_path_factory):
+def finished(compiled_once, corpus, tmp_path_factory):
     """The folder of a run of six steps that nothing disturbed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     assert train.main(flags(**TINY, data=corpus, out=out)) == 0

@@ -17,6 +17,7 @@ import sparse_layers as sl
 from tests.ops.cases import candidates
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
+pytestmark = pytest.mark.usefixtures("all_passes")
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
