@@ -410,12 +410,16 @@ class Random(Mask):
         drawn, end = [self.draw(q, i) for i in range(self.count)], self._end(q)
         draws = [np.where(draw < end, draw, -1) for draw in drawn]
         draws = draws[:1] + [np.where(a == b, -1, b) for a, b in itertools.pairwise(draws)]
-        count = np.int64(0)
+        # As numbers without sign, for what lies before k0 is larger than any width then; narrow where all of them fit.
+        fits = max(lowest + len(q), int(np.max(k1, initial=0))) < 1 << 31
+        signed, unsigned = (np.int32, np.uint32) if fits else (np.int64, np.uint64)
+        first, width = k0.astype(signed), (k1 - k0).astype(unsigned)
+        count = np.zeros(np.broadcast(q0, k0).shape, np.int32)
         for row in range(rows):
-            exists = q0 + row <= q1
+            exists, own = q0 + row <= q1, np.minimum(q0 + row, q1) - lowest
             for table in draws:
-                draw = table[np.minimum(q0 + row, q1) - lowest]
-                count = count + (exists & (draw >= k0) & (draw <= k1))
+                draw = np.where(exists, table[own], -1).astype(signed)
+                count += (draw - first).view(unsigned) <= width
         return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 

@@ -1,12 +1,11 @@
 """Which blocks of a mask hold anything: the exact, sorted list of a block grid's non-empty cells.
 
 Closed-form grades (`Mask.grade`) decide almost all cells, or else smaller rectangles within them do; only what they
-leave UNSURE is evaluated element by element. Large grids are first graded in coarse cells, so the work follows the
-pattern and not the square of the length.
+leave UNSURE is evaluated element by element. Large grids are first graded in coarse cells, then in ever finer ones, so
+the work follows the pattern and not the square of the length.
 """
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 from ...masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
+_FINER = 4  # cells of one size along a side of the next larger
 _SAMPLES = 16  # queries and keys of a cell that are evaluated first
 _ELEMENTS = 1 << 20  # mask elements evaluated at a time; a larger chunk leaves the cache and is slower
 _PART = 16  # side of the rectangles, in elements, that are graded within a cell before its elements are evaluated
@@ -61,27 +61,37 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
       >>> grid.rows.tolist(), grid.columns.tolist(), grid.states.tolist()
       ([0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2], [1, 2, 1, 2, 2, 1])
     """
+    # What a whole block's grade leaves open: first what looks at less of it, at last all of its elements.
+    looks = [_graded_by_parts, functools.partial(_evaluated, samples=_SAMPLES)]
+    if block_q * block_kv > (_SAMPLES * _PART) ** 2:
+        looks.reverse()
     parts = []
-    for first, states in _stripes(mask, num_rows, num_columns, block_q, block_kv):
-        rows, columns = _nonzero(states == UNSURE)
-        states[rows, columns] = _graded_by_parts(mask, rows + first, columns, block_q, block_kv)
-        # A few elements of a mixed block show that it is mixed; the rest is looked at in full.
-        for samples in (_SAMPLES, None):
-            rows, columns = _nonzero(states == UNSURE)
-            start = 0
-            for tiles in masked_tiles(mask, rows + first, columns, block_q, block_kv, samples):
-                some, every = tiles.any(axis=(1, 2)), tiles.all(axis=(1, 2))
-                here = slice(start, start + len(tiles))
-                open_still = (some == every) & (samples is not None)
-                grades = np.where(open_still, np.int8(UNSURE), np.add(some, every, dtype=np.int8))
-                states[rows[here], columns[here]] = grades
-                start += len(tiles)
-        rows, columns = _nonzero(states)
-        parts.append(((rows + first).astype(np.int32), columns.astype(np.int32), states[rows, columns]))
+    for first, grades in _stripes(mask, num_rows, num_columns, block_q, block_kv):
+        rows, columns = _nonzero(grades != EMPTY)
+        states, rows = grades[rows, columns], rows + first
+        for look in (*looks, _evaluated):
+            unsure = np.flatnonzero(states == UNSURE)
+            states[unsure] = look(mask, rows[unsure], columns[unsure], block_q, block_kv)
+        some = states != EMPTY
+        parts.append((rows[some].astype(np.int32), columns[some].astype(np.int32), states[some]))
     rows, columns, states = (np.concatenate(x) for x in zip(*parts, strict=True))
     for array in (rows, columns, states):
         array.flags.writeable = False
     return BlockGrid(rows, columns, states, num_rows, num_columns)
+
+
+def _evaluated(
+    mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q: int, block_kv: int, samples: int | None = None
+) -> np.ndarray:
+    """Grades n blocks by their elements: int8 [n]. If by samples, UNSURE where these agree."""
+    states = np.empty(len(rows), np.int8)
+    start = 0
+    for tiles in masked_tiles(mask, rows, columns, block_q, block_kv, samples):
+        some, every = tiles.any(axis=(1, 2)), tiles.all(axis=(1, 2))
+        grades = np.add(some, every, dtype=np.int8)
+        states[start : start + len(tiles)] = grades if samples is None else np.where(some == every, UNSURE, grades)
+        start += len(tiles)
+    return states
 
 
 def _nonzero(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -132,15 +142,25 @@ def _stripes(
     if cells <= _CELLS:
         yield 0, grade(np.arange(num_rows)[:, None], np.arange(num_columns)[None, :], 1).copy()
         return
-    scale = max(16, math.isqrt(cells // _CELLS))
+    # Powers of _FINER, so that cells of one size are made of whole cells of the next. Few coarse cells hold anything of
+    # a sparse pattern, and few of their parts do: a step from coarse to fine would grade all that lies between.
+    scale = _FINER**2
+    while scale * scale * _CELLS < cells:
+        scale *= _FINER
     coarse = grade(np.arange(-(-num_rows // scale))[:, None], np.arange(-(-num_columns // scale))[None, :], scale)
     step = max(1, _CELLS // (scale * num_columns))
+    part = np.arange(_FINER)
     for start in range(0, len(coarse), step):
-        first = start * scale
-        states = coarse[start : start + step].repeat(scale, axis=0).repeat(scale, axis=1)
-        states = states[: num_rows - first, :num_columns]
-        rows, columns = _nonzero((states != EMPTY) & (states != FULL))
-        states[rows, columns] = grade(rows + first, columns, 1)
+        first, states, size = start, coarse[start : start + step], scale
+        while size > 1:
+            rows, columns = _nonzero((states != EMPTY) & (states != FULL))
+            first, size = first * _FINER, size // _FINER
+            states = states.repeat(_FINER, axis=0).repeat(_FINER, axis=1)
+            states = states[: -(-num_rows // size) - first, : -(-num_columns // size)]
+            # Parts beyond the grid's edge are its last cells, graded again.
+            rows = np.minimum(rows[:, None, None] * _FINER + part[:, None], states.shape[0] - 1)
+            columns = np.minimum(columns[:, None, None] * _FINER + part, states.shape[1] - 1)
+            states[rows, columns] = grade(rows + first, columns, size)
         yield first, states
 
 

@@ -157,3 +157,27 @@ def test_masked_tiles_come_in_order_and_bounded_chunks(monkeypatch):
     dense = LogSparse().dense(24, 24)
     for tile, row, column in zip(np.concatenate(chunks), rows, columns, strict=True):
         np.testing.assert_array_equal(tile, dense[row * 6 : row * 6 + 6, column * 8 : column * 8 + 8])
+
+
+def test_the_work_follows_the_pattern():
+    graded, evaluated = [], []
+
+    class Counting(Mask):
+        mask = CAUSAL & Blocks(Window(1) | Random(3), 64)
+
+        def __call__(self, q, k):
+            evaluated.append(np.broadcast(q, k).size)
+            return self.mask(q, k)
+
+        def grade(self, q0, q1, k0, k1):
+            graded.append(np.broadcast(q0, q1, k0, k1).size)
+            return self.mask.grade(q0, q1, k0, k1)
+
+    # Where draws are everywhere, coarse cells leave much open, and finer ones little of that.
+    grid = active_blocks(Counting(), 2048, 2048, 128, 128)
+    assert sum(graded) < 2048 * 2048 // 8 and sum(evaluated) == 0
+    assert len(grid.rows) > 12000
+    # Parts of a large block are so many that a few of its elements are looked at first.
+    graded.clear()
+    active_blocks(Counting(), 64, 64, 1024, 1024)
+    assert sum(graded) + sum(evaluated) < 50_000
