@@ -1,6 +1,6 @@
 """Decoding: keys, bytes and time of one step from the cache, against the length.
 
-    python benchmarks/decode.py --out results/
+    python -m benchmarks.decode --record decode.json --plot decode.png
 
 A step adds a token to each sequence and attends from it, at the end of a full cache. ``keys`` are those that a query
 head reads; ``bytes`` what XLA counts for the attention of the step (as written: it counts intermediate arrays, too, and
@@ -10,12 +10,8 @@ against float64 in its last row.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
 import pathlib
-import platform
 import statistics
 import time
 from typing import Any
@@ -26,8 +22,10 @@ import numpy as np
 
 import sparse_layers as sl
 
+from .record import Record, add_option
+
 PATTERNS = {
-    "dense": "all",
+    "causal": "causal",
     "window": "sliding_window:window=1024",
     "strided": "sparse_transformer_strided:stride=128",
     "fixed": "sparse_transformer_fixed:stride=128,summary=8",
@@ -90,19 +88,19 @@ def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, 
     assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
 
 
-def plot(results: list[dict], path: pathlib.Path) -> None:
-    """Bytes of a step (of the first results) and its time (of each) against the length."""
+def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Bytes of a step (of the first record) and its time (of each) against the length."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.6 * (1 + len(results)), 4.2), layout="constrained")
-    panels = [("bytes", results[0]), *(("us", result) for result in results)]
-    for axes, (what, result) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        rows = result["rows"]
+    figure = Figure(figsize=(4.6 * (1 + len(records)), 4.2), layout="constrained")
+    panels = [("bytes", records[0]), *(("us", record) for record in records)]
+    for axes, (what, record) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        rows = record["results"]
         for name in dict.fromkeys(row["pattern"] for row in rows):
             points = [(row["T"], row[what]) for row in rows if row["pattern"] == name]
-            axes.plot(*zip(*points, strict=True), "k^:" if name == "dense" else "o-", label=name, ms=4)
+            axes.plot(*zip(*points, strict=True), "k^:" if name == "causal" else "o-", label=name, ms=4)
         axes.set(xscale="log", yscale="log", xlabel="T", ylabel={"us": "µs a token", "bytes": "bytes a token"}[what])
-        axes.set_title(result["environment"].replace("; ", "\n"), fontsize=7)
+        axes.set_title("\n".join(record["lines"][:2]), fontsize=7)
         lengths = sorted({row["T"] for row in rows})
         axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
         axes.minorticks_off()
@@ -122,35 +120,31 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="in one compiled loop")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for decode.json and decode.png")
-    parser.add_argument("--draw", type=pathlib.Path, nargs="+", help="only draw these decode.json into --out")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw what is found")
+    parser.add_argument("--of", type=pathlib.Path, nargs="+", metavar="FILE.json", help="only --plot these records")
+    add_option(parser)
     options = parser.parse_args()
-    if options.draw:
-        if not options.out:
-            parser.error("--draw needs --out")
-        plot([json.loads(path.read_text()) for path in options.draw], options.out / "decode.png")
+    if options.of:
+        if not options.plot:
+            parser.error("--of needs --plot")
+        plot([json.loads(path.read_text()) for path in options.of], options.plot)
         return
     options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    environment = (
-        f"{jax.devices()[0].device_kind}, {datetime.date.today()}, {os.cpu_count()} host cores, "
-        f"Python {platform.python_version()}, jax {importlib.metadata.version('jax')}; B={options.batch} "
-        f"N={options.heads} H={options.head_size} {options.dtype}"
+    record = Record(options.record, jax.devices()[0].device_kind)
+    record.say(
+        f"{record.heading}\n"
+        f"B={options.batch} N={options.heads} H={options.head_size} {options.dtype}\n\n"
+        "| pattern | T | keys | bytes | cache | µs a token |\n| --- | --- | --- | --- | --- | --- |"
     )
-    print(
-        f"{environment}\n\n| pattern | T | keys | bytes | cache | µs a token |\n| --- | --- | --- | --- | --- | --- |"
-    )
-    rows = []
     for name in options.patterns:
         for seq_len in options.lengths:
-            rows.append(row := measured(name, seq_len, options))
+            row = measured(name, seq_len, options)
+            record.add(**row)
             sizes = " | ".join(f"{row[what] / 2**20:.2f} MiB" for what in ("bytes", "cache"))
-            print(f"| {name} | {seq_len} | {row['keys']} | {sizes} | {row['us']:.1f} |", flush=True)
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "decode.json").write_text(
-            json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n"
-        )
-        plot([{"environment": environment, "rows": rows}], options.out / "decode.png")
+            record.say(f"| {name} | {seq_len} | {row['keys']} | {sizes} | {row['us']:.1f} |")
+    record.write()
+    if options.plot:
+        plot([record.facts | {"lines": record.lines, "results": record.results}], options.plot)
 
 
 if __name__ == "__main__":

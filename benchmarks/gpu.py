@@ -1,10 +1,10 @@
 """GPU kernels beside cuDNN and FlexAttention: speed by pattern and by length, memory, break-even density.
 
-    python benchmarks/gpu.py speed --head-size 128 --patterns causal strided --out results
+    python -m benchmarks.gpu speed --head-size 128 --patterns causal strided --record speed.json
 
 Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``density`` at which block-random masks
 cost as much as dense causal attention; ``lengths``, time against T. Needs jax[cuda13]; FlexAttention is left out where
-there is no torch. Nothing is written without --out.
+there is no torch.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
 formulas of its own and from a rule of its own for each pattern. In every 128 rows an error may be as large as twice
@@ -17,13 +17,10 @@ pair forward, 3.5 times that for both.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -40,12 +37,13 @@ import numpy as np
 import sparse_layers as sl
 from sparse_layers.ops.planning.platforms import FALLBACK, PREFERRED
 
+from .record import Record, add_option
+
 BLOCK, CHUNK, WHOLE = 128, 512, 16384  # rows judged together; rows of the reference at a time; longest checked in full
 DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations
 SPEED = ["causal", "window", "random", "strided", "fixed", "document", "longformer"]
 LONG = (1, 8, 64)  # batch, heads and head size of the sections lengths and memory
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling it takes longer than running it
-PACKAGES = ["jax", "jaxlib", "jax-triton", "triton", "torch", "nvidia-cudnn-cu13"]
 
 
 # --- patterns --------------------------------------------------------------------------------------------------------
@@ -298,12 +296,10 @@ class Report:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.failures, self.section = options, 0, ""
-        self.records: list[dict[str, Any]] = []
+        self.record = Record(options.record, jax.devices()[0].device_kind)
         self.start = self.section_start = time.monotonic()
-        found = {name: [x.version for x in importlib.metadata.distributions(name=name)] for name in PACKAGES}
-        self.environment = f"{jax.devices()[0].device_kind}, {datetime.date.today()}, Python {sys.version.split()[0]}, "
-        self.environment += ", ".join(f"{name} {versions[0] if versions else '-'}" for name, versions in found.items())
-        self.text = [self.environment]
+        self.environment = f"{self.record.facts['device']}, {self.record.facts['date'][:10]}, "
+        self.environment += ", ".join(f"{name} {version}" for name, version in self.record.facts["versions"].items())
         self.say(self.environment)
 
     def begin(self, section: str) -> None:
@@ -336,31 +332,20 @@ class Report:
         return True
 
     def add(self, **record: Any) -> None:
-        """Keeps a record, and writes all of them."""
-        self.records.append({"section": self.section} | record)
-        self.save()
+        """Keeps what was measured."""
+        self.record.add(section=self.section, **record)
 
     def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
-        """Prints a markdown table, and writes all of them."""
+        """Prints a markdown table."""
         lines = [f"\n{title}\n"]
         lines += [f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *rows)]
-        print("\n".join([*lines, "", self.environment]), end="\n\n", flush=True)
-        self.text += lines
-        self.save()
-
-    def save(self) -> None:
-        """Writes results.json and results.md."""
-        if self.options.out:
-            self.options.out.mkdir(parents=True, exist_ok=True)
-            asked = {name: value for name, value in vars(self.options).items() if name != "out"}
-            found = {"environment": self.environment, "options": asked, "records": self.records}
-            (self.options.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
-            (self.options.out / "results.md").write_text("\n".join(self.text) + "\n")
+        self.record.say("\n".join([*lines, "", self.environment, ""]))
 
     def plot(self, name: str, label: str, panels: dict[str, dict[str, dict]], **scales: Any) -> None:
         """Draws curves, a panel for each direction, to a file."""
-        if not self.options.out:
+        if not self.options.plots:
             return
+        self.options.plots.mkdir(parents=True, exist_ok=True)
         matplotlib: Any = importlib.import_module("matplotlib")
         matplotlib.use("Agg")
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -380,7 +365,7 @@ class Report:
             axis.legend(fontsize=8)
         figure.suptitle(self.environment, fontsize=6)
         figure.tight_layout()
-        figure.savefig(self.options.out / f"{name}.png", dpi=150)
+        figure.savefig(self.options.plots / f"{name}.png", dpi=150)
         pyplot.close(figure)
 
 
@@ -609,7 +594,8 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seconds", type=int, default=270, help="after which a section starts nothing new")
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for results.json, results.md and plots")
+    parser.add_argument("--plots", type=pathlib.Path, metavar="FOLDER", help="draw what lengths and density find")
+    add_option(parser)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
@@ -624,6 +610,7 @@ def main() -> int:
             report.begin(name)
             report.attempt(name, section, report, options)
     report.say(f"{report.failures} failed")
+    report.record.write()
     return int(report.failures > 0)
 
 

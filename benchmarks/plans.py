@@ -1,19 +1,23 @@
-"""Planning and importing: seconds and bytes for every preset at long lengths, and the cost of the import.
+"""Planning: seconds and bytes for every preset at long lengths.
 
-python benchmarks/plans.py
+    python -m benchmarks.plans
+
+Each plan is made anew, nothing of an earlier one is reused, in turns; the least of the runs counts. Seconds are of the
+processor: planning runs in one thread, and other work on the machine only ever adds. ``MB`` are those of all block
+lists and tiles.
 """
 
-import platform
-import statistics
-import subprocess
-import sys
+import argparse
 import time
 
-import jax
 import numpy as np
 
 import sparse_layers as sl
+from sparse_layers.ops.planning import mask_info
+from sparse_layers.ops.planning import plan as planning
 from sparse_layers.ops.planning.blocks import active_blocks
+
+from .record import Record, add_option
 
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
 
@@ -31,40 +35,43 @@ def metadata_bytes(plan: sl.Plan) -> int:
     return sum(arrays.values())
 
 
-def plans() -> None:
-    """Prints the table of plans; each is made anew, nothing of an earlier one is reused."""
-    from sparse_layers.ops.planning import plan as planning
-
-    for seq_len, limit in LIMITS.items():
-        print(f"\nT = {seq_len}, default options; limit {limit:.0f} s")
-        print(f"{'preset':30}{'seconds':>8}{'of limit':>10}{'MB':>8}  chosen chain")
-        for name in sl.presets():
-            for cache in (active_blocks, planning._make_plan, planning._make_chain):
-                cache.cache_clear()
-            start = time.perf_counter()
-            plan = sl.make_plan(sl.preset(name), seq_len)
-            seconds = time.perf_counter() - start
-            chain = plan.candidates[0][0][0]
-            print(
-                f"{name:30}{seconds:8.2f}{seconds / limit:10.0%}{metadata_bytes(plan) / 1e6:8.1f}  {chain}", flush=True
-            )
+def planned(name: str, seq_len: int) -> tuple[float, sl.Plan]:
+    """CPU seconds of making a plan, and the plan."""
+    for cache in (active_blocks, planning._make_plan, planning._make_chain, mask_info._compile):
+        cache.cache_clear()
+    start = time.process_time()
+    plan = sl.make_plan(sl.preset(name), seq_len)
+    return time.process_time() - start, plan
 
 
-def imports(repeats: int = 7) -> None:
-    """Prints what `import sparse_layers` costs over `import jax, flax`, each in a fresh process."""
-    timed = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"
-    seconds = {}
-    for what in ("jax, flax", "jax, flax, sparse_layers"):
-        runs = [
-            float(subprocess.run([sys.executable, "-c", timed.format(what)], capture_output=True, check=True).stdout)
-            for _ in range(repeats)
-        ]
-        seconds[what] = statistics.median(runs)
-        print(f"import {what}: {seconds[what]:.3f} s (median of {repeats})")
-    print(f"sparse_layers alone: {seconds['jax, flax, sparse_layers'] - seconds['jax, flax']:.3f} s")
+def main() -> None:
+    """Runs what the command line asks for; an error if a plan takes longer than the project allows itself."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=list(sl.presets()), metavar="PRESET")
+    parser.add_argument("--lengths", nargs="+", type=int, default=list(LIMITS), choices=LIMITS)
+    parser.add_argument("--runs", type=int, default=3, help="of each")
+    add_option(parser)
+    options = parser.parse_args()
+    record, too_slow = Record(options.record), []
+    record.say(record.heading)
+    for seq_len in options.lengths:
+        limit = LIMITS[seq_len]
+        record.say(f"\n| T = {seq_len:,}, limit {limit:g} s | seconds | MB | chosen chain |\n| --- | --- | --- | --- |")
+        seconds, plans = {name: [] for name in options.presets}, {}
+        for _ in range(options.runs):
+            for name in options.presets:
+                taken, plans[name] = planned(name, seq_len)
+                seconds[name].append(taken)
+        for name, plan in plans.items():
+            size, chain, least = metadata_bytes(plan), plan.candidates[0][0][0], min(seconds[name])
+            record.add(preset=name, seq_len=seq_len, cpu_seconds=seconds[name], bytes=size, chain=chain)
+            record.say(f"| {name} | {least:.2f} | {size / 1e6:.1f} | {chain} |")
+            if least > limit:
+                too_slow.append(f"{name} at {seq_len}: {least:.2f} s of {limit:g} s")
+    record.write()
+    if too_slow:
+        raise SystemExit(f"slower than allowed: {'; '.join(too_slow)}")
 
 
 if __name__ == "__main__":
-    print(f"{platform.machine()}, Python {platform.python_version()}, jax {jax.__version__}, numpy {np.__version__}")
-    imports()
-    plans()
+    main()

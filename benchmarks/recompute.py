@@ -1,6 +1,6 @@
 """Recomputing the attention, or whole layers, in the backward pass: the memory it saves, the time it costs.
 
-    python benchmarks/recompute.py --layers 1 12
+    python -m benchmarks.recompute --layers 1 12
 
 The same pre-activation layers (`flax.nnx.MultiHeadAttention` with another ``attention_fn``, and an MLP) in a scan, once
 with dense causal attention of `jax.nn.dot_product_attention` and once with a sparse pattern. ``temporaries`` is what
@@ -14,11 +14,6 @@ what the sparse attention names, so that its forward pass is not run again; dens
 
 import argparse
 import functools
-import importlib.metadata
-import json
-import os
-import pathlib
-import platform
 import statistics
 import time
 from typing import Any
@@ -28,6 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import sparse_layers as sl
+
+from .record import Record, add_option
 
 KEEP = jax.checkpoint_policies.save_only_these_names("sparse_attention_out", "sparse_attention_lse")
 RECOMPUTED = ("nothing", "attention", "layer", "layer, out and lse kept")
@@ -153,20 +150,17 @@ def main() -> None:
     parser.add_argument("--no-time", action="store_true", help="compile only")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing for each row; one step at least")
     parser.add_argument("--max-gib", type=float, default=8.0, help="do not run what needs more temporaries")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the table here, as .md or .json")
+    add_option(parser)
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax"))
-    environment = (
-        f"{jax.devices()[0].device_kind}, {os.cpu_count()} host cores, Python {platform.python_version()}, {versions}; "
+    record = Record(options.record, jax.devices()[0].device_kind)
+    record.say(
+        f"{record.heading}\n"
         f"B={options.batch} T={options.seq_len} F={options.features} N={options.heads} {options.dtype}, "
-        f"sparse is {options.pattern}"
+        f"sparse is {options.pattern}\n\n"
+        "| attention | layers | recomputed | temporaries | gradient step (steps) |\n"
+        "| --- | --- | --- | --- | --- |"
     )
-    lines = [
-        "| attention | layers | recomputed | temporaries | gradient step (steps) |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    print("\n".join([environment, "", *lines]), flush=True)
     rows = []
     for layers in options.layers:
         for name, pattern in (("dense", None), ("sparse", options.pattern)):
@@ -174,15 +168,11 @@ def main() -> None:
                 # The dense attention names nothing that a policy could keep.
                 for recomputed in RECOMPUTED if name == "sparse" else RECOMPUTED[:3]:
                     rows.append(measured(name, pattern, layers, recomputed, options))
-                    lines.append(table_line(rows[-1]))
-                    print(lines[-1], flush=True)
+                    record.add(**rows[-1])
+                    record.say(table_line(rows[-1]))
     skipped = [f"{r['attention']}, {r['layers']}, {r['recomputed']} ({r['skipped']})" for r in rows if "skipped" in r]
-    closing = f"not run: {'; '.join(skipped) or 'none'}"
-    print(f"\n{closing}")
-    if options.out is not None:
-        facts = {"environment": environment, "rows": rows}
-        text = "\n".join([environment, "", *lines, "", closing, ""])
-        options.out.write_text(json.dumps(facts, indent=1) if options.out.suffix == ".json" else text)
+    record.say(f"\nnot run: {'; '.join(skipped) or 'none'}")
+    record.write()
     check(rows)
 
 

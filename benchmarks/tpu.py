@@ -1,6 +1,6 @@
 """TPU kernels without a TPU: what they ask for, and their cycles as the compiler sees them, beside splash.
 
-    python benchmarks/tpu.py --patterns causal "strided 128" --lengths 8192 131072 --chips v6e
+    python -m benchmarks.tpu --patterns causal "strided 128" --lengths 8192 131072 --chips v6e
 
 Needs jax[tpu], not a TPU: libtpu compiles ahead of time, and estimates the cycles of every kernel. That estimate is a
 static model, not calibrated against hardware; compare its numbers with each other only. It runs a kernel's scalar code
@@ -12,7 +12,8 @@ Splash attention has no chains: it gets the blocks of the whole pattern in natur
 function for the causal mask or the window, which is cheaper than the true ones. It runs forward, without the lse that
 backward needs, dkv and dq.
 
-Columns. block: rows of q and k in a block, for splash the better of --splash-blocks. compile: seconds for forward and
+Columns. block: rows of q and k in a block; for splash that of --splash-blocks which takes each kernel the fewest cycles
+(fwd, dkv, dq: its block sizes may differ), and all that were tried are in the record. compile: seconds for forward and
 backward at full length. SMEM: the largest lists of a kernel. VMEM: the most that one asks for, pipelined blocks twice,
 and scratch. fwd, bwd: thousands of cycles by kernel and in sum, and cycles for each 512 x 512 of active blocks. Where
 splash does not fit SMEM, they are what it would take if it did.
@@ -21,6 +22,7 @@ splash does not fit SMEM, they are what it would take if it did.
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
 import inspect
 import itertools
 import json
@@ -52,6 +54,8 @@ from sparse_layers.ops.kernels.pallas_tpu.launch import launch
 from sparse_layers.ops.kernels.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
 from sparse_layers.ops.planning.blocks import active_blocks
 
+from .record import ROOT, Record, add_option
+
 CHIPS = {  # topology to compile for, and the name that JAX knows the device by
     "v5e": ("v5e:2x2", "TPU v5 lite"),
     "v5p": ("v5p:2x2x1", "TPU v5p"),
@@ -66,6 +70,7 @@ PATTERNS: dict[str, Any] = {
     "bigbird": sl.preset("bigbird"),
 }
 HEADS, SIZE, AREA = 2, 128, 512 * 512
+SPLASH = ("fwd", "dkv", "dq")  # its kernels
 # libtpu neither looks for a device nor locks one.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
 ENVIRONMENT |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -198,32 +203,37 @@ def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | 
     return result
 
 
-def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None) -> dict:
-    """The same for splash attention."""
-    mask, rows = PATTERNS[pattern], seq_len // block
-    grid = active_blocks(mask, rows, rows, block, block)
-    area, function = HEADS * len(grid.rows) * block**2, mask if pattern.startswith("window") else sl.Causal()
-    widths = {
-        name: int(np.bincount(grid.columns if name == "dkv" else grid.rows).max()) for name in ("fwd", "dkv", "dq")
-    }
+def theirs(chip: str, pattern: str, seq_len: int, block: Any, limit: int | None) -> dict:
+    """The same for splash attention: cycles by kernel for a size of blocks, or needs for a size by kernel."""
+    mask = PATTERNS[pattern]
+    function = mask if pattern.startswith("window") else sl.Causal()
+
+    def grid_of(name, block):
+        rows = seq_len // block
+        grid = active_blocks(mask, rows, rows, block, block)
+        return grid, rows, int(np.bincount(grid.columns if name == "dkv" else grid.rows).max())
+
     if limit is None:
 
-        def info(*shape):  # what the lists hold does not matter to the compiler
+        def kernel(name, block):
+            _, rows, width = grid_of(name, block)
+            shape = (1, width, rows) if name == "dkv" else (1, rows, width)
+            # What the lists hold does not matter to the compiler.
             indices, kinds = jnp.zeros(shape, jnp.int8 if rows <= 128 else jnp.int16), jnp.zeros(shape, jnp.int8)
-            return MaskInfo(indices, None, kinds, None, np.arange(seq_len))
+            return splash_kernel(name, block, function, MaskInfo(indices, None, kinds, None, np.arange(seq_len)))
 
         def everything(*arrays):
-            infos = {n: info(1, w, rows) if n == "dkv" else info(1, rows, w) for n, w in widths.items()}
-            return [splash_kernel(name, block, function, x)(*arrays) for name, x in infos.items()]
+            return [kernel(name, size)(*arrays) for name, size in block.items()]
 
         return needs(chip, everything, splash_operands(HEADS, seq_len, seq_len))
-    result: dict[str, Any] = {"fwd": [], "bwd": [], "fwd_area": area, "bwd_area": area}
-    for name, width in widths.items():
+
+    def estimate(name):
+        grid, rows, width = grid_of(name, block)
         # Without lists the grid has all blocks of the lengths given, so these are cut to some rows and slots of it.
-        few = min(width, limit * AREA // block**2)
+        few = min(width, max(2, limit * AREA // block**2))
         kept = min(rows, max(2, 2 * limit * AREA // (few * block**2)))
 
-        def cycles(slots, name=name, width=width, kept=kept):
+        def cycles(slots):
             look_up = arithmetic_blocks(len(grid.rows), rows, rows / kept, width / slots)
             run = look_up(0, np.arange(kept)[:, None], np.arange(slots), None, None, None)[2]
             weight = len(grid.rows) / (rows * width * float(run.mean()))
@@ -233,9 +243,10 @@ def theirs(chip: str, pattern: str, seq_len: int, block: int, limit: int | None)
             kernel = splash_kernel(name, block, function, info), splash_operands(1, *lengths)
             return weight * cycles_of(chip, *kernel, name)
 
-        estimate = HEADS * extrapolated(cycles, few, width) * rows / kept
-        result["fwd" if name == "fwd" else "bwd"].append(round(estimate))
-    return result
+        return round(HEADS * extrapolated(cycles, few, width) * rows / kept)
+
+    area = HEADS * len(grid_of("fwd", block)[0].rows) * block**2
+    return {"area": area} | {name: estimate(name) for name in SPLASH}
 
 
 def splash_operands(heads: int, q_len: int, kv_len: int) -> list[jax.ShapeDtypeStruct]:
@@ -283,7 +294,8 @@ def spawn(timeout: int, **job: Any) -> dict:
     """Measures in a process of its own, for the compiler may crash: what it found, or the reason why not."""
     with tempfile.TemporaryDirectory() as folder:
         flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if job["limit"] else {}
-        command, environment = [sys.executable, __file__, "--one", json.dumps(job)], os.environ | ENVIRONMENT | flags
+        command = [sys.executable, "-m", "benchmarks.tpu", "--one", json.dumps(job)]
+        environment = os.environ | ENVIRONMENT | flags | {"PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -296,30 +308,53 @@ def spawn(timeout: int, **job: Any) -> dict:
     return {"failed": reasons[-1][:90] if reasons else f"exit status {done.returncode}"}
 
 
-def cell(pattern: str, seq_len: int, chip: str, options: argparse.Namespace) -> str:
-    """The lines of one pattern, length and chip."""
-    job = {"pattern": pattern, "seq_len": seq_len, "chip": chip, "timeout": options.timeout}
-    lines, found = [], []
+def measured(side: str, job: dict[str, Any], options: argparse.Namespace, record: Record) -> dict[str, Any]:
+    """What one side takes and needs for one pattern, length and chip."""
+    blocks = [options.block] if side == "ours" else options.splash_blocks
+    tried = [spawn(side=side, block=block, limit=options.steps, **job) for block in blocks]
+    record.add(**job, side=side, tried=dict(zip(map(str, blocks), tried, strict=True)))
+    if side == "ours":
+        return tried[0] | {"asked": spawn(side=side, block=options.block, limit=None, **job)}
+    fine = {block: cycles for block, cycles in zip(blocks, tried, strict=True) if "failed" not in cycles}
+    if not fine:
+        return tried[0] | {"asked": tried[0]}
+    best = {name: min(fine, key=lambda block, name=name: fine[block][name]) for name in SPLASH}
+    cycles = {name: fine[block][name] for name, block in best.items()}
+    areas = {name: fine[block]["area"] for name, block in best.items()}
+    return {
+        "fwd": [cycles["fwd"]],
+        "bwd": [cycles["dkv"], cycles["dq"]],
+        "fwd_area": areas["fwd"],
+        "bwd_area": (areas["dkv"] + areas["dq"]) / 2,
+        "blocks": "/".join(map(str, best.values())),
+        "asked": spawn(side=side, block=best, limit=None, **job),
+    }
+
+
+def cell(job: dict[str, Any], options: argparse.Namespace, record: Record) -> tuple[str, str, str]:
+    """Says the lines of one pattern, length and chip: ours, our cycles and splash's, as a table's cells."""
+    sums: list[list[float]] = []
+    blocks = ""
     for side in ("ours", "splash"):
-        blocks = [options.block] if side == "ours" else options.splash_blocks
-        tried = [(b, spawn(side=side, block=b, limit=options.steps, **job)) for b in blocks]
-        block, estimate = min(tried, key=lambda x: sum(x[1].get("fwd", [])) + sum(x[1].get("bwd", [])) or math.inf)
-        asked = spawn(side=side, block=block, limit=None, **job)
-        line = f"{pattern:12}{seq_len:8}  {chip:6}{side:8}{estimate.get('blocks', block)!s:>14}"
-        needed = "{failed:>33}" if "failed" in asked else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
-        line += needed.format(**asked)
-        if "failed" in estimate:
-            line += f"  no estimate: {estimate['failed']}"
+        found = measured(side, job, options, record)
+        blocks = blocks or str(found.get("blocks", "-"))
+        line = f"{job['pattern']:12}{job['seq_len']:8}  {job['chip']:6}{side:8}{found.get('blocks', '-'):>16}"
+        needed = "{failed:>33}" if "failed" in found["asked"] else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
+        line += needed.format(**found["asked"])
+        if "failed" in found:
+            line += f"  no estimate: {found['failed']}"
         else:
-            found.append([sum(estimate[x]) for x in ("fwd", "bwd")])
-            for direction, total in zip(("fwd", "bwd"), found[-1], strict=True):
-                text = " + ".join(f"{x / 1e3:.0f}" for x in estimate[direction]) + f" = {total / 1e3:.0f}"
-                line += f"{text:>32}{total / estimate[direction + '_area'] * AREA:7.0f}"
-        lines.append(line)
-    if len(found) == 2:
-        ratios = [mine / other for mine, other in zip(*found, strict=True)]
-        lines.append(f"{'ours / splash':>{len(lines[0]) - 46}}{ratios[0]:7.2f}{ratios[1]:39.2f}\n")
-    return "\n".join(lines)
+            sums.append([sum(found[x]) for x in ("fwd", "bwd")])
+            for direction, total in zip(("fwd", "bwd"), sums[-1], strict=True):
+                text = " + ".join(f"{x / 1e3:.0f}" for x in found[direction]) + f" = {total / 1e3:.0f}"
+                line += f"{text:>32}{total / found[direction + '_area'] * AREA:7.0f}"
+        record.say(line)
+    cycles = [" / ".join(f"{x / 1e3:.0f}" for x in pair) for pair in sums] + ["-"] * (2 - len(sums))
+    if len(sums) == 2:
+        ratios = " / ".join(f"{mine / other:.2f}" for mine, other in zip(*sums, strict=True))
+        record.say(f"{'ours / splash, fwd / bwd:':>40} {ratios}\n")
+        cycles[0] += f" ({ratios})"
+    return blocks, cycles[0], cycles[1]
 
 
 def main() -> None:
@@ -327,22 +362,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], choices=PATTERNS, metavar="PATTERN")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 131072, 1048576])
-    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e"], choices=CHIPS)
+    parser.add_argument("--chips", nargs="+", default=["v6e", "v5e"], choices=CHIPS)
     parser.add_argument("--block", type=int, help="rows of our blocks; otherwise the library chooses")
-    parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024])
+    parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024, 2048])
     parser.add_argument("--steps", type=int, default=32, help="grid steps that are estimated, of 512 x 512")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one measurement")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    add_option(parser)
     options = parser.parse_args()
     if options.one:
         job = json.loads(options.one)
         return print(json.dumps({"ours": ours, "splash": theirs}[job.pop("side")](**job)))
     print(str(__doc__).partition("\n\n")[2])
-    print(f"{HEADS} heads of {SIZE}, bfloat16, jax {jax.__version__}, {options.steps} steps of 512 x 512 estimated\n")
-    print(f"{'pattern':12}{'T':>8}  {'chip':6}{'side':8}{'block':>14}{'compile':>11}{'SMEM':>12}{'VMEM':>10}"
-          f"{'fwd kcycles':>32}{'/block':>7}{'bwd kcycles':>32}{'/block':>7}")  # fmt: skip
-    for pattern, seq_len, chip in itertools.product(options.patterns, options.lengths, options.chips):
-        print(cell(pattern, seq_len, chip, options), flush=True)
+    record = Record(options.record, f"TPUs by libtpu {importlib.metadata.version('libtpu')}, compiled for only")
+    record.say(record.heading)
+    record.say(
+        f"{HEADS} heads of {SIZE}, bfloat16, {options.steps} steps of 512 x 512 estimated\n"
+        f"{'pattern':12}{'T':>8}  {'chip':6}{'side':8}{'block':>16}{'compile':>11}{'SMEM':>12}{'VMEM':>10}"
+        f"{'fwd kcycles':>32}{'/block':>7}{'bwd kcycles':>32}{'/block':>7}"
+    )
+    rows = []
+    for seq_len, pattern in itertools.product(options.lengths, options.patterns):
+        shape: dict[str, Any] = {"pattern": pattern, "seq_len": seq_len, "timeout": options.timeout}
+        cells = [cell(shape | {"chip": chip}, options, record) for chip in options.chips]
+        sizes = " or ".join(dict.fromkeys(blocks for blocks, *_ in cells))
+        rows.append(f"| {pattern}, {seq_len}, {sizes} | " + " | ".join(x for _, *pair in cells for x in pair) + " |")
+    columns = " | ".join(f"{chip}: ours | splash" for chip in options.chips)
+    record.say(f"| pattern, T, blocks of ours | {columns} |\n|{' --- |' * (1 + 2 * len(options.chips))}")
+    record.say("\n".join(rows))
+    record.write()
 
 
 if __name__ == "__main__":

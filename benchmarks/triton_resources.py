@@ -1,6 +1,6 @@
 """GPU kernels without a GPU: the registers, shared memory and instructions of every launch of a call, for any GPU.
 
-    python benchmarks/triton_resources.py --pattern strided --head-size 128 --target 90
+    python -m benchmarks.triton_resources --pattern strided --head-size 128 --target 90
 
 Needs triton, which compiles for any NVIDIA GPU and brings ptxas; jax-triton is not needed. Nothing runs, so there are
 no times. Settings are those that the library chooses for the target unless --fwd and --bwd give others, such as

@@ -1,0 +1,60 @@
+"""Figures in documents are lines of recorded measurements, and records are complete and never overwritten."""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import sys
+
+import pytest
+
+from benchmarks.record import Record, add_option
+
+ROOT = pathlib.Path(__file__).parents[1]
+RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*.json"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*/README.md"))]
+QUOTED = re.compile(r"^<!-- record: (\S+) -->\n(.*?)^<!-- end of record -->$", re.M | re.S)
+QUOTES = [
+    (document, *found) for document in DOCUMENTS for found in QUOTED.findall(document.read_text(encoding="utf-8"))
+]
+
+
+def test_every_record_is_quoted():
+    assert {file for _, file, _ in QUOTES} == {str(path.relative_to(ROOT)) for path in RECORDS} != set()
+
+
+@pytest.mark.parametrize(("document", "file", "text"), QUOTES, ids=[f"{d.parent.name} {f}" for d, f, _ in QUOTES])
+def test_quoted_figures_are_those_of_the_record(document, file, text):
+    lines = [line for line in text.splitlines() if line and not line.startswith("```")]
+    assert lines and set(lines) <= set(json.loads((ROOT / file).read_text(encoding="utf-8"))["lines"])
+    link = os.path.relpath(ROOT / file, document.parent)
+    assert f"]({link})" in document.read_text(encoding="utf-8"), "the reader is told where they are from"
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_a_record_says_what_it_is_of(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert re.fullmatch(r"[0-9a-f]{40}", record["commit"]), "measured on a commit, without changes"
+    module = re.match(r"python -m benchmarks\.(\w+)", record["command"])
+    assert module and (ROOT / "benchmarks" / f"{module[1]}.py").exists()
+    assert record["results"] and record["lines"] and record["versions"]["jax"] and record["load_before"] >= 0
+
+
+def test_a_record_is_written_once(tmp_path, monkeypatch, capsys):
+    parser = argparse.ArgumentParser()
+    add_option(parser)
+    path = tmp_path / "new" / "plans.json"
+    monkeypatch.setattr(sys, "argv", ["benchmarks/plans.py", "--runs", "1"])
+    record = Record(parser.parse_args(["--record", str(path)]).record)
+    record.say("| a | 1 |\n| b | 2 |")
+    record.add(name="a", seconds=[1.0])
+    record.write()
+    written = json.loads(path.read_text())
+    assert written["command"] == "python -m benchmarks.plans --runs 1"
+    assert written["lines"] == ["| a | 1 |", "| b | 2 |"] and written["results"] == [{"name": "a", "seconds": [1.0]}]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--record", str(path)])
+    with pytest.raises(FileExistsError):
+        record.write()
+    assert "a record is never overwritten" in capsys.readouterr().err
