@@ -37,7 +37,7 @@ class Record:
         self.path, self.lines, self.results = path, [], []
         found = {name: [x.version for x in importlib.metadata.distributions(name=name)] for name in PACKAGES}
         self.facts: dict[str, Any] = {
-            "command": shlex.join(["python", "-m", f"benchmarks.{pathlib.Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+            "command": _command(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": _commit(),
             "versions": {"python": platform.python_version()} | {name: x[0] for name, x in found.items() if x},
@@ -69,7 +69,7 @@ class Record:
         found = self.facts | {"load_after": os.getloadavg()[0], "lines": self.lines, "results": self.results}
         with self.path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        print(f"recorded in {self.path}")
+        print(f"recorded in {self.path}", file=sys.stderr)
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +85,13 @@ def _new_file(text: str) -> pathlib.Path:
     if path.exists():
         raise argparse.ArgumentTypeError(f"{text} exists: a record is never overwritten")
     return path
+
+
+def _command() -> str:
+    """The command line of this process, from this checkout's root."""
+    script = pathlib.Path(sys.argv[0]).resolve()
+    module = script.relative_to(ROOT).with_suffix("").parts if script.is_relative_to(ROOT) else [script.name]
+    return shlex.join(["python", "-m", ".".join(module), *sys.argv[1:]])
 
 
 def _commit() -> str:

@@ -45,7 +45,7 @@ def test_a_record_is_written_once(tmp_path, monkeypatch, capsys):
     parser = argparse.ArgumentParser()
     add_option(parser)
     path = tmp_path / "new" / "plans.json"
-    monkeypatch.setattr(sys, "argv", ["benchmarks/plans.py", "--runs", "1"])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "plans.py"), "--runs", "1"])
     record = Record(parser.parse_args(["--record", str(path)]).record)
     record.say("| a | 1 |\n| b | 2 |")
     record.add(name="a", seconds=[1.0])

@@ -19,7 +19,7 @@ import numpy as np
 
 from . import data
 from .config import Config, Refusal, add_options, settings
-from .run import Run, fitting
+from .run import Run, fitting, resolved
 from .train import load
 
 # What a kernel is for, by parts of its name; the first that fits, XLA's fused loops and reductions being the rest.
@@ -56,8 +56,11 @@ def profile(config: Config, warm: int = 5, steps: int = 20) -> Profile:
     """Times ``steps`` steps of training, after ``warm`` others.
 
     Raises:
-      Refusal: as `train`, or the device's profile has no kernels (a CPU's has none).
+      Refusal: as `train`, or the device is no GPU, whose profile alone has kernels.
     """
+    config = resolved(config)
+    if config.device != "gpu":
+        raise Refusal(f"--device {config.device}: a profile is of the kernels of an NVIDIA GPU")
     run = Run(config)
     make = functools.partial(run.batch, load(config))
     with fitting(config), tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,11 @@
-"""What a person looks at afterwards: curves and the closing table."""
+"""What a person looks at afterwards: curves and the closing table.
 
+``python -m examples.train_lm.report compare.json compare.png`` prints and draws a recorded comparison again.
+"""
+
+import argparse
 import dataclasses
+import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +14,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.record import Record
+
 from .data import bits
 from .log import median
+
+# Of a row, what table and figures are made from.
+_COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +83,27 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
 
 
+def save(results: Sequence[Result], path: pathlib.Path, device: str) -> None:
+    """Writes what `table` and `draw_comparison` are made from, with the command, the machine and the versions."""
+    record = Record(path, device)
+    record.lines = table(results).splitlines()
+    for r in results:
+        columns = {name: [row.get(name) for row in r.rows] for name in _COLUMNS}
+        record.add(**{**dataclasses.asdict(r), "rows": columns})
+    path.unlink(missing_ok=True)  # A comparison that is resumed is recorded again, from the same rows and newer ones.
+    record.write()
+
+
+def load(path: pathlib.Path) -> list[Result]:
+    """The results that `save` has written."""
+    found = json.loads(path.read_text(encoding="utf-8"))["results"]
+    for result in found:
+        values = zip(*(result["rows"][name] for name in _COLUMNS), strict=True)
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in values]
+        result["rows"] = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return [Result(**result) for result in found]
+
+
 def draw_run(result: Result, path: pathlib.Path) -> None:
     """Loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat; below, the speed."""
     figure = Figure(figsize=(7, 6), layout="constrained")
@@ -82,7 +113,8 @@ def draw_run(result: Result, path: pathlib.Path) -> None:
     axes.plot(*evaluated, "o-", ms=3, label=f"held-out: {evaluated[1][-1]:.3f} at the end")
     axes.axhline(result.gzip, color="gray", ls="--", lw=1, label=f"gzip, held-out: {result.gzip:.3f}")
     axes.axhline(result.order0, color="gray", ls=":", lw=1, label=f"order 0, held-out: {result.order0:.3f}")
-    axes.set(ylabel="bits per byte", title=result.pattern)
+    axes.set_ylabel("bits per byte")
+    axes.set_title(_in_lines(result.pattern), fontsize="medium")
     axes.legend()
     speed.plot(*([row[name] for row in result.rows[1:] or result.rows] for name in ("step", "tokens_per_second")), lw=1)
     speed.set(xlabel="steps", ylabel="tokens/s", ylim=(0, None))
@@ -95,19 +127,25 @@ def draw_run(result: Result, path: pathlib.Path) -> None:
 
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds."""
-    figure = Figure(figsize=(11, 4.2 + 0.25 * len(results)), layout="constrained")
+    labels = [f"{_in_lines(r.pattern)} ({r.tokens_per_second:,.0f} tokens/s)" for r in results]
+    figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for number, r in enumerate(results):
-        _draw(left, r, "step", f"C{number}", f"{r.pattern} ({r.tokens_per_second:,.0f} tokens/s)")
+    for number, (r, label) in enumerate(zip(results, labels, strict=True)):
+        _draw(left, r, "step", f"C{number}", label)
         _draw(right, r, "seconds", f"C{number}", None)
-    left.set(xlabel="steps", ylabel="bits per byte: training (running mean), held-out (dots)")
+    left.set(xlabel="steps", ylabel="bits per byte")
     right.set(xlabel="seconds of training (without compiling and evaluating)")
     # The first steps, from 8 bits on, would press all that follows to the ground.
     lowest = min(min(_curve(r, "step")[1]) for r in results)
     middle = max(np.median(_curve(r, "step")[1]) for r in results)
     left.set_ylim(lowest - 0.1 * (middle - lowest) - 0.02, middle + 2 * (middle - lowest) + 0.05)
-    figure.legend(loc="outside lower center")
+    figure.legend(loc="outside lower center", title="lines: training (running mean); dots: held-out")
     figure.savefig(path, dpi=120)
+
+
+def _in_lines(pattern: str) -> str:
+    """A pattern with a line for each that the layers take in turn, so that it fits a figure's width."""
+    return pattern.replace("+", "\n+ ")
 
 
 def _draw(axes: Axes, result: Result, key: str, color: str, label: str | None) -> None:
@@ -127,3 +165,22 @@ def _curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:
     mean = np.ones(width) / width
     x, loss = ([row[name] for row in result.rows] for name in (key, "loss"))
     return np.convolve(x, mean, "valid"), np.convolve([bits(value) for value in loss], mean, "valid")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the report. Returns the exit code 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.train_lm.report", description="Print and draw a recorded comparison again."
+    )
+    parser.add_argument("record", type=pathlib.Path, help="compare.json of train --compare")
+    parser.add_argument("picture", type=pathlib.Path, nargs="?", help="PNG to draw [none]")
+    args = parser.parse_args(argv)
+    results = load(args.record)
+    print(table(results))
+    if args.picture:
+        draw_comparison(results, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from sparse_layers.ops.planning.platforms import platform
+
 from . import checkpoint, data, report
 from .config import Config, Refusal, add_options, settings
 from .log import METRICS, Log, read_rows, summary_writer
@@ -275,6 +277,7 @@ def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[re
         begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
         results.append(train(_saved_config(dataclasses.asdict(config)) if begun else config, begun))
     with _writing(out):
+        report.save(results, out / "compare.json", jax.devices(platform())[0].device_kind)
         report.draw_comparison(results, out / "compare.png")
     return results
 

@@ -1,3 +1,4 @@
+import dataclasses
 import types
 
 import jax
@@ -110,3 +111,14 @@ def test_profile_is_that_of_one_device(tmp_path, monkeypatch):
     planes[1:] = []
     with pytest.raises(Refusal, match=r"shows no kernels, it has \['/host:CPU'\]: this needs a GPU"):
         profile._read(tmp_path, 2, seconds=0.012, waited=0.001)
+
+
+def test_profile_without_a_gpu_is_refused_at_once(monkeypatch, capsys):
+    def train(*args):
+        raise AssertionError("trained")
+
+    monkeypatch.setattr(profile, "resolved", lambda config: dataclasses.replace(config, device="cpu"))
+    monkeypatch.setattr(profile, "Run", train)
+    monkeypatch.setattr(profile, "load", train)
+    assert profile.main([]) == 2
+    assert capsys.readouterr().err == "profile: --device cpu: a profile is of the kernels of an NVIDIA GPU\n"

@@ -13,6 +13,8 @@ import types
 from typing import ClassVar
 
 import jax
+import matplotlib.figure
+import matplotlib.text
 import numpy as np
 import pytest
 
@@ -120,11 +122,16 @@ def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     assert not (out / "compare.png").exists()
     assert train.main(["--out", str(out), "--resume", "--compare", patterns]) == 0
     assert (out / "compare.png").read_bytes().startswith(PNG)
-    table = [line.split() for line in capsys.readouterr().out.splitlines() if line]
+    printed = capsys.readouterr().out
+    table = [line.split() for line in printed.splitlines() if line]
     assert [line[0] for line in table[2:4]] == ["sparse_transformer_fixed:stride=16,summary=4", "dense"]
     assert {line[2] for line in table[2:4]} == {"6"}
     folders = sorted(path for path in out.iterdir() if path.is_dir())
     assert [len(rows(folder)) for folder in folders] == [6, 6]
+    # The same from what was recorded, without the runs.
+    picture = (out / "compare.png").read_bytes()
+    assert report.main([str(out / "compare.json"), str(out / "again.png")]) == 0
+    assert printed.startswith(capsys.readouterr().out) and (out / "again.png").read_bytes() == picture
 
 
 def refused(capsys, folder, arguments, main=train.main):
@@ -425,3 +432,32 @@ def test_table_is_aligned():
     numbers = ["1,234", "10", "200.0", "40", "-", "1.25", "GB", "1.500", "2.000", "4.000"]
     assert lines[2].split() == ["a", *numbers]
     assert lines[3].split() == ["bb", *["50.0%" if number == "-" else number for number in numbers]]
+
+
+def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):
+    patterns = [
+        "bigbird:block=64,window_blocks=3,global_blocks=2,random_blocks=3,seed=0,causal=True",
+        "sliding_window:window=128+strided:local_attn_ctx=128+sparse_transformer_fixed:stride=128,summary=32+bigbird",
+        *(f"local:local_attn_ctx={i}" for i in range(5)),
+    ]
+    rows = [
+        {"step": i, "seconds": 1e3 * i, "loss": 5 / i, "step_ms": 1.0, "tokens_per_second": 1e6, "mfu": 0.3}
+        for i in range(1, 9)
+    ]
+    rows[-1]["heldout_bpb"] = 1.0
+    results = [report.Result(pattern, 1, rows, 1, 1, 2.0, 4.0) for pattern in patterns]
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    report.draw_comparison(results, tmp_path)
+    for result in results[:2]:
+        report.draw_run(result, tmp_path)
+    for figure in figures:
+        figure.draw_without_rendering()
+        parts = [part for axes in figure.axes for part in (axes.title, axes.xaxis.label, axes.yaxis.label)]
+        legends = figure.legends or [figure.axes[0].get_legend()]
+        texts = [text for part in (*parts, *legends) for text in part.findobj(matplotlib.text.Text) if text.get_text()]
+        assert len(texts) >= 8
+        for text in texts:
+            box = text.get_window_extent()
+            assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text.get_text()
+            assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text.get_text()
