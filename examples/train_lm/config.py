@@ -134,6 +134,9 @@ class Config:
         """
         if set(saved) != {field.name for field in dataclasses.fields(cls)}:
             raise Refusal("the checkpoint was not written by this version of the example")
+        # What this example called "dense" was made causal, as any pattern is here, and has that name now.
+        parts = ["causal" if part == "dense" else part for part in saved["pattern"].split("+")]
+        saved = {**saved, "pattern": "+".join(parts)}
         changed = [name for name in given if name not in MOVABLE and given[name] != saved[name]]
         if changed:
             now, then = given[changed[0]], saved[changed[0]]

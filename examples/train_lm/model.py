@@ -58,12 +58,12 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(_causal(sl.preset(part)) for part in config.pattern.split("+"))
+    return tuple(_without_future(sl.preset(part)) for part in config.pattern.split("+"))
 
 
-def _causal(pattern: Any) -> Any:
+def _without_future(pattern: Any) -> Any:
     """The pattern without what lies in the future, where a language model must not look."""
-    return tuple(map(_causal, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
+    return tuple(map(_without_future, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
 
 
 def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:

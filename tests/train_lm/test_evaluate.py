@@ -42,7 +42,7 @@ def test_each_byte_has_its_context(tmp_path, batch_size, count, packed):
     content = np.random.default_rng(0).integers(0, 256, 97, np.uint8)
     (tmp_path / "text").write_bytes(content.tobytes())
     text = Text([Part(str(tmp_path / "text"), 0, 97)], np.array([0, 20, 40]))
-    run = Run(Config(**{**TINY, "pattern": "dense", "batch_size": batch_size, "packed": packed}))
+    run = Run(Config(**{**TINY, "pattern": "causal", "batch_size": batch_size, "packed": packed}))
     # Weights so large that each byte before matters.
     state = run.init()
     state["params"] = jax.tree.map(lambda leaf: 2 * leaf, state["params"])

@@ -6,7 +6,7 @@ import pytest
 import sparse_layers as sl
 from examples.train_lm.config import Config, Refusal
 from examples.train_lm.data import Batch
-from examples.train_lm.model import _causal, build, mean_loss, sample, step_flops
+from examples.train_lm.model import _without_future, build, mean_loss, sample, step_flops
 from examples.train_lm.run import Run
 
 from .conftest import TINY
@@ -16,11 +16,11 @@ from .conftest import TINY
     "pattern", [sl.Full(), sl.Window(3, 1), sl.Blocks(sl.Causal(), 150), sl.preset("strided", local_attn_ctx=8)]
 )
 def test_patterns_lose_the_future_only(pattern):
-    np.testing.assert_array_equal(_causal(pattern).dense(200), np.tril(pattern.dense(200)))
+    np.testing.assert_array_equal(_without_future(pattern).dense(200), np.tril(pattern.dense(200)))
 
 
 def test_no_pattern_sees_the_future():
-    model = build(Config(**{**TINY, "pattern": "dense+strided:local_attn_ctx=8", "layers": 2}))
+    model = build(Config(**{**TINY, "pattern": "causal+strided:local_attn_ctx=8", "layers": 2}))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (1, 32)))
     changed = tokens.at[0, 20].add(1)
     before, after = model(tokens), model(changed)
@@ -120,6 +120,6 @@ def test_dropout_is_that_of_the_step():
 def test_flops_of_a_step():
     """Counted by hand: one layer, 16 features, 32 bytes, two sequences; 528 causal pairs, 228 in a window of 8."""
     weights = 16 * 4 * 16 + 3 * 16 * 40 + 256 * 16
-    for pattern, pairs in (("dense", 528), ("local:local_attn_ctx=8", 228)):
+    for pattern, pairs in (("causal", 528), ("local:local_attn_ctx=8", 228)):
         config = Config(**{**TINY, "pattern": pattern})
         assert step_flops(config) == 3 * 2 * (2 * weights * 32 + 4 * 16 * pairs)

@@ -27,7 +27,7 @@ SETTINGS = {
     "dropout": 0.1,
     "pattern": "fixed:local_attn_ctx=8,num_verts=2,blocksize=2",
 }
-DEEP = {"layers": 2, "pattern": f"{SETTINGS['pattern']}+dense", "packed": True, "scan": True, "recompute": True}
+DEEP = {"layers": 2, "pattern": f"{SETTINGS['pattern']}+causal", "packed": True, "scan": True, "recompute": True}
 MESHES = {
     "data": {},
     "mixed": {"fsdp": 2, "tensor_parallel": 2},

@@ -113,7 +113,7 @@ def test_ctrl_c_of_a_process(corpus, tmp_path):
 def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "both"
     options = {name: value for name, value in TINY.items() if name != "pattern"} | {"sample_tokens": 0}
-    patterns = "sparse_transformer_fixed:stride=16,summary=4,dense"
+    patterns = "sparse_transformer_fixed:stride=16,summary=4,causal"
     with monkeypatch.context() as patch:
         # Stopped in the second run, whose settings must come from the first: --resume repeats none.
         calls = []
@@ -124,7 +124,7 @@ def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     assert (out / "compare.png").read_bytes().startswith(PNG)
     printed = capsys.readouterr().out
     table = [line.split() for line in printed.splitlines() if line]
-    assert [line[0] for line in table[2:4]] == ["sparse_transformer_fixed:stride=16,summary=4", "dense"]
+    assert [line[0] for line in table[2:4]] == ["sparse_transformer_fixed:stride=16,summary=4", "causal"]
     assert {line[2] for line in table[2:4]} == {"6"}
     folders = sorted(path for path in out.iterdir() if path.is_dir())
     assert [len(rows(folder)) for folder in folders] == [6, 6]
@@ -173,7 +173,7 @@ def test_wrong_requests_write_nothing(corpus, tmp_path, capsys, change, message)
 
 def test_wrong_comparison_is_refused_before_the_first_run(corpus, tmp_path, capsys):
     options = {name: value for name, value in TINY.items() if name != "pattern"}
-    arguments = [*flags(**options, data=corpus, out=tmp_path / "run"), "--compare", "dense,stridde"]
+    arguments = [*flags(**options, data=corpus, out=tmp_path / "run"), "--compare", "causal,stridde"]
     assert "stridde" in refused(capsys, tmp_path, arguments)
 
 
@@ -268,7 +268,7 @@ def test_what_auto_stands_for_is_saved(finished):
         (["--config", "enwik9"], "--config must be one of cpu, small, enwik8_paper, got 'enwik9'"),
         (["--config", "small"], "--config small needs --data"),
         (["--compare", ""], "--compare names the patterns, one at least"),
-        (["--compare", "dense", "--pattern", "dense"], "leave out --pattern"),
+        (["--compare", "causal", "--pattern", "causal"], "leave out --pattern"),
         (["--resume"], "holds no checkpoint of this example: start the run without --resume"),
         (["--separator", "x"], "--separator begins a document, which only --packed keeps apart"),
         (["--seed", str(10**30)], "--seed must be below"),
@@ -278,6 +278,13 @@ def test_what_auto_stands_for_is_saved(finished):
 )
 def test_more_wrong_requests(tmp_path, capsys, arguments, message):
     assert message in refused(capsys, tmp_path, [*arguments, "--out", str(tmp_path / "run")])
+
+
+def test_runs_of_the_old_name_go_on(finished):
+    saved = checkpoint.latest(finished / "checkpoints")[1]["config"] | {"pattern": "dense+local:local_attn_ctx=8"}
+    assert Config.load(saved, {}).pattern == "causal+local:local_attn_ctx=8"
+    with pytest.raises(Refusal, match="contradicts the run to resume, which has causal"):
+        Config.load(saved, {"pattern": "local"})
 
 
 def test_state_of_another_model_is_refused(finished):
