@@ -307,8 +307,8 @@ _RULES: dict[str, Rule] = {
     "key": _key,
     "rngs": _rngs,
     # Haiku's names.
-    "key_size": _size,
-    **dict.fromkeys(("value_size", "model_size"), _optional(_size)),
-    "with_bias": _flag,
+    "key_size": _of(Positive),
+    **dict.fromkeys(("value_size", "model_size"), _optional(_of(Positive))),
+    "with_bias": _of(bool),
     **dict.fromkeys(("w_init", "b_init", "out_w_init"), _optional(_INITIALIZER)),
 }
