@@ -7,7 +7,7 @@ class Misuse(NamedTuple):
     """A wrong call, and what its error must say.
 
     Attributes:
-      call: an expression over the names of `tests.misuses.test_misuses.names`.
+      call: an expression over the names of `tests.misuses.test_misuses.names`, the table's own among them.
       error: the type of the exception, exactly.
       argument, value, rule: pieces of its message: what is wrong, what was given, what would be right.
     """

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import sparse_layers as sl
 from tests.misuse import Misuse
@@ -30,9 +29,8 @@ class Chained(sl.Mask):
 
 def names():
     return {
-        "tri_table": np.tri(32, dtype=bool),
         "mod": lambda b, h, q, k: q >= k,
-        "under_jit": lambda function: jax.jit(lambda x: function(x) and 0)(jnp.ones((32, 32), bool)),
+        "traced": lambda function: jax.jit(lambda x: function(x) and 0)(jnp.ones((32, 32), bool)),
         "Distance": Distance,
         "Chained": Chained,
     }
@@ -76,7 +74,7 @@ MISUSES = [
     Misuse("sl.Causal() & np.ones((3, 3))", ValueError, "Array", "float64 of shape (3, 3)", "2-dimensional bool array"),
     Misuse("sl.Array(np.ones((2, 2, 2), bool))", ValueError, "Array", "(2, 2, 2)", "2-dimensional bool array"),
     Misuse("sl.Array([[1, 0], [0, 1]])", ValueError, "Array", "int64", "2-dimensional bool array"),
-    Misuse("under_jit(sl.Array)", TypeError, "mask", "bool[32,32]", ALONE),
+    Misuse("traced(sl.Array)", TypeError, "mask", "bool[32,32]", ALONE),
     Misuse("sl.Causal() and sl.Full()", TypeError, "a mask has no truth value", "'and'", "with &, | and ~"),
     Misuse("sl.Causal().dense(-1)", ValueError, "dense: length", "-1", COUNT),
     Misuse("sl.Causal().dense(3.0)", ValueError, "dense: length", "3.0", COUNT),
@@ -112,7 +110,7 @@ MISUSES = [
     Misuse("sl.as_masks(np.ones(2, bool))", ValueError, "mask: an array", "(2,)", "[T, S] or [H, T, S]"),
     Misuse("sl.as_masks(np.ones((0, 2, 2), bool))", ValueError, "mask: an array", "(0, 2, 2)", "[T, S] or [H, T, S]"),
     Misuse("sl.as_masks(jnp.ones((2, 2)))", ValueError, "Array", "float32", "2-dimensional bool array"),
-    Misuse("under_jit(lambda x: sl.as_masks([sl.Causal(), x]))", TypeError, "mask", "bool[32,32]", ALONE),
+    Misuse("traced(lambda x: sl.as_masks([sl.Causal(), x]))", TypeError, "mask", "bool[32,32]", ALONE),
     Misuse("sl.as_masks('dense')", ValueError, "unknown name", "'dense'", "'causal' to some and 'bidirectional'"),
     Misuse("sl.as_masks('stridde')", ValueError, "unknown name", "'stridde'", "did you mean 'strided'"),
     # Presets

@@ -17,12 +17,12 @@ from flax import nnx
 import sparse_layers as sl
 
 TABLES = sorted(path.stem for path in pathlib.Path(__file__).parent.glob("*.py") if not path.stem.startswith("test_"))
-ROWS = [row for name in TABLES for row in importlib.import_module(f"tests.misuses.{name}").MISUSES]
+ROWS = [(name, row) for name in TABLES for row in importlib.import_module(f"tests.misuses.{name}").MISUSES]
 
 
 @functools.cache
-def names():
-    """What a call may mention; tables add names of their own by a function ``names()``."""
+def names(table):
+    """What the calls of a table may mention; it adds names of its own by a function ``names()``."""
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))
     shared = {
         "sl": sl,
@@ -36,17 +36,14 @@ def names():
         "v": v,
         "mask": sl.Causal() & sl.Window(7),
     }
-    for name in TABLES:
-        table = importlib.import_module(f"tests.misuses.{name}")
-        if hasattr(table, "names"):
-            shared |= table.names()
-    return shared
+    own = getattr(importlib.import_module(f"tests.misuses.{table}"), "names", dict)
+    return shared | own()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.call)
-def test_the_error_names_argument_value_and_rule(row):
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=[row.call for _, row in ROWS])
+def test_the_error_names_argument_value_and_rule(table, row):
     with pytest.raises(row.error) as caught:
-        eval(row.call, dict(names()))
+        eval(row.call, dict(names(table)))
     assert type(caught.value) is row.error
     message = str(caught.value)
     for part in (row.argument, row.value, row.rule):
@@ -54,5 +51,5 @@ def test_the_error_names_argument_value_and_rule(row):
 
 
 def test_calls_are_told_apart():
-    calls = [row.call for row in ROWS]
+    calls = [row.call for _, row in ROWS]
     assert len(set(calls)) == len(calls)
