@@ -27,6 +27,7 @@ NUMBER = "must be a finite Python number"
 
 MISUSES = [
     # KVCache.empty, and what it is mistaken for.
+    Misuse("sl.KVCache()", TypeError, "arguments", "none", "made by KVCache.empty(pattern, seq_len"),
     Misuse("sl.KVCache(mask, 32)", TypeError, "arguments", "32", "made by KVCache.empty(pattern, seq_len"),
     Misuse(
         "sl.KVCache(mask, 32, **sizes)", TypeError, "KVCache", "num_heads", "made by KVCache.empty(pattern, seq_len"

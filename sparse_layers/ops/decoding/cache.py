@@ -77,11 +77,29 @@ def _made(masks, length, num_heads, num_kv_heads) -> Layout:
 Integers: TypeAlias = ArrayLike | Sequence[int]
 
 
+def _made_by_empty(cls: type["KVCache"]) -> type["KVCache"]:
+    """Points out `KVCache.empty` to who calls the class with its arguments."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked_init(self, *arrays, **fields):
+        try:
+            init(self, *arrays, **fields)
+        except TypeError as error:  # it does but set fields
+            given = ", ".join([*map(reprlib.repr, arrays), *fields])
+            rule = "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=)"
+            raise TypeError(f"{rule}, got arguments {given or 'none'}") from error
+
+    cls.__init__ = checked_init
+    return cls
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values"],
     meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
 )
+@_made_by_empty
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KVCache:
     """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
@@ -117,16 +135,6 @@ class KVCache:
     seq_len: int
     num_heads: int
     num_kv_heads: int
-
-    def __new__(cls, *arrays: Any, **fields: Any):
-        if not fields.keys() <= {field.name for field in dataclasses.fields(cls)} or not isinstance(
-            (*arrays, ())[0], tuple
-        ):
-            raise TypeError(
-                "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=), got arguments "
-                f"{', '.join([*map(reprlib.repr, arrays), *fields])}"
-            )
-        return super().__new__(cls)
 
     def __repr__(self):
         def shown(arrays: Any) -> str:

@@ -286,3 +286,10 @@ def test_a_query_without_keys_gets_0():
     )
     out, _ = cache.step(x, x, x, jnp.zeros(1, int))
     np.testing.assert_array_equal(out, 0)
+
+
+def test_a_cache_shows_its_pattern_and_shapes_whatever_its_leaves():
+    cache = sl.KVCache.empty(sl.Causal() & sl.Window(7), 64, batch=2, num_heads=4, num_kv_heads=2, head_size=8)
+    start = "KVCache(Causal() & Window(left=7, right=0), 64 tokens, 4 heads on 2 key heads, keys: "
+    assert repr(cache) == f"{start}float32[2, 2, 1, 8, 8], values: float32[2, 2, 1, 8, 8])"
+    assert repr(jax.tree.map(lambda x: x.ndim, cache)) == f"{start}5, values: 5)"

@@ -413,3 +413,10 @@ def test_dynamic_masks_must_be_bool(process):
         process(jnp.ones((4, 4)), (3, 3))
     with pytest.raises(ValueError, match=r"Expected a bool mask, instead got: .*float32"):
         process(jnp.ones((1, 4, 4)), (3, 3))
+
+
+def test_a_mask_info_shows_shapes_and_no_numbers():
+    info, _ = process_mask(np.tri(64, dtype=bool)[None], (16, 16))
+    lists = ", ".join(f"{name}=int8[1, 4, 4]" for name in ("data_next", "mask_next", "block_mask"))
+    others = "partial_mask_blocks=bool[1, 16, 16], q_sequence=None, is_dynamic_mask=None"
+    assert repr(info) == f"MaskInfo({lists}, {others})"

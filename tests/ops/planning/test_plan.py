@@ -406,3 +406,14 @@ def test_make_plan_refuses(mask, lengths, error, words):
     with pytest.raises(error) as raised:
         sl.make_plan(mask, *lengths)
     assert words in str(raised.value)
+
+
+def test_a_plan_shows_its_passes_and_what_they_keep():
+    assert repr(sl.make_plan(sl.Causal() & (sl.Window(128) | sl.Strided(128)), 4096, implementation="xla")) == (
+        "Plan of 4096 queries x 4096 keys for 'xla'\n"
+        "Causal() & (Window(left=128, right=0) | Strided(stride=128)): 9.3% of what dense attention computes\n"
+        "  natural order: 63 of 1024 blocks of 128 x 128\n"
+        "  residue-major order, stride 128: 32 of 1024 blocks of 128 x 128"
+    )
+    assert repr(sl.make_plan((sl.Empty(), sl.Causal()), 200)).count(": ") == 3
+    assert "0.0% of what" in repr(sl.make_plan(sl.Empty(), 200, 100))
