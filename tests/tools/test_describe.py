@@ -8,7 +8,6 @@ import sparse_layers as sl
 from tests.tools.cases import MASKS, expected_cells
 
 SMALL = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
-SIZES = 8, 2, 2  # of a model: tokens, heads and features
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -43,7 +42,7 @@ def test_describe_reports_the_plan():
 
 
 def test_describe_estimates_what_it_cannot_count():
-    mask, length = sl.Causal() & sl.Strided(100), 40000
+    mask, length = sl.Causal() & sl.Strided(100), 24000
     line = next(x for x in sl.describe(mask, length).split("\n") if x.startswith("allowed pairs"))
     assert line.endswith(" pairs)") and " (estimated from " in line and "of the causal pairs" in line
     true = sum(q // 100 + 1 for q in range(length))
@@ -72,14 +71,16 @@ def test_describe_of_layers():
 
 
 def test_describe_of_models():
-    rngs = nnx.Rngs(0)
     patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
     texts = [sl.describe(pattern, 16) for pattern in patterns]
-    model = nnx.eval_shape(lambda: sl.SparseTransformer(*SIZES, 3, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0)))
-    assert sl.describe(model) == f"layers 0, 2 of 3:\n{texts[0]}\n\nlayers 1 of 3:\n{texts[1]}"
-    scanned = sl.SparseTransformer(*SIZES, 2, patterns=patterns[0], seq_len=16, scan_layers=True, rngs=rngs)
-    assert sl.describe(scanned) == f"all 2 layers:\n{texts[0]}"
-    assert sl.describe(scanned.layers[0]) == sl.describe(scanned.layers[0].attention) == texts[0]
+
+    def model(*layers, **options):
+        return nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, *layers, seq_len=16, rngs=nnx.Rngs(0), **options))
+
+    turns = model(3, patterns=patterns)
+    assert sl.describe(turns) == f"layers 0, 2 of 3:\n{texts[0]}\n\nlayers 1 of 3:\n{texts[1]}"
+    assert sl.describe(turns.blocks[1]) == sl.describe(turns.blocks[1].attention) == texts[1]
+    assert sl.describe(model(2, patterns=patterns[0], scan_layers=True)) == f"all 2 layers:\n{texts[0]}"
 
 
 def test_describe_by_head_and_of_nothing():
