@@ -55,6 +55,12 @@ class _Settings(nn.Module, kw_only=True):
             self.pattern = masks
         super().__post_init__()
 
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
+        return AttentionFn(resolved_masks(self.pattern, self.seq_len), self.seq_len, **settings).plan(self.seq_len)
+
 
 class SparseSelfAttention(_Settings):
     """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
@@ -119,12 +125,6 @@ class SparseSelfAttention(_Settings):
     out_kernel_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
-
-    @property
-    def plan(self) -> Plan:
-        """The compiled pattern for ``seq_len`` tokens (cached)."""
-        settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
-        return AttentionFn(resolved_masks(self.pattern, self.seq_len), self.seq_len, **settings).plan(self.seq_len)
 
     @nn.compact
     def __call__(

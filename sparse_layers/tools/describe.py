@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, overload
 
+from ..masks.adapters import MaskLike
 from ..masks.counting import count
 from ..masks.options import Positive, checked
 from ..masks.pictures import cell_size
@@ -21,7 +22,7 @@ _BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
 
 @overload
 def describe(
-    subject: Any,
+    subject: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..masks.adapters import as_masks
+from ..masks.adapters import MaskLike, as_masks
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
 from ..masks.options import Length, Natural, Positive, checked
@@ -27,7 +27,7 @@ _FORMULA = 56  # most characters of a formula in a title
 _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
 
 
-def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
+def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
     """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
 
     Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell stands for a square of tokens, a power of
@@ -76,7 +76,7 @@ def picture(mask: Any, q_len: int, kv_len: int | None = None, *, size: int = 48)
 
 
 def draw(
-    subject: Any,
+    subject: "MaskLike | Plan",
     q_len: int | None = None,
     path: str | os.PathLike[str] | None = None,
     kv_len: int | None = None,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.adapters import as_masks
+from ..masks.adapters import MaskLike, as_masks
 from ..masks.pictures import shortened
 from ..ops.attention import block_sparse_attention, implementations
 from ..ops.planning.params import BwdParams, FwdParams, KernelParams
@@ -116,7 +116,7 @@ class Tuned:
 
 
 def tune(
-    mask: Any,
+    mask: MaskLike,
     q_len: int,
     kv_len: int | None = None,
     *,

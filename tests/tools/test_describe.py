@@ -1,10 +1,9 @@
-import types
-
 import numpy as np
 import pytest
 from flax import nnx
 
 import sparse_layers as sl
+from sparse_layers import linen
 from tests.tools.cases import MASKS, expected_cells
 
 SMALL = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
@@ -64,8 +63,8 @@ def test_describe_of_layers():
     for same in (sparse, sparse.plan(64), sl.make_attention_fn(sparse.masks, 64, fwd_params=SMALL, segment_ids=ids)):
         assert sl.describe(same) == text
     own = sl.describe(sl.Causal(), 64)
-    layer = types.SimpleNamespace(plan=sl.make_plan(sl.Causal(), 64))
-    block = types.SimpleNamespace(attention=layer)
+    layer = linen.SparseSelfAttention(2, pattern="causal", seq_len=64)
+    block = linen.SparseTransformerBlock(2, 8, pattern="causal", seq_len=64)
     assert sl.describe(layer) == sl.describe(block) == own
     assert sl.describe(layer, size=4, block=16) == sl.describe(sl.Causal(), 64, size=4, block=16)
 
