@@ -61,8 +61,9 @@ def profile(config: Config, warm: int = 5, steps: int = 20) -> Profile:
     config = resolved(config)
     if config.device != "gpu":
         raise Refusal(f"--device {config.device}: a profile is of the kernels of an NVIDIA GPU")
+    corpus = load(config)
     run = Run(config)
-    make = functools.partial(run.batch, load(config))
+    make = functools.partial(run.batch, corpus)
     with fitting(config), tempfile.TemporaryDirectory() as folder:
         state, step, began, waited = run.init(), run.compiled(make(1))[0], 0.0, 0.0
         with data.Prefetch(make, range(1, warm + steps + 1)) as batches:

@@ -49,9 +49,9 @@ def train(config: Config, resume: bool) -> report.Result:
         _require_new(out)
     if config.tensorboard:
         summary_writer()  # Missing, it must be missed before anything is written.
+    corpus = load(config)  # Too short for the length, it must be missed before that is planned, which may take long.
     run = Run(config)
     config = run.config
-    corpus = load(config)
     with fitting(config), _locked(out):
         # As many windows as do not overlap, but one batch at least.
         batches = min(config.eval_batches, max(1, corpus.heldout.size // (config.seq_len * config.batch_size)))
@@ -270,6 +270,7 @@ def compare(patterns: list[str], given: dict[str, Any], resume: bool) -> list[re
         _require_new(out, names)
         base = Config(**given)
     configs = [dataclasses.replace(base, **fields) for fields in own]
+    load(base)
     for config in configs:
         nnx.eval_shape(functools.partial(build, config))
     results = []

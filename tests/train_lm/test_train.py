@@ -155,6 +155,7 @@ def refused(capsys, folder, arguments, main=train.main):
         ({"data": "empty"}, "too few"),
         ({"data": "short"}, "too few"),
         ({"data": "nowhere"}, "No such file"),
+        ({"seq_len": 10**8}, "too few"),  # said before 10**8 tokens are planned
         ({"out": "short"}, "is a file"),
         ({"out": "full"}, "is not empty"),
         ({"out": "nowhere", "steps": -1}, "--steps"),
