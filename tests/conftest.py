@@ -35,6 +35,10 @@ def pytest_collection_finish():
     gc.set_threshold(100_000)
 
 
+def pytest_sessionfinish():
+    gc.unfreeze()  # or bindings complain of leaks at the end
+
+
 @pytest.fixture(scope="session", autouse=True)
 def triton_kernels_anywhere():
     """Without an NVIDIA GPU, the Triton kernels are interpreted, as if on an H200."""
