@@ -239,7 +239,7 @@ def test_as_a_module_without_a_gpu(tmp_path):
 
 QUIET = """
 import sys
-from sparse_layers import doctor
+from sparse_layers.tools import doctor
 print(doctor.report())
 assert not {"triton", "jax_triton", "jax.experimental.pallas", "flax"} & set(sys.modules)
 """
