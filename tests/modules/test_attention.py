@@ -1,5 +1,7 @@
 """SparseSelfAttention: Flax's parameters, the mask's mathematics, and refusals at construction."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
+from sparse_layers.modules import settings
 from sparse_layers.modules.attention import rotary
 
 T, F, N = 24, 16, 4
@@ -190,6 +193,27 @@ def test_pattern_and_plan_are_held_from_construction():
     layer = make(("all", "local:local_attn_ctx=4"))
     assert layer.plan is sl.make_plan((sl.Causal(), sl.Window(3)), T, T, fwd_params=BLOCKS)
     assert not [path for path, _ in nnx.to_flat_state(nnx.state(make(array))) if "pattern" in path]
+
+
+def taken(function, *options):
+    """The names that a class or function takes, those that it hands on included."""
+    parameters = inspect.signature(getattr(function, "__init__", function)).parameters.keys() - {"self", "options"}
+    return parameters.union(*(kind.__optional_keys__ for kind in options))
+
+
+def test_options_that_are_handed_on_are_taken_where_they_go():
+    flax, layer = taken(nnx.MultiHeadAttention), taken(sl.SparseSelfAttention, settings.LayerOptions)
+    assert flax - layer == {"in_kv_features", "attention_fn"}
+    assert settings.LayerOptions.__optional_keys__ <= flax - taken(sl.SparseSelfAttention)
+    block = taken(sl.SparseTransformerBlock, settings.AttentionOptions)
+    model = taken(sl.SparseTransformer, settings.BlockOptions)
+    assert settings.AttentionOptions.__optional_keys__ <= layer - taken(sl.SparseTransformerBlock)
+    assert settings.BlockOptions.__optional_keys__ <= block - taken(sl.SparseTransformer)
+    assert settings.LoadedLayerOptions.__optional_keys__ <= layer
+    assert settings.LoadedModelOptions.__optional_keys__ <= model
+    # What a block does not let through it sets itself.
+    assert layer - block == {"in_features", "out_features", "out_kernel_init", "decode"}
+    assert block - model == {"pattern"}
 
 
 def test_head_dim_is_qkv_features_said_directly():
