@@ -274,7 +274,6 @@ def test_what_auto_stands_for_is_saved(finished):
         (["--separator", "x"], "--separator begins a document, which only --packed keeps apart"),
         (["--seed", str(10**30)], "--seed must be below"),
         (["--seq-len", "1"], "--sample-tokens 0"),
-        (["--pattern", f"strided:local_attn_ctx={10**21}"], "--pattern strided"),
     ],
 )
 def test_more_wrong_requests(tmp_path, capsys, arguments, message):
