@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import pickle
 import re
 
@@ -611,11 +612,15 @@ RUNS = [  # recompute, remat of the layer around it, forward passes of the atten
 ]
 
 
+# What XLA keeps is told of its usual way, not of the quicker one that tests/conftest.py chooses where there is one.
+USUAL = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ.get("XLA_FLAGS", "") else None
+
+
 def gradients_of(recompute, **remat):
     """The gradient's program as JAX wrote it and as XLA compiled it, and the gradients."""
     layer = layer_of(recompute, **remat)
     traced = jax.jit(jax.value_and_grad(lambda *arrays: (layer(*arrays) ** 2).sum(), (0, 1, 2))).trace(*QKV)
-    compiled = traced.lower().compile()
+    compiled = traced.lower().compile(USUAL)
     return traced.jaxpr.jaxpr, compiled.as_text(), compiled(*QKV)[1]
 
 
