@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
+from tests.programs import count
 
 T, F, N, B = 24, 16, 4, 2
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -323,7 +324,7 @@ def test_ids_of_any_integer_type_meet_a_padding_mask(dtype):
     rows = both.any(-1)
     assert rows.sum() > 20
     assert_close(out[:, rows], expected[:, rows])
-    assert_close(fn(q, k, v, mask=mask, segment_ids=ids.tolist()), out)
+    assert_close(fn(q, k, v, mask=mask, segment_ids=jnp.asarray(ids)), out)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -580,15 +581,6 @@ def test_parameters_are_named_as_flax_names_them(theirs):
 
 
 # --- what is kept for the backward pass ------------------------------------------------------------------------------
-
-
-def count(jaxpr, primitive):
-    """Equations of a primitive, those of inner programs included."""
-    inner = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=lambda x: hasattr(x, "eqns"))
-    inner = [getattr(x, "jaxpr", x) for x in inner]
-    return sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns) + sum(
-        count(x, primitive) for x in inner if hasattr(x, "eqns")
-    )
 
 
 def layer_of(recompute, **remat):

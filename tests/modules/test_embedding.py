@@ -36,8 +36,8 @@ def test_what_flax_does_with_other_tables_and_tokens():
 @pytest.mark.parametrize(("size", "tokens"), [(257, np.uint8([0, 1, 1])), (10, np.int32([-1, 0, -2]))])
 def test_small_types_and_negative_tokens(size, tokens):
     """256 does not fit the type of the tokens; negative ones count from the end."""
-    ours, theirs = (
-        nnx.grad(lambda layer: layer(jnp.asarray(tokens)).sum())(kind(size, 3, rngs=nnx.Rngs(0))).embedding[...]
-        for kind in (Embed, nnx.Embed)
-    )
-    np.testing.assert_array_equal(ours, theirs)
+    layer = Embed(size, 3, rngs=nnx.Rngs(0))
+    slope = nnx.grad(lambda layer: layer(jnp.asarray(tokens)).sum())(layer).embedding[...]
+    often = np.zeros((size, 3))
+    np.add.at(often, tokens, 1)
+    np.testing.assert_array_equal(slope, often)

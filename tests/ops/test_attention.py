@@ -13,6 +13,7 @@ from sparse_layers.ops.kernels.triton_gpu import launch
 from sparse_layers.ops.kernels.triton_gpu.launch import device as true_device  # before a fixture replaces it
 from sparse_layers.ops.planning import platforms
 from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
+from tests.programs import jaxprs
 
 FIXED = sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"])
 T, CHAIN = 70, candidates(FIXED, 70, fwd_params=sl.FwdParams(q_blocksize=16, kv_blocksize=16))[-1]
@@ -362,16 +363,6 @@ def test_equal_masks_share_a_trace(monkeypatch):
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------
-
-
-def jaxprs(jaxpr):
-    """A jaxpr and all that its equations hold."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from jaxprs(inner)
 
 
 def largest(function, *operands):
