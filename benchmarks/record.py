@@ -91,7 +91,11 @@ def _command() -> str:
     """The command line of this process, from this checkout's root."""
     script = pathlib.Path(sys.argv[0]).resolve()
     module = script.relative_to(ROOT).with_suffix("").parts if script.is_relative_to(ROOT) else [script.name]
-    return shlex.join(["python", "-m", ".".join(module), *sys.argv[1:]])
+    arguments = sys.argv[1:]
+    if "--record" in arguments:  # where the record goes says nothing of what is measured
+        place = arguments.index("--record")
+        del arguments[place : place + 2]
+    return shlex.join(["python", "-m", ".".join(module), *arguments])
 
 
 def _commit() -> str:

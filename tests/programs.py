@@ -1,9 +1,15 @@
-"""What a program is made of, as JAX wrote it down."""
+"""What a program is made of, as JAX wrote it down, and how XLA compiles it for users."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+# The settings of the environment by which tests/conftest.py has programs compiled quickly.
+QUICK = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
+# For ``compile``: XLA's usual way of fusing, in tests of what it keeps and of how much memory it takes.
+USUAL = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ.get("XLA_FLAGS", "") else None
 
 
 def jaxprs(jaxpr: Any) -> Iterator[Any]:

@@ -279,8 +279,7 @@ def make_attention_fn(
 
     The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs see
     the pattern's upper left corner. Models that write attention by hand call it as ``attention_fn(q, k, v)`` on arrays
-    [..., T, heads, size]. It has first derivatives in reverse (``grad``, ``vjp``); forward mode and second derivatives
-    are not there (`jvp` of `grad` happens to work where the implementation is plain JAX).
+    [..., T, heads, size]. Its derivatives are those of `block_sparse_attention`.
 
     Args:
       pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a

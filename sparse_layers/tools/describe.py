@@ -13,7 +13,7 @@ from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
-from ..ops.planning.report import blocks, heads, orders, saving
+from ..ops.planning.report import heads, saving
 from ..ops.planning.views import Reordered, RowOrder
 from .pictures import LONGEST, check_size, checked_lengths, picture, refuse_given
 
@@ -169,7 +169,7 @@ def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
     chain, candidates = plan.chains[h], plan.candidates[h]
     yield f"plan: {len(chain)} pass{'' if len(chain) == 1 else 'es'}"
     for number, link in enumerate(chain, 1):
-        yield f"  pass {number}: {orders(link)}; {blocks(link)}"
+        yield f"  pass {number}: {link.orders}; {link.blocks}"
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
     yield f"expected saving: {saving(plan, h, found.causal)}"

@@ -13,7 +13,6 @@ from ..masks.counting import count
 from ..masks.options import Length, Natural, Positive, checked
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
-from ..ops.planning.report import blocks as blocks_of
 from ..ops.planning.report import heads, kept
 
 if typing.TYPE_CHECKING:
@@ -190,7 +189,7 @@ def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | Non
         for number, link in enumerate(chain, 1):
             orders = f"query, {link.q_order}", f"key, {link.kv_order}"
             rows = link.q_order.rows, link.kv_order.rows
-            name = f"{title}\npass {number} of {len(chain)}: {blocks_of(link)}"
+            name = f"{title}\npass {number} of {len(chain)}: {link.blocks}"
             panels.append(_Panel(link.mask, rows, name, orders, _outlines(link)))
         if not chain:
             panels.append(_Panel(masks[h], shape, title))

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 import pickle
 import re
 
@@ -14,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
-from tests.programs import count
+from tests.programs import USUAL, count
 
 T, F, N, B = 24, 16, 4, 2
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -602,10 +601,6 @@ RUNS = [  # recompute, remat of the layer around it, forward passes of the atten
     (True, ALONE, 3),
     (True, {"policy": KEEP}, 1),
 ]
-
-
-# What XLA keeps is told of its usual way, not of the quicker one that tests/conftest.py chooses where there is one.
-USUAL = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ.get("XLA_FLAGS", "") else None
 
 
 def gradients_of(recompute, **remat):

@@ -69,6 +69,17 @@ class Pass:
     fwd_blocks: int
     bwd_blocks: int
 
+    @property
+    def orders(self) -> str:
+        """The row orders of queries and of keys, in words."""
+        return _name((self.q_order, self.kv_order))
+
+    @property
+    def blocks(self) -> str:
+        """How many blocks the forward computes, of how many of which shape, in words."""
+        rows, columns = (n // side for n, side in zip(self.padded(self.fwd_shape), self.fwd_shape, strict=True))
+        return f"{self.fwd_blocks} of {rows * columns} blocks of {self.fwd_shape[0]} x {self.fwd_shape[1]}"
+
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows of q and of k/v, rounded up to whole blocks of ``shape``."""
         return _round_up(self.q_order.rows, shape[0]), _round_up(self.kv_order.rows, shape[1])
@@ -107,12 +118,10 @@ class Plan:
     def __repr__(self):
         lines = [f"Plan of {self.q_len} queries x {self.kv_len} keys for {self.implementation!r}"]
         for mask, chain in zip(self.masks, self.chains, strict=True):
-            dense = [-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in chain]
+            dense = (-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in chain)
             share = sum(one.fwd_blocks / blocks for one, blocks in zip(chain, dense, strict=True))
             lines.append(f"{mask!r}: {share:.1%} of what dense attention computes")
-            for one, blocks in zip(chain, dense, strict=True):
-                kept = f"{one.fwd_blocks} of {blocks} blocks of {one.fwd_shape[0]} x {one.fwd_shape[1]}"
-                lines.append(f"  {_name((one.q_order, one.kv_order))}: {kept}")
+            lines += [f"  {one.orders}: {one.blocks}" for one in chain]
         return "\n".join(lines)
 
     @functools.cached_property

@@ -20,17 +20,6 @@ def heads(h: int, period: int) -> str:
     return "all heads" if period == 1 else f"heads {h}, {h + period}, ..."
 
 
-def orders(link: Pass) -> str:
-    """The row orders of a pass: of queries and keys, if they differ."""
-    return str(link.q_order) if str(link.q_order) == str(link.kv_order) else f"{link.q_order} / {link.kv_order}"
-
-
-def blocks(link: Pass) -> str:
-    """How many blocks the forward of a pass computes, of how many of which shape."""
-    rows, columns = (n // side for n, side in zip(link.padded(link.fwd_shape), link.fwd_shape, strict=True))
-    return f"{link.fwd_blocks} of {rows * columns} blocks of {link.fwd_shape[0]} x {link.fwd_shape[1]}"
-
-
 def saving(plan: Plan, h: int, causal: bool) -> str:
     """How much less work a mask's chain is than attention to all keys, or to all up to the query if it is causal."""
     whole, kind = (Causal(), "causal") if causal else (Full(), "full")
@@ -67,7 +56,7 @@ def as_html(plan: Plan) -> str:
         title = f"{heads(h, len(plan.masks))}: <code>{formula}</code><br>{saving(plan, h, causal)}"
         lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')
         for number, link in enumerate(plan.chains[h], 1):
-            row = (f"pass {number}", html.escape(orders(link)), blocks(link), svg(_cells(link)))
+            row = (f"pass {number}", html.escape(link.orders), link.blocks, svg(_cells(link)))
             lines.append(f"<tr>{''.join(f'<td>{text}</td>' for text in row)}</tr>")
     if more := len(plan.masks) - _MASKS:
         lines += [f'<tr><td colspan="4">and {more} masks more</td></tr>'] * (more > 0)
