@@ -1,6 +1,7 @@
 """Options that people write by hand, in code, on a command line or in JSON: their types and ranges, and near names."""
 
 import difflib
+import math
 import operator
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args
@@ -29,6 +30,17 @@ def whole(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def real(value: Any) -> float | None:
+    """A finite number as Python's own float, or None if it is none; bools are none."""
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def checked(what: str, value: Any, hint: Any) -> int:

@@ -1,17 +1,15 @@
 """What layers of all libraries are told: options that one layer hands on to the next, and the rules for all."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from ..masks.options import Length, Positive, checked, near
+from ..masks.options import Length, Positive, checked, near, real
 from ..ops.planning.params import BwdParams, FwdParams
 
 # --- options that are handed on --------------------------------------------------------------------------------------
@@ -221,8 +219,8 @@ def _optional(rule: Rule) -> Rule:
 
 def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
     def check(name: str, value: Any) -> None:
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not holds(float(value)):
+        number = real(value)
+        if number is None or not holds(number):
             raise ValueError(f"{name} must be a number{rule}, got {value!r}")
 
     return check

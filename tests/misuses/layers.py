@@ -288,5 +288,6 @@ LOADING = [
     ),
     ("sl.from_gpt2('/nowhere', num_heads=2.0)", ValueError, "num_heads", "got 2.0", INTEGER),
     ("sl.from_gpt2('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
+    Misuse("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
 ]
 MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN + LOADING]

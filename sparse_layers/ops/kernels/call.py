@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
+from ...masks.options import real
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 
@@ -144,12 +145,8 @@ def described(x: Any) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    try:
-        real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-        number = float(value) if real else math.nan
-    except OverflowError:
-        number = math.nan
-    if not math.isfinite(number):
+    number = real(value)
+    if number is None:
         raise ValueError(f"{name} must be a finite Python number, got {reprlib.repr(value)}")
     return number
 
