@@ -71,8 +71,8 @@ def generate(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
         )
     how, arrays = taken_apart(model)
-    vocab_size = _vocab_size(how, arrays, tokens, lengths)
-    _check_tokens(tokens, known, vocab_size)
+    vocab_size = _vocab_size(how, arrays, jnp.asarray(tokens), lengths)
+    _check_tokens(tokens, known, vocab_size)  # as given: cut off to 32 bits, a wrong token could become a right one
     for name, value, least in (("top_k", top_k, 1), ("stop_token", stop_token, 0)):
         if value is not None:
             checked(name, value, Annotated[int, least, vocab_size - 1 + least])
@@ -85,11 +85,13 @@ def generate(
     if sampling and top_p is not None:
         sampling["top_p"] = np.float32(top_p)
     stop = np.int32(-1 if stop_token is None else stop_token)
-    return _generate(how, int(num_tokens), top_k if sampling else None, arrays, tokens, lengths, stop, sampling)
+    return _generate(
+        how, int(num_tokens), top_k if sampling else None, arrays, jnp.asarray(tokens), lengths, stop, sampling
+    )
 
 
-def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    """Prompts as an array [B, P], their lengths, and these as far as they are known."""
+def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
+    """Prompts as an array [B, P] of the type that was given, their lengths, and these as far as they are known."""
     texts = prompts if isinstance(prompts, list | tuple) else [prompts]
     if any(isinstance(text, str | bytes) for text in texts):
         raise TypeError(
@@ -116,14 +118,14 @@ def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array, jax.Array, np.ndarr
         )
     count = checked_lengths(lengths, *tokens.shape)
     if lengths is None or isinstance(lengths, jax.core.Tracer):
-        return jnp.asarray(tokens), count, np.full(len(tokens), tokens.shape[1])
+        return tokens, count, np.full(len(tokens), tokens.shape[1])
     known = np.asarray(lengths)
     if known.min() < 1:
         raise ValueError(f"lengths must be >= 1, got {known}")
-    return jnp.asarray(tokens), count, known
+    return tokens, count, known
 
 
-def _check_tokens(tokens: jax.Array, lengths: np.ndarray, vocab_size: int) -> None:
+def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
     if not isinstance(tokens, jax.core.Tracer):
         read = np.asarray(tokens)[np.arange(tokens.shape[1]) < lengths[:, None]]
         if read.min() < 0 or read.max() >= vocab_size:

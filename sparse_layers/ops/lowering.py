@@ -31,7 +31,7 @@ def _lowered(context, x, *, implementation, platform):
             raise ValueError(
                 f"implementation=None chose {implementation!r} for {platform}, where the op was traced, but the "
                 f"program is lowered for {target}, which would try {names}: name one, or trace under a mesh of "
-                f"{target} devices, also an abstract one (jax.sharding.use_abstract_mesh)"
+                f"{target} devices, also an abstract one (jax.sharding.use_abstract_mesh), by its abstract_device"
             )
     return [x]
 

@@ -208,6 +208,17 @@ def test_tables_in_the_op_and_in_the_cache():
         np.testing.assert_array_equal(np.sort(rows[np.asarray(seen)[0]]), np.flatnonzero(SAME[-1]))
 
 
+def test_rules_that_compute_with_jax_serve_the_reference_and_its_gradient():
+    documents = jnp.arange(13) // 5
+    mask = sl.from_mask_mod(jax.jit(lambda b, h, q, k: (documents[q] == documents[k]) & (jnp.abs(q - k) < 3)))
+    x = jax.random.normal(jax.random.key(0), (1, 13, 2, 8))
+
+    def slope(x, mask):
+        return jax.grad(lambda x: (sl.block_sparse_attention(x, x, x, mask, implementation="reference") ** 2).sum())(x)
+
+    np.testing.assert_array_equal(jax.jit(slope, static_argnums=1)(x, mask), slope(x, mask.dense(13)))
+
+
 def test_a_table_that_no_kernel_can_look_up_is_named():
     class Plain(sl.Mask):
         def __call__(self, q, k):

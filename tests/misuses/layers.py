@@ -198,6 +198,7 @@ CALLS = [
 ]
 ENCODE = "encode it"
 GENERATE = [
+    ("sl.generate(a_model, [[2**32 + 3]], 3)", ValueError, "prompts", "4294967299", "tokens in 0.."),
     ("sl.generate(a_model, 'hello', 3)", TypeError, "prompts", "'hello'", "[list(b'hello')]"),
     ("sl.generate(a_model, ['hello'], 3)", TypeError, "prompts", "['hello']", ENCODE),
     ("sl.generate(a_model, b'hello', 3)", TypeError, "prompts", "b'hello'", ENCODE),

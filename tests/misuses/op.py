@@ -130,4 +130,12 @@ MISUSES = [
     Misuse("sl.make_plan(mask, 32, implementation='pallas')", ValueError, "implementation", "'pallas_tpu'?", NAMES),
     Misuse("sl.make_plan(mask, 32, implementation=['xla'])", ValueError, "implementation", "['xla']", NAMES),
     Misuse("sl.make_plan(mask, 32, fwd_params=8)", ValueError, "fwd_params", "got 8", "must be FwdParams or None"),
+    Misuse("op(q, k, v, mask & tri[:5, :5])", ValueError, "mask: an Array", "(5, 5)", "must cover (32, 32)"),
+    Misuse(
+        "jax.jit(lambda x: op(q, k, v, sl.from_mask_mod(lambda b, h, q, k: x[q] == x[k])))(ids[0])",
+        TypeError,
+        "mask: its rule",
+        "traced",
+        "segment_ids",
+    ),
 ]

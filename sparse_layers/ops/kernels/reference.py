@@ -67,7 +67,9 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
         allowed = operands.mask[None]
     else:
         assert call.plan is not None
-        allowed = jnp.asarray(np.stack([m.dense(call.plan.q_len, call.plan.kv_len) for m in call.plan.masks])[None])
+        with jax.ensure_compile_time_eval():  # a rule may compute with jax.numpy, and its answers are needed now
+            heads = [np.asarray(m.dense(call.plan.q_len, call.plan.kv_len)) for m in call.plan.masks]
+        allowed = jnp.asarray(np.stack(heads)[None])
     if operands.segments is not None:
         q, kv = operands.segments
         allowed = allowed & ((q[:, :, None] == kv[:, None, :]) & (q[:, :, None] >= 0))[:, None]

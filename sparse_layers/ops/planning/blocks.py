@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax.errors
 import numpy as np
 
 from ...masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
@@ -123,7 +124,13 @@ def masked_tiles(
     for start in range(0, len(rows), step):
         q0 = rows[start : start + step, None, None].astype(np.int64) * block_q
         k0 = columns[start : start + step, None, None].astype(np.int64) * block_kv
-        tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
+        try:
+            tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
+        except jax.errors.TracerArrayConversionError as error:
+            raise TypeError(
+                "mask: its rule depends on values that are traced, known at run time only: documents and padding are "
+                "segment_ids of block_sparse_attention, any other such mask is a JAX bool array"
+            ) from error
         yield np.broadcast_to(tiles, (len(q0), q.size, k.size))
 
 

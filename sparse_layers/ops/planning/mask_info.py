@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.adapters import as_masks
-from ...masks.algebra import FULL, PARTIAL, Array, Mask
+from ...masks.algebra import FULL, PARTIAL, And, Array, Mask, Not, Or, Transposed
 from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
 
@@ -87,9 +87,21 @@ def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
             raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
     masks = as_masks(mask)
     for entry in masks:
-        if isinstance(entry, Array) and not (q_len <= entry.array.shape[0] and kv_len <= entry.array.shape[1]):
-            raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {entry.array.shape}")
+        _check_covers(entry, q_len, kv_len)
     return masks
+
+
+def _check_covers(mask: Mask, q_len: int, kv_len: int) -> None:
+    """Raises ValueError if a mask is, or is combined from, an array that does not know all positions."""
+    if isinstance(mask, Array) and not (q_len <= mask.array.shape[0] and kv_len <= mask.array.shape[1]):
+        raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {mask.array.shape}")
+    if isinstance(mask, And | Or):
+        _check_covers(mask.left, q_len, kv_len)
+        _check_covers(mask.right, q_len, kv_len)
+    elif isinstance(mask, Not):
+        _check_covers(mask.mask, q_len, kv_len)
+    elif isinstance(mask, Transposed):
+        _check_covers(mask.mask, kv_len, q_len)
 
 
 def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
