@@ -6,7 +6,6 @@ import html
 import numpy as np
 
 from .algebra import EMPTY, FULL, PARTIAL, UNSURE, Array, Blocks, Mask
-from .options import Length, Positive, checked
 
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
 _REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
@@ -20,15 +19,9 @@ def cell_size(q_len: int, kv_len: int, size: int) -> int:
     return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
 
 
-def cells(mask: Mask, q_len: int, kv_len: int | None, size: int) -> np.ndarray:
-    """States of a picture's cells: int8 [rows, columns].
-
-    Raises:
-      ValueError: a length or size is no integer >= 1.
-    """
-    kv_len = q_len if kv_len is None else kv_len
-    q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
-    cell = cell_size(q_len, kv_len, checked("size", size, Positive))
+def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
+    """States of a picture's cells, at most ``size`` on a side: int8 [rows, columns]."""
+    cell = cell_size(q_len, kv_len, size)
     if cell == 1:
         return mask.dense(q_len, kv_len) * np.int8(FULL)
     q0, k0 = np.arange(0, q_len, cell)[:, None], np.arange(0, kv_len, cell)[None, :]

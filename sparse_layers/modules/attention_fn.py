@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
-from .settings import check_array, check_settings
+from .settings import FnOptions, check_array, check_settings
 
 # No model has so many: if the heads are as many as seq_len, and that is more, they are the tokens.
 _MOST_HEADS = 256
@@ -235,14 +235,8 @@ def make_attention_fn(
     pattern: Pattern,
     seq_len: int,
     *,
-    recompute: bool = False,
-    implementation: str | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    fwd_params: FwdParams | None = None,
-    bwd_params: BwdParams | None = None,
-    query_sharding: jax.sharding.PartitionSpec | None = None,
     segment_ids: None = None,
+    **options: Unpack[FnOptions],
 ) -> AttentionFn: ...
 
 
@@ -251,14 +245,8 @@ def make_attention_fn(
     pattern: Pattern,
     seq_len: int,
     *,
-    recompute: bool = False,
-    implementation: str | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    fwd_params: FwdParams | None = None,
-    bwd_params: BwdParams | None = None,
-    query_sharding: jax.sharding.PartitionSpec | None = None,
     segment_ids: jax.Array | np.ndarray,
+    **options: Unpack[FnOptions],
 ) -> functools.partial[jax.Array]: ...
 
 

@@ -10,21 +10,33 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from ..masks.options import Length, Positive, checked, near, real
+from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
 
 # --- options that are handed on --------------------------------------------------------------------------------------
 
 
-class Computation(TypedDict, total=False):
-    """How a pattern is computed; see `SparseSelfAttention`."""
+class Kernels(TypedDict, total=False):
+    """How `block_sparse_attention` computes a pattern; see there."""
 
-    use_sinks: bool
     scale: float | None
     logits_soft_cap: float | None
     implementation: str | None
     fwd_params: FwdParams | None
     bwd_params: BwdParams | None
     query_sharding: jax.sharding.PartitionSpec | None
+
+
+class Computation(Kernels, total=False):
+    """How a layer computes a pattern; see `SparseSelfAttention`."""
+
+    use_sinks: bool
+
+
+class FnOptions(Kernels, total=False):
+    """What `make_attention_fn` takes beside pattern, length and segment ids; see there."""
+
+    recompute: bool
 
 
 class FlaxOptions(TypedDict, total=False):
@@ -237,11 +249,7 @@ def _one_of(*names: str) -> Rule:
 
 
 def _dtype(name: str, value: Any) -> None:
-    try:
-        floating = value is not None and jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        floating = False
-    if not floating:
+    if not is_floating(value):
         raise ValueError(f"{name} must be a floating-point dtype, got {value!r}")
 
 

@@ -5,7 +5,6 @@ import functools
 import html
 import importlib.metadata
 import json
-import operator
 import os
 import pathlib
 import statistics
@@ -19,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks.adapters import MaskLike, as_masks
+from ..masks.options import Positive, checked
 from ..masks.pictures import shortened
-from ..ops.attention import block_sparse_attention, implementations
+from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams, KernelParams
 from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import candidates as in_order
-from ..ops.planning.platforms import platform
+from ..ops.planning.platforms import checked_implementation, platform
 
 # A candidate has to save more than this share of the time: less is within what two measurements of one program differ.
 GAIN = 0.02
@@ -198,13 +198,12 @@ def tune(
     kv_heads = heads if kv_heads is None else kv_heads
     value_size = head_size if value_size is None else value_size
     numbers = (batch, q_len, kv_len, heads, kv_heads, head_size, value_size)
-    sizes = {name: _integer(name, number) for name, number in zip(_SIZES, numbers, strict=True)}
-    repeats = _integer("repeats", repeats)
+    sizes = {name: checked(name, number, Positive) for name, number in zip(_SIZES, numbers, strict=True)}
+    repeats = checked("repeats", repeats, Positive)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
     dtype = _dtype(dtype)
-    if implementation is not None and implementation not in implementations():
-        raise ValueError(f"implementation must be None or one of {implementations()}, got {implementation!r}")
+    checked_implementation(implementation)
     for name, flag in (("sinks", sinks), ("gradients", gradients)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
@@ -272,12 +271,6 @@ class _Inputs(NamedTuple):
     arrays: dict[str, jax.Array]
     dout: jax.Array
     others: dict[str, Any]
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-    return operator.index(value)
 
 
 def _dtype(dtype: Any) -> np.dtype:

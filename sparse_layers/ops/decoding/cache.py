@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
-from ..kernels.call import accumulator, checked_array, checked_numbers, checked_scalars, checked_sinks
+from ..kernels.call import accumulator, checked_array, checked_numbers, checked_scalars, checked_sinks, is_floating
 from ..planning.mask_info import masks_for
 from .reads import Part, Store, parts
 
@@ -175,7 +175,7 @@ class KVCache:
           TypeError: the pattern is no mask.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if not _is_floating(dtype):
+        if not is_floating(dtype):
             raise ValueError(f"dtype must be a floating one, got {dtype!r}")
         value_size = head_size if value_size is None else value_size
         sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
@@ -398,13 +398,6 @@ def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Ar
     if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
         raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
     return jnp.asarray(values, jnp.int32)
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype at all
-        return False
 
 
 def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:

@@ -23,6 +23,14 @@ def accumulator(dtype: Any) -> Any:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def is_floating(dtype: Any) -> bool:
+    """Whether something is the name of a floating-point dtype, or one; None is none."""
+    try:
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype at all
+        return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The static part of one call of the op.

@@ -219,8 +219,9 @@ class Reordered(Mask):
 
     def __call__(self, q, k):
         q, k = self.q_order.token(q), self.kv_order.token(k)
-        inside = (q < self.q_order.length) & (k < self.kv_order.length)
-        return self.mask(_clipped(self.q_order, q), _clipped(self.kv_order, k)) & inside
+        allowed = self.mask(_clipped(self.q_order, q), _clipped(self.kv_order, k))
+        # One side after the other: for TPUs, both sides' bools together first would cost more.
+        return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
     def grade(self, q0, q1, k0, k1):
         rows = (q0, q1, k0, k1)
