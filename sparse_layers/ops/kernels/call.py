@@ -44,6 +44,7 @@ class Call:
       soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
       return_lse: whether the caller wants the log-sum-exp, too.
       chosen_for: the platform that the implementation was chosen for; None if the caller named it.
+      selection: (keys in a block, queries that choose together) of the operands' ``chosen``; None without these.
     """
 
     plan: Plan | None
@@ -54,6 +55,7 @@ class Call:
     soft_cap: float | None
     return_lse: bool = False
     chosen_for: str | None = None
+    selection: tuple[int, int] | None = None
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:
@@ -72,6 +74,7 @@ class Operands(NamedTuple):
       sinks: [N] logits, or None.
       segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
       mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
+      chosen: int32 [B, Tq, G, k], the key blocks that queries look at, within the mask; or None. See `Selection`.
     """
 
     query: jax.Array
@@ -80,6 +83,7 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     mask: jax.Array | None = None
+    chosen: jax.Array | None = None
 
 
 def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:

@@ -1,0 +1,355 @@
+"""Block lists: for each block of one side, the blocks of the other that it meets, as arrays that kernels walk over.
+
+Lists are data, not constants of a compilation: a longer list compiles nothing anew. All come from one builder, a stable
+sort of `Candidates`, whether these were planned beforehand (then it is numpy's), looked up by document, or chosen by
+the model a moment ago (then it is XLA's, under jit). The lists by key, for dk and dv, come from the same candidates.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks.algebra import FULL, PARTIAL
+from .blocks import active_blocks, masked_tiles
+from .views import Reordered, RowOrder
+
+# What a pair of blocks is: as the states of a grid.
+DEAD, MASKED, FREE = 0, PARTIAL, FULL
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["spans", "block", "tile", "chosen_by"],
+    meta_fields=["minor_blocks", "group"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockLists:
+    """The list of each block of the major side: its free entries first, then the masked ones.
+
+    Arrays are numpy's if all was known when they were made. Batch entry b and query head h have list
+    ``(b % LB, h // group % LH)``; a major block without entries has an empty list.
+
+    Attributes:
+      spans: int32 [LB, LH, blocks, 3], of each major block the first of its entries, the first masked one, and the end.
+        Entries from first to masked are free: every pair of theirs may attend. Lists may lie anywhere, in any order.
+      block: int32 [entries], the minor block of each.
+      tile: int32 [entries], which mask tile a masked entry has; -1 for none, if only segment ids limit it.
+      chosen_by: int32 [entries], or None: bit i says whether the i-th part of the block of queries chose this entry.
+      minor_blocks: number of blocks on the minor side.
+      group: how many neighbouring query heads share a list.
+    """
+
+    spans: Any
+    block: Any
+    tile: Any
+    chosen_by: Any
+    minor_blocks: int
+    group: int = 1
+
+    @property
+    def counts(self) -> Any:
+        """[LB, LH, blocks, 2], of the free entries and of all."""
+        return self.spans[..., 1:] - self.spans[..., :1]
+
+    @property
+    def static(self) -> bool:
+        """Whether they were known when they were made."""
+        return isinstance(self.spans, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidates:
+    """Pairs of blocks that may be active, in any order, each once.
+
+    Attributes:
+      row: int32 [LB, LH, n], the block of queries.
+      column: int32 [LB, LH, n], the block of keys.
+      kind: integers [LB, LH, n], DEAD, MASKED or FREE.
+      tile: int32 [LB, LH, n], the mask tile of MASKED ones; -1 for none.
+      chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
+      blocks: number of query blocks and of key blocks.
+      group: see `BlockLists`.
+    """
+
+    row: Any
+    column: Any
+    kind: Any
+    tile: Any
+    chosen_by: Any
+    blocks: tuple[int, int]
+    group: int = 1
+
+    def lists(self, by_key: bool) -> BlockLists:
+        """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the candidates."""
+        xp: Any = np if isinstance(self.kind, np.ndarray) else jnp
+        major, minor = (self.column, self.row) if by_key else (self.row, self.column)
+        batches, heads, n = self.kind.shape
+        blocks = self.blocks[by_key]
+        lines = batches * heads * blocks
+        first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
+        key = xp.where(self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED)).ravel()
+        order = xp.argsort(key, stable=True)
+        if xp is np:
+            number = np.bincount(key, minlength=2 * lines + 1)
+            order = order[: len(key) - number[-1]]
+        else:
+            number = jnp.zeros(2 * lines + 1, jnp.int32).at[key].add(1)
+        ends = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(number[:-1])]).astype(np.int32)
+        spans = xp.stack([ends[:-1:2], ends[1::2], ends[2::2]], axis=-1).reshape(batches, heads, blocks, 3)
+
+        def sorted_(x):
+            return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
+
+        entries = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
+        return BlockLists(spans, *entries, self.blocks[not by_key], self.group)
+
+    def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
+        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
+        a, b = q_ids.at(self.row), kv_ids.at(self.column)
+        meet = (a.least <= b.largest) & (b.least <= a.largest)
+        same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
+        kind = jnp.where((self.kind == FREE) & ~same, MASKED, self.kind)
+        kind = jnp.where(meet, kind, DEAD)
+        tile, chosen_by = (x if x is None else jnp.broadcast_to(x, kind.shape) for x in (self.tile, self.chosen_by))
+        row, column = (jnp.broadcast_to(x, kind.shape) for x in (self.row, self.column))
+        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, chosen_by=chosen_by)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extents:
+    """The segment ids of blocks: int32 [B, blocks], or of candidates [B, LH, n].
+
+    Attributes:
+      least: the smallest id but for padding, which is negative; the largest int32 if there is nothing else.
+      smallest: the smallest of all.
+      largest: the largest.
+    """
+
+    least: Any
+    smallest: Any
+    largest: Any
+
+    @staticmethod
+    def of(order: RowOrder, ids: jax.Array, block: int) -> "Extents":
+        """Of ids [B, tokens] in blocks of rows; rows without a token are padding."""
+        blocks = -(-order.rows // block)
+        rows = order.gather(ids[..., None] + 1, blocks * block)[..., 0] - 1
+        rows = rows.reshape(len(rows), blocks, block)
+        least = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
+        return Extents(least, rows.min(-1), rows.max(-1))
+
+    def at(self, index: Any) -> "Extents":
+        """Those of the blocks ``index`` [LB, LH, n]: [B, LH, n]."""
+        found = []
+        for x in (self.least, self.smallest, self.largest):
+            if index.shape[0] == 1:
+                found.append(x[:, jnp.asarray(index[0])])
+            else:
+                found.append(jax.vmap(lambda own, places: own[places])(x, index))
+        return Extents(*found)
+
+
+# --- masks known beforehand ------------------------------------------------------------------------------------------
+
+
+def static_candidates(
+    masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool
+) -> tuple[Candidates, np.ndarray | None]:
+    """The active blocks of masks in row space, one for each list head; cached.
+
+    Args:
+      masks: with the same row orders.
+      shape: (bq, bkv), rows of a block.
+      with_tiles: whether to make mask tiles; otherwise MASKED ones have the number 0, and rules compute them.
+
+    Returns:
+      The candidates, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
+    """
+    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+    with jax.ensure_compile_time_eval():
+        return _static_candidates(tuple(masks), shape, with_tiles)
+
+
+@functools.lru_cache(maxsize=64)
+def _static_candidates(masks: tuple[Reordered, ...], shape: tuple[int, int], with_tiles: bool):
+    blocks = grid_shape(masks[0], shape)
+    grids = [active_blocks(mask, *blocks, *shape) for mask in masks]
+    n = max(len(grid.rows) for grid in grids)
+    row, column, kind = np.zeros((3, 1, len(masks), n), np.int32)
+    tile = np.full((1, len(masks), n), -1, np.int32)
+    distinct: dict[bytes, int] = {}
+    for head, (mask, grid) in enumerate(zip(masks, grids, strict=True)):
+        here = 0, head, slice(len(grid.rows))
+        row[here], column[here], kind[here] = grid.rows, grid.columns, grid.states
+        partial = np.flatnonzero(grid.states == MASKED)
+        if with_tiles:
+            tiles = masked_tiles(mask, grid.rows[partial], grid.columns[partial], *shape)
+            packed = (bits for chunk in tiles for bits in packed_tiles(chunk))
+            tile[0, head, partial] = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
+        else:
+            tile[0, head, partial] = 0
+    tiles = None
+    if with_tiles:
+        tiles = np.frombuffer(b"".join(distinct), np.uint8).reshape(len(distinct), shape[0], -(-shape[1] // 8))
+    return Candidates(row, column, kind, tile, None, blocks), tiles
+
+
+def grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
+    """How many blocks of ``shape`` the rows of queries and of keys take."""
+    return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
+
+
+def packed_tiles(tiles: np.ndarray) -> np.ndarray:
+    """Bool tiles [n, bq, bkv] as bits, uint8 [n, bq, ceil(bkv / 8)]: bit c % 8 of byte c // 8 is key c."""
+    return np.packbits(tiles, axis=-1, bitorder="little")
+
+
+def unpacked_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
+    """The inverse of `packed_tiles`: bool [n, bq, columns]."""
+    return np.unpackbits(tiles, axis=-1, count=columns, bitorder="little").astype(bool)
+
+
+# --- masks known at run time -----------------------------------------------------------------------------------------
+
+
+def run_time_candidates(mask: jax.Array, shape: tuple[int, int]) -> tuple[Candidates, jax.Array]:
+    """All blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * rows * columns, bq, bkv]."""
+    tiles = tiled(mask, shape)
+    heads, rows, columns = tiles.shape[:3]
+    row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
+    kind = (tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4))).reshape(1, heads, -1)
+    tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
+    row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
+    return Candidates(row, column, kind, tile, None, (rows, columns)), tiles.reshape(-1, *shape)
+
+
+def tiled(mask: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A mask [C, T, S] in blocks [C, rows, columns, bq, bkv], padded with False."""
+    ends = [(0, -length % block) for length, block in zip(mask.shape[1:], shape, strict=True)]
+    mask = jnp.pad(mask, [(0, 0), *ends])
+    heads, rows, columns = mask.shape
+    return mask.reshape(heads, rows // shape[0], shape[0], columns // shape[1], shape[1]).swapaxes(2, 3)
+
+
+# --- blocks chosen at run time ---------------------------------------------------------------------------------------
+
+# A block of queries is cut into at most so many parts that choose for themselves: they are the bits of one word.
+MOST_PARTS = 32
+# Cells of a table of states; where there are more, one cell stands for several blocks of queries.
+_TABLE_CELLS = 1 << 20
+# Entries of such a table that are no mask tile.
+_NOTHING, _EVERYTHING = -2, -1
+
+
+def chosen_candidates(
+    ids: jax.Array, granularity: int, shape: tuple[int, int], table: "StateTable", heads: int
+) -> Candidates:
+    """The blocks that queries chose and that a mask leaves something of.
+
+    Args:
+      ids: int32 [B, Tq, G, k], key blocks of shape[1] keys, of which each ``granularity`` queries chose k; what is no
+        number of a block is left out, and what comes twice counts once.
+      granularity: queries that choose together.
+      shape: (bq, bkv) of the lists; bq is ``granularity`` times a number up to `MOST_PARTS`, or divides it.
+      table: what the mask says of the blocks.
+      heads: number of query heads N, of which G are 1, or a divisor.
+    """
+    bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
+    if classes > 1:  # lists differ by head in two ways
+        ids = jnp.repeat(ids, heads // ids.shape[2], axis=2)
+    if not ids.shape[-1]:
+        ids = jnp.full((*ids.shape[:-1], 1), -1, jnp.int32)  # kernels want arrays that are not empty
+    batch, tq, lists, k = ids.shape
+    ids = jnp.where((ids >= 0) & (ids < columns), ids, columns)
+    parts, finer = max(1, bq // granularity), max(1, granularity // bq)
+    ids = jnp.pad(ids, [(0, 0), (0, -tq % parts), (0, 0), (0, 0)], constant_values=columns)
+    together = -(-tq // parts)
+    ids = jnp.moveaxis(ids.reshape(batch, together, parts, lists, k), 3, 1).reshape(batch, lists, together, parts * k)
+    part = np.repeat(np.arange(parts, dtype=np.int32), k)
+    codes = jnp.sort(ids * parts + part, axis=-1)
+    column, part = jnp.divmod(codes, parts)
+    live = _differs(codes) & (column < columns)
+    chosen_by, everyone = None, True
+    if parts > 1:
+        chosen_by = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
+        live = live & _differs(column)
+        # Only the last block may have fewer parts than others, those that come first.
+        some = np.minimum(parts, tq - np.arange(together) * parts)
+        all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
+        everyone = chosen_by == all_of_them[:, None]
+    live, column, chosen_by, everyone = (
+        x if finer == 1 or x is None or x is True else jnp.repeat(x, finer, axis=2)[:, :, :rows]
+        for x in (live, column, chosen_by, everyone)
+    )
+    row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], column.shape)
+    states = table.at(np.arange(lists)[:, None, None] % classes, row, jnp.minimum(column, columns - 1))
+    kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
+    kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
+    flat = batch, lists, rows * parts * k
+    fields = (jnp.minimum(column, columns - 1), kind, jnp.maximum(states, -1))
+    chosen_by = None if chosen_by is None else chosen_by.reshape(flat)
+    return Candidates(row.reshape(flat), *(x.reshape(flat) for x in fields), chosen_by, table.blocks, heads // lists)
+
+
+def _differs(x: jax.Array) -> jax.Array:
+    """Whether each entry of the last axis differs from the one before."""
+    return jnp.concatenate([jnp.ones_like(x[..., :1], bool), x[..., 1:] != x[..., :-1]], axis=-1)
+
+
+def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
+    """At the first of equal neighbours of x along the last axis the sum of their summands, modulo 2**32."""
+    n = x.shape[-1]
+    rest = jnp.cumsum(summands[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]
+    rest = jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    starts = jnp.where(_differs(x), np.arange(n, dtype=np.int32), n)
+    following = jax.lax.cummin(starts, axis=x.ndim - 1, reverse=True)
+    following = jnp.concatenate([following[..., 1:], jnp.full_like(following[..., :1], n)], axis=-1)
+    return rest[..., :-1] - jnp.take_along_axis(rest, following, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateTable:
+    """What masks say of every block.
+
+    Attributes:
+      states: int32 [C, R, columns]: a mask tile, or one of the negative numbers above.
+      blocks: number of query blocks and of key blocks.
+      finer: query blocks in a row of ``states``; their mask tiles are parts of its tile, in order.
+    """
+
+    states: Any
+    blocks: tuple[int, int]
+    finer: int
+
+    def at(self, head: Any, row: Any, column: Any) -> jax.Array:
+        """The entries of blocks."""
+        found = jnp.asarray(self.states)[head, row // self.finer, column]
+        return found if self.finer == 1 else jnp.where(found < 0, found, found * self.finer + row % self.finer)
+
+
+def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool) -> tuple[StateTable, Any]:
+    """The table of masks known beforehand, in natural order, and their tiles as `static_candidates` has them."""
+    blocks, finer = grid_shape(masks[0], shape), 1
+    while blocks[0] * blocks[1] * len(masks) > _TABLE_CELLS * finer and finer * shape[0] < masks[0].q_order.rows:
+        finer *= 2
+    found, tiles = static_candidates(masks, (shape[0] * finer, shape[1]), with_tiles)
+    states = np.full((len(masks), -(-blocks[0] // finer), blocks[1]), _NOTHING, np.int32)
+    for head, own in enumerate(states):
+        live = found.kind[0, head] != DEAD
+        entries = np.where(found.kind[0, head] == FREE, _EVERYTHING, found.tile[0, head])
+        own[found.row[0, head][live], found.column[0, head][live]] = entries[live]
+    if tiles is not None:
+        tiles = tiles.reshape(-1, shape[0], tiles.shape[-1])
+    return StateTable(states, blocks, finer), tiles
+
+
+def run_time_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
+    """The table of a run-time mask [C, T, S], and its tiles as `run_time_candidates` has them."""
+    found, tiles = run_time_candidates(mask, shape)
+    entries = jnp.where(found.kind == FREE, _EVERYTHING, jnp.where(found.kind == DEAD, _NOTHING, found.tile))
+    return StateTable(entries.reshape(len(mask), *found.blocks), found.blocks, 1), tiles
