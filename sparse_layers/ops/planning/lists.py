@@ -67,13 +67,14 @@ class Candidates:
     """Pairs of blocks that may be active, in any order, each once.
 
     Attributes:
-      row: int32 [LB, LH, n], the block of queries.
+      row: int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB.
       column: int32 [LB, LH, n], the block of keys.
       kind: integers [LB, LH, n], DEAD, MASKED or FREE.
       tile: int32 [LB, LH, n], the mask tile of MASKED ones; -1 for none.
       chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
+      most_in_row: a bound of the candidates with the same row, where rows are known at run time only.
     """
 
     row: Any
@@ -83,6 +84,16 @@ class Candidates:
     chosen_by: Any
     blocks: tuple[int, int]
     group: int = 1
+    most_in_row: int | None = None
+
+    def longest(self, by_key: bool) -> int:
+        """A bound, known beforehand, of the entries of a list."""
+        major = self.column if by_key else self.row
+        if isinstance(major, np.ndarray):
+            lines = major.reshape(-1, major.shape[-1])
+            return max((int(np.bincount(line).max(initial=0)) for line in lines), default=0)
+        bound = self.blocks[not by_key]
+        return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
 
     def lists(self, by_key: bool) -> BlockLists:
         """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the candidates."""
@@ -115,9 +126,7 @@ class Candidates:
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
         kind = jnp.where((self.kind == FREE) & ~same, MASKED, self.kind)
         kind = jnp.where(meet, kind, DEAD)
-        tile, chosen_by = (x if x is None else jnp.broadcast_to(x, kind.shape) for x in (self.tile, self.chosen_by))
-        row, column = (jnp.broadcast_to(x, kind.shape) for x in (self.row, self.column))
-        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, chosen_by=chosen_by)
+        return dataclasses.replace(self, kind=kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,14 +295,15 @@ def chosen_candidates(
         x if finer == 1 or x is None or x is True else jnp.repeat(x, finer, axis=2)[:, :, :rows]
         for x in (live, column, chosen_by, everyone)
     )
-    row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], column.shape)
-    states = table.at(np.arange(lists)[:, None, None] % classes, row, jnp.minimum(column, columns - 1))
+    row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
+    column = jnp.minimum(column, columns - 1)
+    states = table.at(np.arange(lists)[:, None, None] % classes, row, column)
     kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
     kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
-    flat = batch, lists, rows * parts * k
-    fields = (jnp.minimum(column, columns - 1), kind, jnp.maximum(states, -1))
-    chosen_by = None if chosen_by is None else chosen_by.reshape(flat)
-    return Candidates(row.reshape(flat), *(x.reshape(flat) for x in fields), chosen_by, table.blocks, heads // lists)
+    found = Candidates(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
+    names = ("row", "column", "kind", "tile") + (("chosen_by",) if parts > 1 else ())
+    flat = {name: getattr(found, name).reshape(batch, lists, rows * parts * k) for name in names}
+    return dataclasses.replace(found, **flat)
 
 
 def _differs(x: jax.Array) -> jax.Array:
