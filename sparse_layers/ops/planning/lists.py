@@ -74,7 +74,7 @@ class Candidates:
       chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
-      most_in_row: a bound of the candidates with the same row, where rows are known at run time only.
+      most_in_row: where rows are known at run time only, how many candidates each has, one row after the other.
     """
 
     row: Any
@@ -94,6 +94,31 @@ class Candidates:
             return max((int(np.bincount(line).max(initial=0)) for line in lines), default=0)
         bound = self.blocks[not by_key]
         return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
+
+    def sorted(self, by_key: bool) -> "Candidates":
+        """The same, known beforehand, in the order of query blocks, or of key blocks."""
+        order = np.argsort(
+            np.where(self.kind == DEAD, max(self.blocks), self.column if by_key else self.row), kind="stable"
+        )
+        row, column, kind, tile = (
+            np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
+        )
+        # What only fills up shorter lists counts as the last block's.
+        row, column = (np.where(kind == DEAD, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
+        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
+
+    def starts(self, by_key: bool) -> np.ndarray | None:
+        """Where each block's candidates begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
+        major, blocks = (self.column, self.blocks[1]) if by_key else (self.row, self.blocks[0])
+        if isinstance(major, np.ndarray):
+            lines = major[0]
+            if (np.diff(lines) < 0).any():
+                return None
+            return np.stack([np.searchsorted(line, np.arange(blocks + 1)) for line in lines]).astype(np.int32)
+        if by_key or self.most_in_row is None:
+            return None
+        heads = self.kind.shape[1]
+        return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.most_in_row, (heads, 1))
 
     def lists(self, by_key: bool) -> BlockLists:
         """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the candidates."""

@@ -379,7 +379,7 @@ def dkv_kernel(
     k,
     v,
     work,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key heads and key blocks
-    pieces,
+    pieces,  # also int32 [BATCHES, OWN_HEADS, BLOCKS], the steps of a job before those of a query head, if PIECES
     spans,
     entries,
     tiles,
@@ -425,13 +425,15 @@ def dkv_kernel(
     # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
     first_own = tl.cdiv(kv_head * group - A.FIRST_HEAD, A.HEAD_STEP)
     last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
-    passed = first_own * 0
     for own in tl.range(first_own, last_own):
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         first, free, count = list_of(spans, b, head, block, L, W)
+        # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
+        passed = 0
+        if W.PIECES:
+            passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) * W.BLOCKS + block)
         low, high = share_of(begin, end, passed, count * Q.PARTS)
         middle = tl.minimum(tl.maximum(free * Q.PARTS, low), high)
-        passed += count * Q.PARTS
         at = b * A.T * A.HEADS + head
         scalars = (b * A.HEADS + head) * A.T
         sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars

@@ -117,7 +117,7 @@ def forward_kernel(
     q,  # [B, T, HEADS, H]
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
-    work,  # see `job_of`; int32 [OWN_HEADS * BLOCKS] if ORDERED, int32 [pieces, BATCHES, 3] if PIECES
+    work,  # see `job_of`; int32 [OWN_HEADS * BLOCKS, BATCHES] if ORDERED, int32 [pieces, BATCHES, 3] if PIECES
     pieces,  # int32 [BATCHES, OWN_HEADS * BLOCKS, 2], first piece and end of each job's, if MERGED
     spans,  # this and the next three: `BlockLists`
     entries,

@@ -208,7 +208,7 @@ class Link:
         if self.also is not None and not dkv:
             second = Side(self.also.kv_order, self.also._shape(kernel)[1], settings.minor)
             walks.append((second, self.also._lists(q, second, dkv)))
-        steps = self._steps(walks, dkv)
+        steps, passed = self._steps(walks, dkv)
         programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
         asked = pieces_asked(params, minor)
         most = None
@@ -219,11 +219,9 @@ class Link:
         else:
             number, most = self._run_time_pieces(walks, steps, programs, device.processors, dkv)
         found = cut(steps, number, most)
-        order = None
-        if isinstance(steps, np.ndarray) and found is None:
-            heads = self.operands.key.shape[2] if dkv else self.heads
-            order = begin_order(steps[0].reshape(heads, -1).max(0), heads, 8 * device.processors)
-        return _Prepared(self, q, kv, major, walks, settings, order, found, steps.shape[1])
+        heads, rest = self.operands.key.shape[2] if dkv else self.heads, steps * (number == 0)
+        order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * device.processors)
+        return _Prepared(self, q, kv, major, walks, settings, order, found, passed, steps.shape[1])
 
     def _jobs(self, dkv: bool) -> tuple[np.ndarray, np.ndarray]:
         """(the pass' query heads, bool [heads of a job's kind, query heads]: which of them a job walks for)."""
@@ -233,17 +231,23 @@ class Link:
         kv_heads = self.operands.key.shape[2]
         return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
 
-    def _steps(self, walks: Sequence[tuple[Side, Lists]], dkv: bool) -> Any:
-        """The steps of each job: integers [LB, jobs], numpy's if they are known."""
+    def _steps(self, walks: Sequence[tuple[Side, Lists]], dkv: bool) -> tuple[Any, Any]:
+        """(steps of each job [LB, jobs], those of a job before each query head [LB, heads, blocks]), if known numpy's.
+
+        The latter are None where a job is for one query head.
+        """
         heads, members = self._jobs(dkv)
-        total: Any = 0
+        own: Any = 0
         for minor, lists in walks:
             counts = lists.lists.counts[..., 1]
-            own = counts[:, heads // lists.lists.group % counts.shape[1]]
-            if dkv:
-                own = (own[:, None] * members[None, :, :, None]).sum(2)
-            total = total + own.reshape(len(own), own.shape[1] * own.shape[2]) * minor.parts
-        return total
+            own = own + counts[:, heads // lists.lists.group % counts.shape[1]] * minor.parts
+        if not dkv:
+            return own.reshape(len(own), own.shape[1] * own.shape[2]), None
+        jobs = (own[:, None] * members[None, :, :, None]).sum(2)
+        passed = own.cumsum(1) - own
+        first = members.argmax(1)[members.argmax(0)]  # of the query heads with the same job
+        passed = (passed - passed[:, first]).astype(np.int32)
+        return jobs.reshape(len(own), jobs.shape[1] * jobs.shape[2]), passed
 
     def _run_time_pieces(self, walks: Sequence[tuple[Side, Lists]], steps: Any, programs: int, slots: int, dkv: bool):
         """(pieces of each job, a bound of their sum), for lists of which only bounds are known."""
@@ -271,6 +275,7 @@ class _Prepared:
       settings: tile sizes are those of q and kv.
       order: in which order jobs are begun, or None.
       cut: how long jobs are cut into pieces, or None.
+      passed: the steps of a job before those of each query head; see `dkv_kernel`.
       jobs: number of jobs of a batch entry.
     """
 
@@ -280,8 +285,9 @@ class _Prepared:
     major: Side
     walks: Sequence[tuple[Side, Lists]]
     settings: Settings
-    order: np.ndarray | None
+    order: Any
     cut: Cut | None
+    passed: Any
     jobs: int
 
     def output(self, shape: Sequence[int], rounded: bool = False) -> jax.ShapeDtypeStruct:
@@ -354,14 +360,15 @@ class _Prepared:
         first = operands.query, operands.key, operands.value
         lists = [*_arrays_of(self.walks[0][1]), *others]
         nothing = [None] * len(sizes)
-        found, batches, blocks = nothing, 1, self.major.blocks
+        found, blocks = nothing, self.major.blocks
+        batches = max([1, *(x.shape[1] for x in (self.order, self.cut and self.cut.work) if x is not None)])
         if self.cut is not None:
-            number, batches, _ = self.cut.work.shape
+            number = len(self.cut.work)
             rows = number, b, parts * self.major.tile
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
             results += outputs[len(sizes) :]  # outputs that a piece leaves alone
             work = {"W": tiles.Work(blocks, False, True, False, batches)}
-            arrays = [*first, self.cut.work, None, *lists, *nothing, *earlier]
+            arrays = [*first, self.cut.work, self.passed, *lists, *nothing, *earlier]
             found = self._call(kernel, number * parts, arrays, results, shared | constants | of_pieces | work)
             found = found[: len(sizes)]
         work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}

@@ -27,6 +27,8 @@ from ...planning.lists import (
 from ...planning.plan import Pass
 from ...planning.views import Reordered, RowOrder
 from ..call import Call, Operands
+from . import launch
+from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis
 
 
@@ -103,7 +105,7 @@ class Lists:
 
 
 def candidates_of(
-    call: Call, operands: Operands, passes: tuple[Pass, ...], shape: tuple[int, int]
+    call: Call, operands: Operands, passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool
 ) -> tuple[Candidates, Any]:
     """The pairs of blocks of a pass without a look at segment ids, and its tiles, as `bits_of` takes them."""
     if operands.chosen is not None:
@@ -118,7 +120,13 @@ def candidates_of(
         return chosen_candidates(operands.chosen, granularity, shape, table, heads), tiles
     if operands.mask is not None:
         return run_time_candidates(operands.mask, shape)
-    return static_candidates([one.mask for one in passes], shape, True)
+    return _sorted(passes, shape, dkv), None
+
+
+@functools.lru_cache(maxsize=64)
+def _sorted(passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool) -> Candidates:
+    """The candidates of masks known beforehand, sorted by the major block."""
+    return static_candidates([one.mask for one in passes], shape, True)[0].sorted(dkv)
 
 
 def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
@@ -127,7 +135,7 @@ def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Si
         return _static_lists(passes, major, minor, dkv)
     q, kv = (minor, major) if dkv else (major, minor)
     shape = q.block, kv.block
-    candidates, tiles = candidates_of(call, operands, passes, shape)
+    candidates, tiles = candidates_of(call, operands, passes, shape, dkv)
     if operands.segments is not None:
         extents = (Extents.of(side.order, x, side.block) for side, x in zip((q, kv), operands.segments, strict=True))
         candidates = candidates.with_segments(*extents)
@@ -136,7 +144,29 @@ def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Si
     parts = 0
     if call.selection is not None and candidates.chosen_by is not None:
         parts = call.selection[1]
-    return Lists(_only_whole(candidates, minor).lists(dkv), bits, candidates.longest(dkv), parts)
+    candidates = _only_whole(candidates, minor)
+    starts = candidates.starts(dkv)
+    lists = candidates.lists(dkv) if starts is None else _compacted(candidates, starts, dkv)
+    return Lists(lists, bits, candidates.longest(dkv), parts)
+
+
+def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLists:
+    """`Candidates.lists` of candidates that are sorted by their major block, of which ``starts`` says where they begin.
+
+    Lists lie where their candidates lay, with gaps between them.
+    """
+    batches, heads, n = candidates.kind.shape
+    minor, blocks = candidates.row if dkv else candidates.column, candidates.blocks[dkv]
+    tile, chosen_by = candidates.tile, candidates.chosen_by
+    arrays = starts, candidates.kind, minor, tile, starts if chosen_by is None else chosen_by
+    entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
+    outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
+    outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
+    sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE)
+    arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
+    spans, block, tile, by = launch.call(compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1)
+    by = None if chosen_by is None else by
+    return BlockLists(spans, block, tile, by, candidates.blocks[not dkv], candidates.group)
 
 
 @functools.lru_cache(maxsize=64)

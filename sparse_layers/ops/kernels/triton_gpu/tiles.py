@@ -105,7 +105,7 @@ def job_of(work, pieces, b, W: tl.constexpr, PARTS: tl.constexpr, JOBS: tl.const
         at = work + (item * W.BATCHES + b % W.BATCHES) * 3
         job, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     elif W.ORDERED:
-        job = tl.load(work + item)
+        job = tl.load(work + item * W.BATCHES + b % W.BATCHES)
     if W.MERGED:
         at = pieces + ((b % W.BATCHES) * JOBS + job) * 2
         piece, last_piece = tl.load(at), tl.load(at + 1)

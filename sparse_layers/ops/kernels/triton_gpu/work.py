@@ -29,25 +29,29 @@ class Cut(NamedTuple):
     pieces: Any
 
 
-def begin_order(most: np.ndarray, heads: int, few: int) -> np.ndarray | None:
-    """int32 [heads * blocks]: in which order to begin head * blocks + block, so that no long one is left to the end.
+def begin_order(steps: Any, few: int) -> Any:
+    """int32 [jobs, LB]: in which order to begin the jobs, so that no long one is left to the end; or None for any.
 
-    Heads come one after the other, for their keys stay in the cache then; only blocks with far more work than others
-    come before all else, for every head, and so do all if there are ``few`` programs at most. None for the order of
-    numbers, if all blocks take about as long.
+    Heads come one after the other, for their keys stay in the cache then, and within a head long jobs come first. Where
+    steps are known, jobs with far more of them than others come before all else, and so do all in the order of their
+    steps if there are ``few`` at most.
 
     Args:
-      most: upper bound of the work of each major block.
-      heads: number of heads, each with as many blocks.
+      steps: of each job, integers [LB, heads, blocks], of numpy or JAX.
       few: up to how many programs the order matters more than the cache.
     """
-    if most.max(initial=0) <= 1.5 * most.mean():
+    batches, heads, blocks = steps.shape
+    if not isinstance(steps, np.ndarray):
+        order = jnp.argsort(-steps, axis=-1) + blocks * np.arange(heads)[:, None]
+        return order.reshape(batches, heads * blocks).T.astype(jnp.int32)
+    if steps.max(initial=0) <= 1.5 * steps.mean():
         return None
-    by_work = np.argsort(-most, kind="stable")
-    jobs = np.arange(heads) * len(most)
-    first = len(most) if heads * len(most) <= few else np.count_nonzero(most > 4 * most.mean())
-    parts = (by_work[:first, None] + jobs).ravel(), (jobs[:, None] + by_work[first:]).ravel()
-    return np.concatenate(parts).astype(np.int32)
+    rank = steps.argsort(-1, kind="stable")[..., ::-1] + blocks * np.arange(heads)[:, None]
+    order = rank.reshape(batches, heads * blocks)
+    own = np.take_along_axis(steps.reshape(batches, heads * blocks), order, 1)
+    far = own > (4 * steps.mean() if heads * blocks > few else -1)
+    first = np.where(far, -own, 1).argsort(1, kind="stable")
+    return np.take_along_axis(order, first, 1).T.astype(np.int32)
 
 
 def pieces_of(steps: np.ndarray, programs: int, slots: int) -> np.ndarray:
