@@ -440,4 +440,6 @@ def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[i
         raise ValueError(
             f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {seen.max()}"
         )
+    if not b:  # nobody chooses, and kernels want lists that are not empty
+        return None, None
     return jnp.asarray(ids).reshape(b, tq, *ids.shape[-2:]), (block, granularity)
