@@ -24,10 +24,10 @@ class Selection:
     `jax.checkpoint` take it. No gradient flows into ids.
 
     Args:
-      ids: integers [B, ceil(T / granularity), G, k], or without B. Each row holds numbers of key blocks in any order:
-        -1 stands for none, and what comes twice counts once; k may be 0. G is 1 (all heads choose alike), K (one
-        choice for each key head) or N (one for each query head). Numbers without a block are refused where they can
-        be seen, and inside jit left out.
+      ids: integers [..., ceil(T / granularity), G, k]; of the leading axes, the op takes B or none, and layers those of
+        their input. Each row holds numbers of key blocks in any order: -1 stands for none, and what comes twice counts
+        once; k may be 0. G is 1 (all heads choose alike), K (one choice for each key head) or N (one for each query
+        head). Numbers without a block are refused where they can be seen, and inside jit left out.
       block: keys in a block, a multiple of 16 from 16 to 512: block j holds keys j * block to (j + 1) * block - 1.
       granularity: neighbouring queries that choose together: 1, 16, 64 or 128.
 
@@ -37,8 +37,8 @@ class Selection:
       granularity: as given.
 
     Raises:
-      ValueError: a block or granularity that is none of these; ids of another number of axes, no integers, below -1,
-        or that do not fit into int32.
+      ValueError: a block or granularity that is none of these; ids of less than three axes, that are no integers,
+        below -1, or that do not fit into int32.
       TypeError: ids are no array.
 
     Example:
@@ -61,9 +61,9 @@ class Selection:
         if not (isinstance(ids, jax.Array | np.ndarray) or hasattr(ids, "__jax_array__")):
             raise TypeError(f"ids must be a JAX or numpy array, got {type(ids).__name__}: {reprlib.repr(ids):.60}")
         ids = jnp.asarray(ids) if hasattr(ids, "__jax_array__") else ids
-        if ids.ndim not in (3, 4) or not jnp.issubdtype(ids.dtype, jnp.integer):
+        if ids.ndim < 3 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
-                "ids must be integers of shape [B, ceil(T / granularity), G, k], or without B, "
+                "ids must be integers of shape [..., ceil(T / granularity), G, k], "
                 f"got {ids.dtype} of shape {ids.shape}"
             )
         seen = known(ids)
@@ -175,7 +175,7 @@ def top_k_blocks(
     and the last two of NSA, ``Prefix(1) | Window(n - 1)`` the first and n local ones of InfLLM-v2.
 
     Args:
-      scores: floats [B, ceil(T / granularity), G, blocks], or without B; G as in `Selection`.
+      scores: floats [..., ceil(T / granularity), G, blocks]; axes as in `Selection`.
       k: blocks to choose, >= 0.
       block: keys in a block.
       granularity: queries in a row.
@@ -183,16 +183,16 @@ def top_k_blocks(
         What of its own block is in the future is still for the mask of the attention to hide.
       forced: a mask in units of blocks, in which a row's position is its own block: those it allows are chosen;
         None for none.
-      start: position of the first query among the keys, maybe traced: for scores made for some of the queries at a
+      start: position of the first query among the keys, maybe a JAX array []: for scores made for some queries at a
         time, and for queries that are the last of the keys.
       return_scores: also return the scores of the chosen blocks, -inf where there is none.
 
     Returns:
-      The `Selection`, of k ids in a row; with ``return_scores`` the pair of it and the scores [B, Tq, G, k].
+      The `Selection`, of k ids in a row; with ``return_scores`` the pair of it and the scores [..., Tq, G, k].
 
     Raises:
-      ValueError: scores that are no floats or have other axes; k below 0, or below the number of forced blocks of a
-        row; sizes that `Selection` refuses; flags that are no bools.
+      ValueError: scores that are no floats or have other axes; k or start below 0, or k below the number of forced
+        blocks of a row; sizes that `Selection` refuses; flags that are no bools.
       TypeError: scores are no array, or forced is no mask.
 
     Example:
@@ -209,7 +209,7 @@ def top_k_blocks(
     k = checked("k", k, Natural)
     checked("causal", causal, bool)
     checked("return_scores", return_scores, bool)
-    _check_floats("scores", scores, (3, 4), "[B, ceil(T / granularity), G, blocks], or without B")
+    _check_floats("scores", scores, "[..., ceil(T / granularity), G, blocks]")
     forced = Empty() if forced is None else forced
     if not isinstance(forced, Mask):
         raise TypeError(f"forced must be a mask in units of blocks, got {type(forced).__name__}: {forced!r}")
@@ -233,9 +233,9 @@ def top_k_blocks(
 
 def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
     """Bools [rows, blocks] each: which may be chosen, and of these, which must be; numpy's if ``start`` is known."""
-    first = whole(start)
-    xp: Any = jnp if first is None else np
-    last = (start if first is None else first) + (xp.arange(rows) + 1) * granularity - 1
+    traced = isinstance(start, jax.Array)
+    xp: Any = jnp if traced else np
+    last = (start if traced else checked("start", start, Natural)) + (xp.arange(rows) + 1) * granularity - 1
     own, other = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
     may = other <= own if causal else xp.ones((rows, blocks), bool)
     return may, may & xp.broadcast_to(forced(own, other), may.shape)
@@ -245,11 +245,11 @@ def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     """The mean of each block of tokens, as of keys: ``out[j] = mean(x[j * block : (j + 1) * block])``.
 
     Args:
-      x: floats [B, S, K, H], or [S, K, H].
+      x: floats [..., S, K, H].
       block: tokens in a block, >= 1. The last block may be shorter: its mean is that of the tokens there are.
 
     Returns:
-      [B, ceil(S / block), K, H] in the dtype of x, summed up in float32 (float64 for float64); differentiable.
+      [..., ceil(S / block), K, H] in the dtype of x, summed up in float32 (float64 for float64); differentiable.
 
     Raises:
       ValueError: x of other axes, or no floats; block no integer >= 1.
@@ -260,7 +260,7 @@ def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
       >>> sl.mean_pool_blocks(jnp.arange(5.0)[:, None, None], 2).ravel().tolist()
       [0.5, 2.5, 4.0]
     """
-    _check_floats("x", x, (3, 4), "[B, S, K, H] or [S, K, H]")
+    _check_floats("x", x, "[..., S, K, H]")
     block = checked("block", block, Positive)
     *batch, tokens, heads, size = x.shape
     blocks = -(-tokens // block)
@@ -271,8 +271,8 @@ def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     return (total / jnp.asarray(number, total.dtype)[:, None, None]).astype(x.dtype)
 
 
-def _check_floats(name: str, x: Any, axes: tuple[int, ...], shape: str) -> None:
+def _check_floats(name: str, x: Any, shape: str) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}: {reprlib.repr(x):.60}")
-    if x.ndim not in axes or not jnp.issubdtype(x.dtype, jnp.floating):
+    if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} must be floats of shape {shape}, got {x.dtype} of shape {x.shape}")
