@@ -250,6 +250,23 @@ def test_layers_share_one_under_scan_and_remat():
     close(*(compiled(jax.value_and_grad(f))(q, chosen) for f in (scanned, looped)))
 
 
+def test_shard_map_with_what_all_devices_share():
+    q, k, v, *_ = arrays()
+    chosen = sl.Selection(ids_of(16)[:1], block=BLOCK, granularity=16)
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread, same = jax.P("batch"), jax.P()
+
+    def total(q, k, v, chosen):
+        ids = jnp.broadcast_to(chosen.ids, (B, *chosen.ids.shape[1:]))
+        own = sl.Selection(ids, block=BLOCK, granularity=16)
+        return jax.lax.psum(loss(q, k, v, own), "batch")
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=(spread, spread, same, same), out_specs=same)
+    everywhere = sl.Selection(jnp.broadcast_to(chosen.ids, (B, *chosen.ids.shape[1:])), block=BLOCK, granularity=16)
+    found = compiled(jax.grad(mapped, (0, 1, 2)))(q, k, v, chosen)
+    close(found, compiled(jax.grad(loss, (0, 1, 2)))(q, k, v, everywhere))
+
+
 def test_without_a_batch_and_without_jit():
     q, k, v, *_ = (x[:1] for x in arrays())
     ids = ids_of(16)[:1]
