@@ -128,7 +128,9 @@ class Candidates:
         blocks = self.blocks[by_key]
         lines = batches * heads * blocks
         first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
-        key = xp.where(self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED)).ravel()
+        key = xp.where(
+            self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED).astype(np.int32)
+        ).ravel()
         order = xp.argsort(key, stable=True)
         if xp is np:
             number = np.bincount(key, minlength=2 * lines + 1)
@@ -256,10 +258,10 @@ def run_time_candidates(mask: jax.Array, shape: tuple[int, int]) -> tuple[Candid
     tiles = tiled(mask, shape)
     heads, rows, columns = tiles.shape[:3]
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
-    kind = (tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4))).reshape(1, heads, -1)
+    kind = tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4)).astype(jnp.int32)
     tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
     row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
-    return Candidates(row, column, kind, tile, None, (rows, columns)), tiles.reshape(-1, *shape)
+    return Candidates(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
 
 
 def tiled(mask: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -15,6 +15,8 @@ from ..call import Call, Operands, differentiable_once
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
+    if call.selection is not None:
+        return "it does not know selections"
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     return None
