@@ -17,7 +17,7 @@ from tests.ops import cases
 from tests.ops.cases import SMALL, compiled, oracle
 from tests.programs import USUAL, largest
 
-IMPLEMENTATIONS = ["xla", "reference"]
+IMPLEMENTATIONS = ["triton", "xla", "reference"]
 # What computes blocks, and so must not read others.
 BY_BLOCKS = [name for name in IMPLEMENTATIONS if name != "reference"]
 

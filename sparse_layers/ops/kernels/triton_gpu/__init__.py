@@ -20,8 +20,6 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     device = launch.device()
     if isinstance(device, str):
         return device
-    if call.selection is not None:
-        return "it does not know selections"
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     sizes = operands.query.shape[-1], operands.value.shape[-1]
