@@ -3,123 +3,65 @@
 import importlib
 import typing
 
-from .masks import (
-    And,
-    Array,
-    BlockDiagonal,
-    Blocks,
-    Causal,
-    Columns,
-    Empty,
-    Full,
-    Global,
-    LogSparse,
-    Mask,
-    MaskMod,
-    Not,
-    Or,
-    Prefix,
-    Random,
-    Strided,
-    Transposed,
-    Window,
-    as_masks,
-    from_deepspeed,
-    from_mask_mod,
-    preset,
-    preset_options,
-    presets,
-)
+from .masks import And as And
+from .masks import Array as Array
+from .masks import BlockDiagonal as BlockDiagonal
+from .masks import Blocks as Blocks
+from .masks import Causal as Causal
+from .masks import Columns as Columns
+from .masks import Empty as Empty
+from .masks import Full as Full
+from .masks import Global as Global
+from .masks import LogSparse as LogSparse
+from .masks import Mask as Mask
+from .masks import MaskMod as MaskMod
+from .masks import Not as Not
+from .masks import Or as Or
+from .masks import Prefix as Prefix
+from .masks import Random as Random
+from .masks import Strided as Strided
+from .masks import Transposed as Transposed
+from .masks import Window as Window
+from .masks import as_masks as as_masks
+from .masks import from_deepspeed as from_deepspeed
+from .masks import from_mask_mod as from_mask_mod
+from .masks import preset as preset
+from .masks import preset_options as preset_options
+from .masks import presets as presets
 
 if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
-    from .modules import (
-        AttentionFn,
-        Decoder,
-        SparseSelfAttention,
-        SparseTransformer,
-        SparseTransformerBlock,
-        from_gpt2,
-        from_linen,
-        from_nnx,
-        generate,
-        make_attention_fn,
-    )
-    from .ops.attention import block_sparse_attention, implementations
-    from .ops.decoding.cache import KVCache
-    from .ops.planning.mask_info import (
-        MaskInfo,
-        bind,
-        process_dynamic_mask,
-        process_dynamic_mask_dkv,
-        process_mask,
-        process_mask_dkv,
-    )
-    from .ops.planning.params import BwdParams, FwdParams
-    from .ops.planning.plan import Plan, make_plan
-    from .ops.planning.selection import Selection, mean_pool_blocks, top_k_blocks
-    from .tools.describe import describe
-    from .tools.pictures import draw, picture
-    from .tools.tuning import Tuned, load_tuned, tune
-
-__all__ = [
-    "And",
-    "Array",
-    "AttentionFn",
-    "BlockDiagonal",
-    "Blocks",
-    "BwdParams",
-    "Causal",
-    "Columns",
-    "Decoder",
-    "Empty",
-    "Full",
-    "FwdParams",
-    "Global",
-    "KVCache",
-    "LogSparse",
-    "Mask",
-    "MaskInfo",
-    "MaskMod",
-    "Not",
-    "Or",
-    "Plan",
-    "Prefix",
-    "Random",
-    "Selection",
-    "SparseSelfAttention",
-    "SparseTransformer",
-    "SparseTransformerBlock",
-    "Strided",
-    "Transposed",
-    "Tuned",
-    "Window",
-    "as_masks",
-    "bind",
-    "block_sparse_attention",
-    "describe",
-    "draw",
-    "from_deepspeed",
-    "from_gpt2",
-    "from_linen",
-    "from_mask_mod",
-    "from_nnx",
-    "generate",
-    "implementations",
-    "load_tuned",
-    "make_attention_fn",
-    "make_plan",
-    "mean_pool_blocks",
-    "picture",
-    "preset",
-    "preset_options",
-    "presets",
-    "process_dynamic_mask",
-    "process_dynamic_mask_dkv",
-    "process_mask",
-    "process_mask_dkv",
-    "top_k_blocks",
-    "tune",
-]
+    from .modules import AttentionFn as AttentionFn
+    from .modules import Decoder as Decoder
+    from .modules import SparseSelfAttention as SparseSelfAttention
+    from .modules import SparseTransformer as SparseTransformer
+    from .modules import SparseTransformerBlock as SparseTransformerBlock
+    from .modules import from_gpt2 as from_gpt2
+    from .modules import from_linen as from_linen
+    from .modules import from_nnx as from_nnx
+    from .modules import generate as generate
+    from .modules import make_attention_fn as make_attention_fn
+    from .ops.attention import block_sparse_attention as block_sparse_attention
+    from .ops.attention import implementations as implementations
+    from .ops.decoding.cache import KVCache as KVCache
+    from .ops.planning.mask_info import MaskInfo as MaskInfo
+    from .ops.planning.mask_info import bind as bind
+    from .ops.planning.mask_info import process_dynamic_mask as process_dynamic_mask
+    from .ops.planning.mask_info import process_dynamic_mask_dkv as process_dynamic_mask_dkv
+    from .ops.planning.mask_info import process_mask as process_mask
+    from .ops.planning.mask_info import process_mask_dkv as process_mask_dkv
+    from .ops.planning.params import BwdParams as BwdParams
+    from .ops.planning.params import FwdParams as FwdParams
+    from .ops.planning.plan import Plan as Plan
+    from .ops.planning.plan import make_plan as make_plan
+    from .ops.planning.selection import Selection as Selection
+    from .ops.planning.selection import mean_pool_blocks as mean_pool_blocks
+    from .ops.planning.selection import top_k_blocks as top_k_blocks
+    from .tools.describe import describe as describe
+    from .tools.pictures import draw as draw
+    from .tools.pictures import picture as picture
+    from .tools.tuning import Tuned as Tuned
+    from .tools.tuning import load_tuned as load_tuned
+    from .tools.tuning import tune as tune
 
 
 # Only masks come with the package: the rest takes several times as long to import, and the layers bring flax.nnx.
@@ -154,7 +96,9 @@ _AT_FIRST_USE = {
     "tools.tuning": ("Tuned", "load_tuned", "tune"),
 }
 
-if not typing.TYPE_CHECKING:  # type checkers would take every name for one of the package
+if not typing.TYPE_CHECKING:  # type checkers go by the imports, and would take every name for one of the package
+    __all__ = sorted(name for name, value in globals().items() if callable(value) and not name.startswith("_"))
+    __all__ += [name for names in _AT_FIRST_USE.values() for name in names]
 
     def __getattr__(name: str) -> typing.Any:
         for module, names in _AT_FIRST_USE.items():
@@ -164,6 +108,5 @@ if not typing.TYPE_CHECKING:  # type checkers would take every name for one of t
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

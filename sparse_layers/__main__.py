@@ -8,7 +8,8 @@ from typing import NoReturn
 
 from .masks.presets import preset, preset_options, presets
 from .tools.describe import describe
-from .tools.pictures import LONGEST, draw
+from .tools.pictures import draw
+from .tools.subjects import LONGEST
 
 _LONG = 1 << 17  # tokens that are planned in a second or two
 

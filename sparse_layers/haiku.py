@@ -12,10 +12,11 @@ except ImportError as error:
     raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
 
 from .masks.algebra import Mask
+from .masks.options import own_keywords
 from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
-from .modules.settings import Computation, check_array, check_order, check_settings, refuse_unknown
+from .modules.settings import Computation, check_array, check_order, check_settings
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 
@@ -86,6 +87,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       (1, 16, 8)
     """
 
+    @own_keywords
     def __init__(
         self,
         num_heads: int,
@@ -106,10 +108,11 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         out_w_init: _Initializer | None = None,
         **options: Unpack[Computation],
     ):
-        refuse_unknown(SparseSelfAttention, options, Computation)
         check_settings(
             num_heads=num_heads,
             key_size=key_size,
+            w_init_scale=w_init_scale,
+            name=name,
             w_init=w_init,
             with_bias=with_bias,
             b_init=b_init,
@@ -146,6 +149,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             jnp.bfloat16,
             rope_theta=rope_theta,
             dropout_rate=0.0,
+            size_name="key_size",
             **options,
         )
         self.pattern = pattern if isinstance(pattern, str | Mask) else self.attention_step.fn.masks
@@ -191,7 +195,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         key = query if key is None else key
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
-        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len, selection=selection)
+        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len, selection=selection, name="query")
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -261,6 +265,7 @@ class SparseTransformerBlock(hk.Module):
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
+    @own_keywords
     def __init__(
         self,
         num_heads: int,
@@ -280,9 +285,8 @@ class SparseTransformerBlock(hk.Module):
         name: str | None = None,
         **options: Unpack[_AttentionOptions],
     ):
-        super().__init__(name=name)
-        refuse_unknown(SparseTransformerBlock, options, _AttentionOptions)
         check_settings(
+            name=name,
             num_heads=num_heads,
             features=features,
             num_layers=num_layers,
@@ -294,6 +298,7 @@ class SparseTransformerBlock(hk.Module):
             with_bias=with_bias,
             remat=remat,
         )
+        super().__init__(name=name)
         check_order(num_heads, features, key_size)
         if key_size is None and features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide features={features}, or say key_size")

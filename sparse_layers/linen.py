@@ -13,11 +13,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype, Initializer, PrecisionLike
 
+from .masks.adapters import as_masks
 from .masks.algebra import Mask
+from .masks.options import own_keywords
 from .modules.attention import Extras, attention_step, check_inputs
-from .modules.attention_fn import AttentionFn, Pattern, resolved_masks
+from .modules.attention_fn import AttentionFn, Pattern
 from .modules.block import check_input, forward
 from .modules.settings import check_array, check_order, check_settings, query_features
+from .ops.planning.mask_info import masks_for
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
@@ -50,7 +53,7 @@ class _Settings(nn.Module, kw_only=True):
 
     def __post_init__(self):
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        masks = resolved_masks(self.pattern, self.seq_len)
+        masks = masks_for(self.pattern, self.seq_len, self.seq_len, "pattern")
         # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
         if not isinstance(self.pattern, str | Mask):
             self.pattern = masks
@@ -60,9 +63,10 @@ class _Settings(nn.Module, kw_only=True):
     def plan(self) -> Plan:
         """The compiled pattern for ``seq_len`` tokens (cached)."""
         settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
-        return AttentionFn(resolved_masks(self.pattern, self.seq_len), self.seq_len, **settings).plan(self.seq_len)
+        return AttentionFn(as_masks(self.pattern), self.seq_len, **settings).plan(self.seq_len)
 
 
+@own_keywords
 class SparseSelfAttention(_Settings):
     """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
 
@@ -203,6 +207,7 @@ class SparseSelfAttention(_Settings):
         )(step(query, key, value, mask=Extras(segment_ids, sinks, selection)))
 
 
+@own_keywords
 class SparseTransformerBlock(_Settings):
     """The pre-activation residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
 

@@ -51,8 +51,8 @@ def test_names_at_first_use_are_those_that_type_checkers_see():
     (block,) = (
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
     )
-    seen = {node.module: tuple(alias.name for alias in node.names) for node in block.body}
-    assert seen == sl._AT_FIRST_USE
+    seen = [(node.module, alias.name) for node in block.body for alias in node.names]
+    assert seen == [(module, name) for module, names in sl._AT_FIRST_USE.items() for name in names]
     with pytest.raises(AttributeError, match="module 'sparse_layers' has no attribute 'atention'"):
         sl.__getattr__("atention")
 

@@ -72,6 +72,8 @@ def test_source_files(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 800
     assert "jax._src" not in text
+    if "examples" in path.relative_to(ROOT).parts:
+        assert not [name for name, _ in imports(path) if name.startswith("benchmarks")], "an example stands by itself"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -5,8 +5,14 @@
 
 import argparse
 import dataclasses
+import datetime
+import importlib.metadata
 import json
+import os
 import pathlib
+import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +20,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.record import Record
-
 from .data import bits
 from .log import median
 
 # Of a row, what table and figures are made from.
 _COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb")
+# Whose versions are recorded.
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +90,25 @@ def table(results: Sequence[Result]) -> str:
 
 
 def save(results: Sequence[Result], path: pathlib.Path, device: str) -> None:
-    """Writes what `table` and `draw_comparison` are made from, with the command, the machine and the versions."""
-    record = Record(path, device)
-    record.lines = table(results).splitlines()
-    for r in results:
-        columns = {name: [row.get(name) for row in r.rows] for name in _COLUMNS}
-        record.add(**{**dataclasses.asdict(r), "rows": columns})
-    path.unlink(missing_ok=True)  # A comparison that is resumed is recorded again, from the same rows and newer ones.
-    record.write()
+    """Writes what `table` and `draw_comparison` are made from, with the command, the machine and the versions.
+
+    An older record stays until the new one is whole: a comparison that is resumed is recorded again, from the same rows
+    and newer ones.
+    """
+    record = {
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in _PACKAGES},
+        "device": device,
+        "lines": table(results).splitlines(),
+        "results": [
+            {**dataclasses.asdict(r), "rows": {name: [row.get(name) for row in r.rows] for name in _COLUMNS}}
+            for r in results
+        ],
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
 
 
 def load(path: pathlib.Path) -> list[Result]:

@@ -58,14 +58,16 @@ class MaskMod(Mask):
 
     Args:
       function: takes (b, h, q, k): h an integer, q and k integer arrays that broadcast. Returns bools. It is never
-        asked beyond the lengths, so it may look up tables as long as the sequence. Whatever it does with b raises.
+        asked beyond the lengths, so it may look up tables as long as the sequence; shorter ones are refused, but for
+        those of JAX, which answer with their last entry beyond their end. Whatever it does with b raises.
       head: the value of h; None for a function that does not use h.
       traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
         is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table. Plans are kept
         by function: one that answers differently later (a closure over what changes) is not asked again.
 
     Raises:
-      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool.
+      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool; later, when it is
+        asked: the function looks up a numpy table that ends before the sequence.
       TypeError: function does not take (b, h, q, k), does not return bools, or decides by ``and``, ``or``, ``if``.
 
     Example:

@@ -73,6 +73,7 @@ def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
 
     Raises:
       TypeError: it is not made of bools or of another shape, or the rule is none for arrays; names ``what``.
+      ValueError: it looks up a table that is too short.
     """
     try:
         allowed = rule(*arguments)
@@ -81,7 +82,16 @@ def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
             f"{what}: it looks up a table that is no JAX array, so no kernel can compute it: leave traceable=True out "
             "of a mask_mod, write `computable = False` into a class of your own, and kernels read it block by block"
         ) from error
+    except IndexError as error:
+        raise ValueError(
+            f"{what}: a table that it looks up must have an entry for each position of the sequence, got: {error}"
+        ) from error
     except (jax.errors.TracerBoolConversionError, ValueError) as error:
+        if isinstance(error, ValueError) and str(error).startswith("vmap "):
+            raise TypeError(
+                f"{what}: it is asked about arrays of positions q and k that broadcast, one h and no b, where jax.vmap "
+                f"has nothing to map over: hand over the function itself; JAX says: {error}"
+            ) from error
         if isinstance(error, ValueError) and "truth value" not in str(error):
             raise
         raise TypeError(

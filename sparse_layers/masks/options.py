@@ -1,10 +1,12 @@
 """Options that people write by hand, in code, on a command line or in JSON: their types and ranges, and near names."""
 
 import difflib
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Iterable
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar, get_args
 
 import numpy as np
 
@@ -14,12 +16,59 @@ LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one num
 Length = Annotated[int, 1, LONGEST]
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """An unknown name, the known ones close to it, and all known ones: the end of an error message."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def near(name: Any, known: Iterable[str]) -> str:
+    """What is no known name, the known ones close to it, and all known ones: the end of an error message."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known)
+    close = difflib.get_close_matches(str(name).lower(), known)
     hint = f", did you mean {' or '.join(map(repr, close))}?" if close else "."
     return f"{name!r}{hint} Known: {', '.join(known) or 'none'}"
+
+
+def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
+    """Refuses keywords that a function, or the class whose ``__init__`` it is, does not have, by its name.
+
+    It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict.
+
+    Raises:
+      TypeError: see above; names those that are spelled alike.
+    """
+    known = _keywords(function)
+    for name in given:
+        if name not in known:
+            owner = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{owner}: unknown argument {near(name, known)}")
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    options = (get_args(p.annotation)[0].__optional_keys__ for p in parameters if p.kind is p.VAR_KEYWORD)
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD).union(*options) - {"self", "cls"}
+
+
+def own_keywords(owner: F) -> F:
+    """Decorates a function, or a class that is complete, to `refuse_unknown` keywords before Python does.
+
+    Example:
+      >>> @own_keywords
+      ... def crop(*, size=1, seed=0): ...
+      >>> crop(sizes=3)
+      Traceback (most recent call last):
+      TypeError: crop: unknown argument 'sizes', did you mean 'size'? Known: seed, size
+    """
+    if isinstance(owner, type):
+        owner.__init__ = own_keywords(owner.__init__)
+        return owner  # pyright: ignore[reportReturnType] (the same)
+
+    @functools.wraps(owner)
+    def call(*args: Any, **given: Any) -> Any:
+        refuse_unknown(owner, given)
+        return owner(*args, **given)
+
+    return call  # pyright: ignore[reportReturnType] (of the same type)
 
 
 def whole(value: Any) -> int | None:

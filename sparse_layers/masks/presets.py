@@ -19,13 +19,14 @@ def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
     Args:
       name: a preset's name, or ``"name:option=value,option=value"``.
       **options: the preset's options, integers or bools in the units that its system uses; the rest keep their
-        defaults. An option given both ways takes the value given here.
+        defaults. Each is given here or in the name, not in both.
 
     Returns:
       A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len).
 
     Raises:
-      ValueError: an unknown name or option (the message lists the near ones), or a value of the wrong type or range.
+      ValueError: an unknown name or option (the message lists the near ones), a value of the wrong type or range, or an
+        option that is given twice.
 
     Example:
       >>> import sparse_layers as sl
@@ -40,7 +41,10 @@ def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
     name, _, text = name.partition(":") if isinstance(name, str) else (name, "", "")
     make = _found("preset", name)
     hints = get_type_hints(make, include_extras=True)
-    given = _parsed(name, text) | options
+    parsed = _parsed(name, text)
+    for option in parsed.keys() & options.keys():
+        raise ValueError(f"preset {name!r}: {option} must be given once, got {text!r} and {options[option]!r}")
+    given = parsed | options
     for option, value in given.items():
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")

@@ -11,12 +11,14 @@ from flax.nnx import reprlib
 from flax.typing import Dtype
 
 from ..masks.algebra import Mask
+from ..masks.options import own_keywords, real
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.kernels.call import accumulator
+from ..ops.planning.mask_info import masks_for
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
-from .attention_fn import AttentionFn, Pattern, resolved_masks
+from .attention_fn import AttentionFn, Pattern
 from .settings import (
     LayerOptions,
     check_array,
@@ -24,7 +26,6 @@ from .settings import (
     check_settings,
     check_stream,
     query_features,
-    refuse_unknown,
 )
 
 
@@ -71,6 +72,7 @@ def attention_step(
     *,
     rope_theta: float | None,
     dropout_rate: float,
+    size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
     """The attention step of `SparseSelfAttention`, NNX, Linen or Haiku, its settings checked.
@@ -78,17 +80,19 @@ def attention_step(
     Args:
       pattern, seq_len, rope_theta, dropout_rate: see `SparseSelfAttention`.
       num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
+      size_name: the argument that says head_size, in errors.
       **settings: the other fields of `AttentionFn`.
 
     Raises:
       ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
-    if dropout_rate:
+    if real(dropout_rate) != 0:
         raise ValueError(
-            f"dropout_rate must be 0, got {dropout_rate}: block-sparse attention never forms the attention "
+            f"dropout_rate must be 0, got {dropout_rate!r}: block-sparse attention never forms the attention "
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
         )
-    masks = resolved_masks(pattern, seq_len)
+    check_settings(seq_len=seq_len)
+    masks = masks_for(pattern, seq_len, seq_len, "pattern")
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
@@ -97,7 +101,7 @@ def attention_step(
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
     if rope_theta is not None and head_size % 2:
-        raise ValueError(f"rope_theta={rope_theta} needs an even head_dim, got {head_size}")
+        raise ValueError(f"rope_theta={rope_theta} needs an even {size_name}, got {head_size}")
     step = AttentionStep(AttentionFn(masks, int(seq_len), **settings), rope_theta)
     # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
     query, key = (
@@ -115,23 +119,24 @@ def check_inputs(
     seq_len: int,
     sow_weights: bool = False,
     selection: Selection | None = None,
+    name: str = "inputs",
 ) -> None:
-    """Refuses a call that a layer for ``seq_len`` tokens, NNX, Linen or Haiku, cannot serve.
+    """Refuses a call that a layer for ``seq_len`` tokens, NNX, Linen or Haiku, cannot serve; ``name`` is the inputs'.
 
     Raises:
       ValueError, TypeError: see `SparseSelfAttention.__call__`.
     """
-    check_features("inputs", inputs, f"[..., T, {features}]", features)
+    check_features(name, inputs, f"[..., T, {features}]", features)
     if sow_weights:
         raise ValueError("sow_weights must be False: block-sparse attention never forms the attention probabilities")
     if inputs.ndim < 2:
-        raise ValueError(f"inputs must have shape [..., T, {features}], got {inputs.shape}")
+        raise ValueError(f"{name} must have shape [..., T, {features}], got {inputs.shape}")
     if inputs.shape[-2] == 0:
-        raise ValueError(f"inputs must have at least one token, got shape {inputs.shape}")
+        raise ValueError(f"{name} must have at least one token, got shape {inputs.shape}")
     if inputs.shape[-2] > seq_len:
         raise ValueError(
-            f"inputs have {inputs.shape[-2]} tokens, but the layer's pattern was compiled for "
-            f"seq_len={seq_len}: an input must not be longer"
+            f"{name}: got {inputs.shape[-2]} tokens, but the layer's pattern was compiled for seq_len={seq_len}: there "
+            "must not be more"
         )
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, "[..., T]")
@@ -252,6 +257,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       (1, 16, 8)
     """
 
+    @own_keywords
     def __init__(
         self,
         num_heads: int,
@@ -276,7 +282,6 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs,
         **options: Unpack[LayerOptions],
     ):
-        refuse_unknown(SparseSelfAttention, options, LayerOptions)
         check_settings(
             num_heads=num_heads,
             in_features=in_features,

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, PrecisionLike
 
-from ..masks.adapters import MaskLike, as_masks
+from ..masks.adapters import MaskLike
 from ..masks.algebra import Mask
+from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
+from ..ops.planning.mask_info import masks_for
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
 from ..ops.planning.selection import Selection
@@ -227,7 +229,7 @@ def padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[
         raise ValueError(
             f"mask must be key padding of shape [..., 1, 1, T] that broadcasts to {(*tokens[:-1], 1, 1, tokens[-1])}, "
             f"got {jnp.shape(mask)}: who attends to whom is said by the pattern (causality, too), documents by "
-            "segment_ids; of a mask made by make_attention_mask(valid, valid), pass valid[..., None, None, :]"
+            "segment_ids; of tokens that are valid [..., T], pass valid[..., None, None, :]"
         )
     keep = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
     ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else segment_ids
@@ -255,6 +257,7 @@ def make_attention_fn(
 ) -> functools.partial[jax.Array]: ...
 
 
+@own_keywords
 def make_attention_fn(
     pattern: Pattern,
     seq_len: int,
@@ -316,10 +319,10 @@ def make_attention_fn(
     References:
       openai/sparse_attention (the recompute decorator, which built and kept one function for each configuration).
     """
-    masks = resolved_masks(pattern, seq_len)
-    check_settings(recompute=recompute, scale=scale, logits_soft_cap=logits_soft_cap)
+    check_settings(seq_len=seq_len, recompute=recompute, scale=scale, logits_soft_cap=logits_soft_cap)
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, "[..., T]")
+    masks = masks_for(pattern, seq_len, seq_len, "pattern")
     settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
@@ -332,22 +335,3 @@ def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     like = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
     jax.eval_shape(fn, like, like, like)
     return fn
-
-
-def resolved_masks(pattern: Pattern, seq_len: int, name: str = "pattern") -> tuple[Mask, ...]:
-    """The masks that the heads take in turn; ``name`` is what errors call the pattern.
-
-    Raises:
-      ValueError: seq_len is no integer >= 1, an unknown preset or option, an array of another length.
-      TypeError: pattern is no pattern.
-    """
-    check_settings(seq_len=seq_len)
-    shape = getattr(pattern, "shape", None)
-    if shape is not None and tuple(shape[-2:]) != (seq_len, seq_len):
-        raise ValueError(
-            f"{name}: an array's last two lengths must be seq_len={seq_len} (queries, keys), got {tuple(shape)}"
-        )
-    try:
-        return as_masks(pattern)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{name}: {error}") from error

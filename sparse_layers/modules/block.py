@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
 
+from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .attention import SparseSelfAttention, check_cache
 from .attention_fn import Pattern
-from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream, refuse_unknown
+from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream
 
 
 class SparseTransformerBlock(nnx.Module):
@@ -56,6 +57,7 @@ class SparseTransformerBlock(nnx.Module):
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
+    @own_keywords
     def __init__(
         self,
         num_heads: int,
@@ -77,7 +79,6 @@ class SparseTransformerBlock(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[AttentionOptions],
     ):
-        refuse_unknown(SparseTransformerBlock, options, AttentionOptions)
         check_settings(
             num_heads=num_heads,
             features=features,

@@ -9,12 +9,13 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.options import checked
+from ..masks.options import checked, own_keywords
 from ..ops.decoding.cache import checked_lengths
 from .decoder import Decoder, put_together, taken_apart
-from .settings import check_settings
+from .settings import check_array, check_settings
 
 
+@own_keywords
 def generate(
     model: Decoder,
     prompts: jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray | jax.Array],
@@ -51,8 +52,9 @@ def generate(
       int32 [B, num_tokens], the tokens after each prompt.
 
     Raises:
-      ValueError: one of the above does not hold, or a pattern is not causal.
-      TypeError: the model is no `Decoder`, or prompts are text.
+      ValueError: one of the above does not hold, a pattern is not causal, or what the model's methods return is not as
+        `Decoder` says.
+      TypeError: the model is no `Decoder`, one of its methods returns no pair, or prompts are text or no array.
 
     Example:
       >>> import sparse_layers as sl
@@ -61,7 +63,8 @@ def generate(
       >>> sl.generate(model, [list(b"def f("), list(b"x")], 5).shape
       (2, 5)
     """
-    if isinstance(model, type) or not isinstance(model, Decoder):
+    methods = (getattr(model, name, None) for name in ("prefill", "decode_step"))
+    if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
     check_settings(num_tokens=num_tokens)
     tokens, lengths, known = _prompts(prompts, lengths)
@@ -111,6 +114,7 @@ def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Ar
         for row, target in zip(rows, padded, strict=True):
             target[: row.size] = row
         prompts = padded
+    check_array("prompts", prompts, "[B, P] of integers, or a sequence of prompts")
     tokens = prompts if isinstance(prompts, jax.Array) else np.asarray(prompts)
     if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -134,13 +138,33 @@ def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_siz
 
 def _vocab_size(how: Hashable, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
     """Number of logits, by a trace that the program then shares."""
-    made = _prefill.eval_shape(how, arrays, tokens, lengths)
+    return _checked("prefill", _prefill.eval_shape(how, arrays, tokens, lengths), len(tokens))[0].shape[1]
+
+
+def _checked(method: str, made: Any, batch: int, vocab_size: int | None = None, caches: Any = None) -> tuple[Any, Any]:
+    """What a method of the model has returned, (logits, caches), if these are what they must be; see `Decoder`.
+
+    ``vocab_size`` and ``caches`` are those of `prefill`, for `decode_step`.
+    """
     if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"model: prefill must return (logits, caches), got {type(made).__name__}: {made!r}")
+        raise TypeError(f"model: {method} must return (logits, caches), got {type(made).__name__}: {made!r}")
     shape, dtype = jnp.shape(made[0]), jnp.result_type(made[0])
-    if len(shape) != 2 or shape[0] != len(tokens) or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"model: prefill must return logits [{len(tokens)}, V], floats, got {dtype} of shape {shape}")
-    return shape[1]
+    right = len(shape) == 2 and shape[0] == batch and vocab_size in (None, shape[1])
+    if not right or not jnp.issubdtype(dtype, jnp.floating):
+        rule = f"logits [{batch}, {vocab_size or 'V'}], floats"
+        raise ValueError(f"model: {method} must return {rule}, got {dtype} of shape {shape}")
+    if vocab_size is not None:
+        for before, after in zip(_looks(caches), _looks(made[1]), strict=False):
+            if before != after:
+                raise ValueError(f"model: {method} must return caches like those it takes, {before}, got {after}")
+    return made
+
+
+def _looks(caches: Any) -> list[str]:
+    """The structure of caches, then dtype and shape of each array in it."""
+    arrays = jax.tree_util.tree_leaves_with_path(caches)
+    named = [f"caches{jax.tree_util.keystr(path)}: {jax.typeof(x).str_short()}" for path, x in arrays]
+    return [str(jax.tree.structure(caches)), *named]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -152,6 +176,7 @@ def _prefill(how, arrays, tokens, lengths):
 def _generate(how, num_tokens, top_k, arrays, tokens, lengths, stop, sampling):
     """``sampling``: the arguments of `sample` but top_k, or None for the likeliest tokens."""
     logits, caches = _prefill(how, arrays, tokens, lengths)
+    vocab_size = logits.shape[1]
     model = put_together(how, arrays)
     if hasattr(model, "unrolled"):
         model = model.unrolled()
@@ -164,7 +189,8 @@ def _generate(how, num_tokens, top_k, arrays, tokens, lengths, stop, sampling):
 
     def step(carry, key):
         token, caches, position, done = carry
-        logits, caches = model.decode_step(token, caches, position)
+        made = model.decode_step(token, caches, position)
+        logits, caches = _checked("decode_step", made, len(tokens), vocab_size, caches)
         token, done = choose(logits, done, key)
         return (token, caches, position + 1, done), token
 

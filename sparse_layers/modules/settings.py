@@ -1,6 +1,5 @@
 """What layers of all libraries are told: options that one layer hands on to the next, and the rules for all."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from ..masks.options import Length, Positive, checked, near, real
+from ..masks.options import Length, Positive, checked, real
 from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
 
@@ -115,25 +114,6 @@ class LoadedModelOptions(Computation, FlaxOptions, total=False):
     residual_sharding: jax.sharding.PartitionSpec | None
 
 
-def refuse_unknown(owner: Callable[..., Any], options: Mapping[str, Any], known: Any) -> None:
-    """Refuses options that are no keys of the TypedDict ``known``, in the name of the class or function they went to.
-
-    Raises:
-      TypeError: see above; names those of owner's arguments that are spelled alike.
-
-    Example:
-      >>> from sparse_layers.modules.block import SparseTransformerBlock
-      >>> refuse_unknown(SparseTransformerBlock, {"num_experts": 4}, AttentionOptions)
-      Traceback (most recent call last):
-      TypeError: SparseTransformerBlock: unknown argument 'num_experts', did you mean ... 'num_heads'? Known: ...
-    """
-    for name in options:
-        if name not in known.__optional_keys__:
-            own = inspect.signature(owner.__init__ if isinstance(owner, type) else owner).parameters
-            names = (own.keys() | known.__optional_keys__) - {"self", "options"}
-            raise TypeError(f"{owner.__name__}: unknown argument {near(name, names)}")
-
-
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +161,7 @@ def check_order(num_heads: int, features: int, head_dim: int | None = None) -> N
     """
     if features < num_heads and head_dim is None:
         raise ValueError(
-            f"num_heads={num_heads} must not exceed features={features}: the order is Flax's, (num_heads, features)"
+            f"num_heads={num_heads} must not exceed features={features}: their order is (num_heads, features)"
         )
 
 
@@ -269,6 +249,16 @@ def _callable(what: str) -> Rule:
     return check
 
 
+def _mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping, as {{'sharding': ('model', None)}}, got {value!r}")
+
+
+def _name(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+
+
 def _key(name: str, value: Any) -> None:
     typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
@@ -289,7 +279,10 @@ _RULES: dict[str, Rule] = {
         _optional(_of(Positive)),
     ),
     **dict.fromkeys(
-        ("use_sinks", "use_bias", "normalize_qk", "remat", "tie_embeddings", "scan_layers", "recompute", "is_causal"),
+        (
+            *("use_sinks", "use_bias", "normalize_qk", "remat", "tie_embeddings", "scan_layers"),
+            *("recompute", "is_causal", "broadcast_dropout", "keep_rngs"),
+        ),
         _of(bool),
     ),
     "seq_len": _of(Length),
@@ -310,11 +303,20 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("kernel_init", "bias_init"), _INITIALIZER),
     **dict.fromkeys(("out_kernel_init", "out_bias_init"), _optional(_INITIALIZER)),
     **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable("a function")),
+    **dict.fromkeys(
+        ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"),
+        _optional(_callable("a function like jax.lax.dot_general, or a class of such")),
+    ),
+    **dict.fromkeys((name for name in FlaxOptions.__optional_keys__ if name.endswith("_metadata")), _mapping),
     "key": _key,
     "rngs": _rngs,
     # Haiku's names.
     "key_size": _of(Positive),
     **dict.fromkeys(("value_size", "model_size"), _optional(_of(Positive))),
     "with_bias": _of(bool),
-    **dict.fromkeys(("w_init", "b_init", "out_w_init"), _optional(_INITIALIZER)),
+    "w_init_scale": _optional(_number(" > 0", lambda x: x > 0)),
+    "name": _optional(_name),
+    **dict.fromkeys(
+        ("w_init", "b_init", "out_w_init"), _optional(_callable("an initializer, called with (shape, dtype)"))
+    ),
 }

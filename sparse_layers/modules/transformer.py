@@ -8,20 +8,25 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.typing import Dtype
 
+from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
+from ..ops.planning.mask_info import masks_for
 from ..ops.sharding import check_sharding, constrained
-from .attention_fn import Pattern, Patterns, resolved_masks
+from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
-from .settings import BlockOptions, check_array, check_order, check_settings, check_stream, refuse_unknown
+from .settings import BlockOptions, check_array, check_order, check_settings, check_stream
 
 
 def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: bool) -> tuple[Pattern, ...]:
     """The patterns that the layers take in turn, checked."""
-    layers = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
+    layers = (
+        tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str | bytes) else (patterns,)
+    )
     if not 1 <= len(layers) <= num_layers:
         raise ValueError(
             f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
@@ -32,7 +37,7 @@ def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: b
             f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
         )
     for pattern in layers:
-        resolved_masks(pattern, seq_len, "patterns")
+        masks_for(pattern, seq_len, seq_len, "patterns")
     return layers
 
 
@@ -88,6 +93,7 @@ class SparseTransformer(nnx.Module):
       ((1, 16, 256), 'float32')
     """
 
+    @own_keywords
     def __init__(
         self,
         vocab_size: int,
@@ -110,7 +116,6 @@ class SparseTransformer(nnx.Module):
         rngs: nnx.Rngs,
         **options: Unpack[BlockOptions],
     ):
-        refuse_unknown(SparseTransformer, options, BlockOptions)
         check_settings(
             vocab_size=vocab_size,
             num_heads=num_heads,
@@ -200,7 +205,8 @@ class SparseTransformer(nnx.Module):
           Logits [..., T, V], float32.
 
         Raises:
-          ValueError: tokens are no integers, more than seq_len of them, or segment_ids of another shape.
+          ValueError: tokens are no integers, more than seq_len of them, or numpy's and beyond what JAX keeps of them
+            (int32); segment_ids of another shape.
           TypeError: what is no array.
         """
         self._check_tokens(tokens, "[..., T]")
@@ -292,6 +298,10 @@ class SparseTransformer(nnx.Module):
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if ndim != 1 and not 1 <= tokens.shape[-1] <= self.seq_len:
             raise ValueError(f"tokens: got {tokens.shape[-1]} tokens, but T must lie in 1..seq_len={self.seq_len}")
+
+        kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))
+        if isinstance(tokens, np.ndarray) and tokens.size and not kept.min <= tokens.min() <= tokens.max() <= kept.max:
+            raise ValueError(f"tokens must fit into {kept.dtype}, got {tokens.min()} to {tokens.max()}")
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
-from ..masks.options import checked
+from ..masks.options import checked, own_keywords
 from . import lowering, sharding
 from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import (
@@ -96,6 +96,7 @@ def block_sparse_attention(
     return_lse: bool,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+@own_keywords
 def block_sparse_attention(
     query: jax.Array | np.ndarray,
     key: jax.Array | np.ndarray,
@@ -330,7 +331,7 @@ def _varying_alike(operands: Operands) -> Operands:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)
 
 
 def _check_arrays(query, key, value) -> None:

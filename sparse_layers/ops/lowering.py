@@ -25,13 +25,19 @@ batching.defvectorized(_chosen_p)
 
 def _lowered(context, x, *, implementation, platform):
     # JAX leaves the platforms of a rule open where it lowers for those of the module.
-    for target in map(generic, context.platforms or context.module_context.platforms):
+    targets = dict.fromkeys(map(generic, context.platforms or context.module_context.platforms))
+    for target in targets:
         if target != platform and candidates(target) != (implementation,):
             names = ", ".join(map(repr, candidates(target)))
+            advice = (
+                f"name one, or trace under a mesh of {target} devices, also an abstract one "
+                "(jax.sharding.use_abstract_mesh), by its abstract_device"
+                if len(targets) == 1
+                else f"name one for all of {tuple(targets)}, as implementation='xla', or export for each by itself"
+            )
             raise ValueError(
                 f"implementation=None chose {implementation!r} for {platform}, where the op was traced, but the "
-                f"program is lowered for {target}, which would try {names}: name one, or trace under a mesh of "
-                f"{target} devices, also an abstract one (jax.sharding.use_abstract_mesh), by its abstract_device"
+                f"program is lowered for {target}, which would try {names}: {advice}"
             )
     return [x]
 

@@ -1,13 +1,12 @@
 """Numbers: how dense a mask is, what its plan computes, and what a layer or a model does."""
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any, overload
 
 from ..masks.adapters import MaskLike
 from ..masks.counting import count
-from ..masks.options import Positive, checked
+from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import cell_size
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
@@ -15,7 +14,8 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
 from ..ops.planning.views import Reordered, RowOrder
-from .pictures import LONGEST, check_size, checked_lengths, picture, refuse_given
+from .pictures import check_size, picture
+from .subjects import LONGEST, lengths_of, plans_of, refuse_given
 
 _BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
 
@@ -33,6 +33,7 @@ def describe(
 ) -> str: ...
 @overload
 def describe(subject: Any, *, size: int = 48, block: int | None = None) -> str: ...
+@own_keywords
 def describe(
     subject: Any,
     q_len: int | None = None,
@@ -84,45 +85,16 @@ def describe(
       True
     """
     check_size(size)
-    plans = _plans(subject)
+    plans = plans_of(subject)
     if plans is None:
-        lengths = checked_lengths(subject, q_len, kv_len, LONGEST)
+        lengths = lengths_of(subject, q_len, kv_len, LONGEST)
         _block(max(lengths), block)
         plans = {"": make_plan(subject, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan in plans.values():
-            _block(max(checked_lengths(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    return "\n\n".join(title + _text(plan, size, block) for title, plan in plans.items())
-
-
-def _plans(subject: Any) -> dict[str, Plan] | None:
-    """The plans of what has some, by the headings over their descriptions; None of anything else."""
-    if not (hasattr(subject, "blocks") and hasattr(subject, "num_layers")):
-        plan = _plan(subject)
-        return None if plan is None else {"": plan}
-    turns: dict[Plan, list[int]] = {}
-    for layer in range(subject.num_layers):
-        plan = _plan(subject.blocks[layer % len(subject.blocks)])
-        if plan is None:
-            return None
-        turns.setdefault(plan, []).append(layer)
-    if len(turns) == 1:
-        return {f"all {subject.num_layers} layers:\n": plan for plan in turns}
-    return {f"layers {', '.join(map(str, layers))} of {subject.num_layers}:\n": plan for plan, layers in turns.items()}
-
-
-def _plan(subject: Any) -> Plan | None:
-    """The plan of a layer, a block, an attention function, or itself; None of anything else."""
-    if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
-        subject = subject.func
-    subject = getattr(subject, "attention", subject)  # that of a block
-    if isinstance(subject, Plan):
-        return subject
-    plan = getattr(subject, "plan", None)
-    if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
-        plan = plan(subject.seq_len)
-    return plan if isinstance(plan, Plan) else None
+            _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
+    return "\n\n".join(f"{which}:\n" * bool(which) + _text(plan, size, block) for which, plan in plans.items())
 
 
 def _block(length: int, block: int | None) -> int:

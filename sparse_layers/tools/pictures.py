@@ -7,25 +7,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..masks.adapters import MaskLike, as_masks
+from ..masks.adapters import MaskLike
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
-from ..masks.options import Length, Natural, Positive, checked
+from ..masks.options import Natural, Positive, checked, own_keywords
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import heads, kept
+from .subjects import LONGEST, lengths_of, plans_of, refuse_given
 
 if typing.TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 _SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
 _FORMULA = 56  # most characters of a formula in a title
 # Most cells on a side, pictures side by side, and blocks outlined in one.
 _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
 
 
+@own_keywords
 def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
     """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
 
@@ -65,7 +66,7 @@ def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int 
       ■ ■ ▪ ·
       ■ ■ ■ ▪
     """
-    q_len, kv_len = checked_lengths(mask, q_len, kv_len)
+    q_len, kv_len = lengths_of(mask, q_len, kv_len)
     check_size(size)
     masks = masks_for(mask, q_len, kv_len)
     drawn = ["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks]
@@ -74,8 +75,9 @@ def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int 
     return "\n".join(f"{heads(h, len(masks))}:\n{text}" for h, text in enumerate(drawn))
 
 
+@own_keywords
 def draw(
-    subject: "MaskLike | Plan",
+    subject: Any,
     q_len: int | None = None,
     path: str | os.PathLike[str] | None = None,
     kv_len: int | None = None,
@@ -88,9 +90,10 @@ def draw(
     """Draws a mask by matplotlib, and over it, if asked to, the blocks that its plan computes. Needs no display.
 
     Args:
-      subject: a mask with its lengths, whatever `as_masks` takes, or a `Plan`, which has lengths. Several masks are
-        drawn side by side.
-      q_len: number of queries of a mask, >= 1: the rows; None for a plan.
+      subject: a mask with its lengths, whatever `as_masks` takes, or what knows these by itself, as in `describe`: a
+        `Plan`, a layer, block or model of this package, what `make_attention_fn` returns. Several masks are drawn side
+        by side, equal ones of several layers once.
+      q_len: number of queries of a mask, >= 1: the rows; None for the others.
       path: the file to write, replaced if it is there; its suffix says the format (``.png``, ``.svg``, ``.pdf``, ...).
         None writes nothing.
       kv_len: number of keys: the columns; defaults to q_len.
@@ -107,8 +110,8 @@ def draw(
       ImportError: matplotlib is not installed.
       OSError: the file cannot be written.
       ValueError: an argument is out of its range, a suffix unknown (the message lists those that are known), a length
-        is given with a plan, ax with a path or for several pictures, or blocks for more of them than can be seen.
-      TypeError: subject is no mask and no plan, or another argument of a wrong type.
+        is given with what has one, ax with a path or for several pictures, or blocks for more than can be seen.
+      TypeError: subject is none of the above, or another argument of a wrong type.
 
     Example:
       >>> import pathlib, tempfile, sparse_layers as sl
@@ -119,6 +122,8 @@ def draw(
       >>> print(figure.axes[0].get_title())
       Causal()
       T = 64, 50.7812% of the pairs allowed
+      >>> sl.draw(sl.make_attention_fn("causal", 64)).axes[0].get_title() == figure.axes[0].get_title()
+      True
     """
     try:
         # The object-oriented interface: pyplot would keep the figure and pick a window system for the whole process.
@@ -170,22 +175,31 @@ class _Panel(NamedTuple):
 
 
 def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | None, blocks: bool) -> list[_Panel]:
-    plan = subject if isinstance(subject, Plan) else None
-    if plan is not None:
-        refuse_given(plan, {"q_len": q_len, "kv_len": kv_len})
-        shape, masks = (plan.q_len, plan.kv_len), plan.masks
-    else:
-        shape = checked_lengths(subject, q_len, kv_len, LONGEST if blocks else None)
-        masks = masks_for(subject, *shape)
-        plan = make_plan(masks, *shape) if blocks else None
+    plans = plans_of(subject)
+    if plans is not None:
+        refuse_given(subject, {"q_len": q_len, "kv_len": kv_len})
+        return [
+            panel
+            for which, plan in plans.items()
+            for panel in _of_masks(plan.masks, (plan.q_len, plan.kv_len), which, head, plan if blocks else None)
+        ]
+    shape = lengths_of(subject, q_len, kv_len, LONGEST if blocks else None)
+    masks = masks_for(subject, *shape)
+    return _of_masks(masks, shape, "", head, make_plan(masks, *shape) if blocks else None)
+
+
+def _of_masks(
+    masks: tuple[Mask, ...], shape: tuple[int, int], which: str, head: int | None, plan: Plan | None
+) -> list[_Panel]:
+    """The pictures of masks, or of the passes of their plan."""
     if head is None:
         chosen = {h: heads(h, len(masks)) for h in range(len(masks))}
     else:
         chosen = {checked("head", head, Natural) % len(masks): f"head {head}"}
     panels = []
-    for h, which in chosen.items():
-        title = _title(masks[h], shape) + (f", {which}" if len(masks) > 1 else "")
-        chain = plan.chains[h] if plan and blocks else ()
+    for h, of_heads in chosen.items():
+        title = f"{which}\n" * bool(which) + _title(masks[h], shape) + (f", {of_heads}" if len(masks) > 1 else "")
+        chain = plan.chains[h] if plan else ()
         for number, link in enumerate(chain, 1):
             orders = f"query, {link.q_order}", f"key, {link.kv_order}"
             rows = link.q_order.rows, link.kv_order.rows
@@ -216,39 +230,6 @@ def _outlines(link: Pass) -> np.ndarray:
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def checked_lengths(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
-    """The lengths that a mask is to be looked at with.
-
-    Raises:
-      ValueError: q_len is missing, or a length is out of its range.
-      TypeError: q_len is missing where there is no mask.
-    """
-    if q_len is None:
-        try:
-            as_masks(mask)
-        except TypeError:
-            kind = type(mask).__name__
-            raise TypeError(f"subject must be a mask, or what has a Plan (a layer, a model), got {kind}") from None
-        raise ValueError("q_len must be an integer >= 1 with a mask, which has no length of its own, got None")
-    lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
-    for name, length in lengths.items():
-        lengths[name] = checked(name, length, Length)
-        if most is not None and lengths[name] > most:
-            raise ValueError(
-                f"{name} must be at most {most}, got {length}: to plan more may take minutes; `picture`, and `draw` "
-                "without blocks, show any length, and fewer tokens the same pattern"
-            )
-    return lengths["q_len"], lengths["kv_len"]
-
-
-def refuse_given(subject: Any, values: dict[str, Any]) -> None:
-    """Raises ValueError for what may be given with a mask only."""
-    for name, value in values.items():
-        if value is not None:
-            kind = type(subject).__name__
-            raise ValueError(f"{name} must be None where a plan says it, as that of this {kind} does, got {value!r}")
 
 
 def check_size(size: Any) -> None:

@@ -521,7 +521,7 @@ def test_options_in_the_name():
     assert sl.preset("local:local_attn_ctx=9") == sl.preset("local", local_attn_ctx=9)
     assert sl.preset("longformer: window=9 , causal=False") == sl.preset("longformer", window=9, causal=False)
     assert sl.preset("bigbird:seed=-3,causal=true") == sl.preset("bigbird", seed=-3)
-    assert sl.preset("local:local_attn_ctx=9", local_attn_ctx=5) == sl.preset("local", local_attn_ctx=5)
+    assert sl.preset("bigbird:seed=3", causal=False) == sl.preset("bigbird", seed=3, causal=False)
     assert sl.preset("local:") == sl.preset("local")
     assert sl.preset("local", local_attn_ctx=np.int64(9)) == sl.preset("local", local_attn_ctx=9)
 

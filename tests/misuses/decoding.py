@@ -33,6 +33,7 @@ MISUSES = [
         "sl.KVCache(mask, 32, **sizes)", TypeError, "KVCache", "num_heads", "made by KVCache.empty(pattern, seq_len"
     ),
     Misuse("sl.KVCache(pattern=mask, seq_len=32)", TypeError, "KVCache", "pattern", "made by KVCache.empty"),
+    Misuse("sl.KVCache((), (), (mask,), 32, 4, 4)", TypeError, "KVCache", "(), (), (Causal()", "made by KVCache.empty"),
     Misuse("empty(None, 32, **sizes)", TypeError, "mask", "NoneType", "must be a Mask"),
     Misuse("empty(sl.make_plan(mask, 32), 32, **sizes)", TypeError, "mask", "Plan", "must be a Mask"),
     Misuse("empty(sl.Full(), 32, **sizes)", ValueError, "pattern", "Full()", "needs a causal one"),
@@ -53,6 +54,10 @@ MISUSES = [
     Misuse("empty(mask, 32, **sizes, dtype=int)", ValueError, "dtype", "<class 'int'>", "a floating one"),
     Misuse("empty(mask, 32, **sizes, dtype='floaty')", ValueError, "dtype", "'floaty'", "a floating one"),
     Misuse("empty(mask, 32, **sizes, dtype=None)", ValueError, "dtype", "None", "a floating one"),
+    Misuse("empty(mask, 2**31, **sizes)", ValueError, "seq_len", str(2**31), "at most 2147483646"),
+    Misuse(
+        "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
+    ),
     # One token.
     Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", FLOATS),
     Misuse("cache.step(x, x[:, :2], x, at)", ValueError, "key", "(2, 2, 16)", "axes are [B, K, H]"),

@@ -1,5 +1,7 @@
 """Misuses of layers, blocks and models, of `generate`, `make_attention_fn` and of the loaders."""
 
+import types
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -35,8 +37,23 @@ def linen_block(*sizes, **options):
     return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
+def foreign(**methods):
+    """A model that `generate` can sample from, but for the methods that are given."""
+
+    def prefill(tokens, lengths):
+        return jnp.zeros((len(tokens), V)), {"k": jnp.zeros(3)}
+
+    named = {"prefill": prefill, "decode_step": methods.pop("step", lambda *x: prefill(x[0], x[2]))} | methods
+    return types.SimpleNamespace(**named)
+
+
+def step_of(*sizes, dtype=float, caches=None):
+    """A model whose steps return logits [B, *sizes]."""
+    return foreign(step=lambda *x: (jnp.zeros((len(x[0]), *sizes), dtype), x[1] if caches is None else caches))
+
+
 def names():
-    makers = (attention, block, model, linen_attention, linen_block)
+    makers = (attention, block, model, linen_attention, linen_block, foreign, step_of)
     cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
     return {maker.__name__: maker for maker in makers} | {
         "layer": attention(),
@@ -48,6 +65,7 @@ def names():
         "chosen": [sl.Selection(jnp.zeros(shape, int), block=16) for shape in ((8, 1, 1), (2, 3, 1, 1))],
         "heads": jnp.ones((2, T, N, 4)),
         "tokens": jnp.ones((2, 4), jnp.int32),
+        "V": V,
         "cache": cache,
         "caches": (cache, cache),
         "position": jnp.array([4, 4]),
@@ -56,7 +74,7 @@ def names():
 
 INTEGER = "must be an integer >= 1"
 FLAG = "must be true or false"
-ORDER = "the order is Flax's, (num_heads, features)"
+ORDER = "their order is (num_heads, features)"
 FLOAT = "must be a floating-point dtype"
 NEVER = "block-sparse attention never forms"
 SETTINGS = [
@@ -112,6 +130,8 @@ SETTINGS = [
     ("attention(scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
     ("attention(logits_soft_cap=True)", ValueError, "logits_soft_cap", "got True", "must be a number > 0"),
     ("attention(dropout_rate=0.1)", ValueError, "dropout_rate must be 0", "got 0.1", NEVER),
+    ("attention(dropout_rate='a')", ValueError, "dropout_rate must be 0", "got 'a'", NEVER),
+    ("attention(dropout_rate=None)", ValueError, "dropout_rate must be 0", "got None", NEVER),
     ("block(dropout_rate=1.5)", ValueError, "dropout_rate", "got 1.5", "must be a number in [0, 1)"),
     ("block(dropout_rate=True)", ValueError, "dropout_rate", "got True", "must be a number in [0, 1)"),
     ("block(norm_epsilon=-1)", ValueError, "norm_epsilon", "got -1", "must be a number >= 0"),
@@ -126,6 +146,18 @@ SETTINGS = [
     ("model(rope_theta=100.0)", ValueError, "rope_theta=100.0", "got positions='row_column'", "needs positions='rope'"),
     ("attention(precision='best')", ValueError, "precision", "got 'best'", "must be a jax.lax.Precision"),
     ("attention(kernel_init=0.02)", TypeError, "kernel_init", "got 0.02", "must be an initializer"),
+    ("attention(kernel_metadata=3)", TypeError, "kernel_metadata", "got 3", "must be a mapping"),
+    ("attention(key_ln_scale_metadata=None)", TypeError, "key_ln_scale_metadata", "got None", "must be a mapping"),
+    (
+        "attention(qkv_dot_general=3)",
+        TypeError,
+        "qkv_dot_general",
+        "got 3",
+        "must be a function like jax.lax.dot_general",
+    ),
+    ("block(out_dot_general_cls='a')", TypeError, "out_dot_general_cls", "got 'a'", "must be a function like"),
+    ("model(keep_rngs='a')", ValueError, "keep_rngs", "got 'a'", FLAG),
+    ("linen_attention(name=3)", TypeError, "name", "got 3", "must be a string"),
     ("attention(rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
     ("attention(rngs=nnx.Rngs(dropout=0))", ValueError, "rngs", "['dropout']", "a stream 'params' or 'default'"),
     ("block(dropout_rate=0.1, rngs=nnx.Rngs(params=0))", ValueError, "rngs", "['params']", "a stream 'dropout'"),
@@ -141,17 +173,28 @@ SETTINGS = [
     (
         "sl.SparseTransformer(32, 4, 16, 2, pattern=mask, seq_len=8, rngs=nnx.Rngs(0))",
         TypeError,
-        "SparseTransformer.__init__()",
-        "'patterns'",
-        "missing 1 required",
+        "SparseTransformer: unknown argument",
+        "'pattern'",
+        "mean 'patterns'?",
     ),
+    ("linen_attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown", "'num_experts'", "mean 'num_heads'?"),
+    ("linen_attention(in_features=16)", TypeError, "SparseSelfAttention: unknown", "'in_features'", "'qkv_features'"),
+    ("linen_block(patterns=mask)", TypeError, "SparseTransformerBlock: unknown", "'patterns'", "mean 'pattern'?"),
     # patterns
     ("attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
     ("attention(pattern='stridde')", ValueError, "pattern", "'stridde'", "did you mean 'strided'?"),
     ("attention(pattern=[])", ValueError, "pattern", "sequence", "must not be empty"),
-    ("attention(pattern=np.ones((9, 9), bool))", ValueError, "pattern", "(9, 9)", "must be seq_len=8"),
+    ("attention(pattern=np.ones((9, 9), bool))", ValueError, "pattern", "(9, 9)", "must be seq_len=8 (queries, keys)"),
     ("attention(pattern=('all', 'local', mask))", ValueError, "pattern", "3 entries", "must divide num_heads=4"),
     ("model(patterns=3)", TypeError, "patterns", "3", "must be a Mask"),
+    ("model(patterns=b'local')", TypeError, "patterns", "bytes: b'local'", "must be a Mask"),
+    (
+        "attention(pattern=[np.ones((7, 7), bool)])",
+        ValueError,
+        "pattern",
+        "(7, 7)",
+        "must be seq_len=8 (queries, keys)",
+    ),
     ("model(patterns=())", ValueError, "patterns", "got 0", "1 to num_layers=2 entries"),
     ("linen_attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
 ]
@@ -189,6 +232,15 @@ CALLS = [
     ("a_model(x)", ValueError, "tokens", "got float32", "must be integers [..., T]"),
     ("a_model(jnp.array(3))", ValueError, "tokens", "got ()", "must have shape [..., T]"),
     ("a_model(jnp.ones((2, 9), int))", ValueError, "tokens", "got 9 tokens", "1..seq_len=8"),
+    ("a_model(np.array([[2**32 + 3]]))", ValueError, "tokens", "4294967299", "must fit into int32"),
+    ("a_model.prefill(np.array([[2**63 + 3]], np.uint64))", ValueError, "tokens", "9223372036854775811", "into uint32"),
+    (
+        "a_model.decode_step(np.array([-(2**32), 1]), caches, position)",
+        ValueError,
+        "tokens",
+        "-4294967296",
+        "into int32",
+    ),
     ("a_model.prefill(tokens[0])", ValueError, "tokens", "got (4,)", "must have shape [B, T]"),
     ("a_model.decode_step(tokens[:, 0], None, position)", TypeError, "caches", "got NoneType", "those of prefill"),
     ("a_model.decode_step(tokens[:, 0], (None, None), position)", TypeError, "cache", "None", "the KVCache of prefill"),
@@ -208,7 +260,39 @@ GENERATE = [
     ("sl.generate(a_model, b'hello', 3)", TypeError, "prompts", "b'hello'", ENCODE),
     ("sl.generate(a_model, [1, 2, 3], 3)", ValueError, "prompts", "[(), (), ()]", "a sequence in a sequence"),
     ("sl.generate(a_model, [[1.5]], 3)", ValueError, "prompts", "got float64", "must be integers of shape [B, P]"),
-    ("sl.generate(a_model, None, 3)", ValueError, "prompts", "of shape ()", "must be integers of shape [B, P]"),
+    (
+        "sl.generate(a_model, None, 3)",
+        TypeError,
+        "prompts",
+        "NoneType: None",
+        "an array [B, P] of integers, or a sequence",
+    ),
+    ("sl.generate(a_model, [[1]], 3, temprature=1)", TypeError, "generate", "'temprature'", "mean 'temperature'?"),
+    (
+        "sl.generate(foreign(prefill=3), [[1]], 3)",
+        TypeError,
+        "model",
+        "got namespace",
+        "must have prefill and decode_step",
+    ),
+    ("sl.generate(foreign(step=lambda *x: x[1]), [[1]], 3)", TypeError, "decode_step", "got dict", "(logits, caches)"),
+    ("sl.generate(step_of(V + 1), [[1]], 3)", ValueError, "decode_step", "(1, 33)", "must return logits [1, 32]"),
+    ("sl.generate(step_of(V, 1), [[1]], 3)", ValueError, "decode_step", "(1, 32, 1)", "must return logits [1, 32]"),
+    ("sl.generate(step_of(V, dtype=int), [[1]], 3)", ValueError, "decode_step", "int32", "floats"),
+    (
+        "sl.generate(step_of(V, caches=()), [[1]], 3)",
+        ValueError,
+        "decode_step",
+        "got PyTreeDef(())",
+        "caches like those",
+    ),
+    (
+        "sl.generate(step_of(V, caches={'k': jnp.zeros(4)}), [[1]], 3)",
+        ValueError,
+        "decode_step",
+        "got caches['k']: float32[4]",
+        "caches like those it takes, caches['k']: float32[3]",
+    ),
     ("sl.generate(a_model, [[1]], '3')", ValueError, "num_tokens", "got '3'", INTEGER),
     ("sl.generate(a_model, [[1]], True)", ValueError, "num_tokens", "got True", INTEGER),
     (
@@ -246,6 +330,13 @@ GENERATE = [
 FN = [
     ("sl.make_attention_fn(512, mask)", ValueError, "seq_len", "got Causal()", INTEGER),
     ("sl.make_attention_fn(mask, 512.0)", ValueError, "seq_len", "got 512.0", INTEGER),
+    (
+        "sl.make_attention_fn(mask, 512, recomput=True)",
+        TypeError,
+        "make_attention_fn",
+        "'recomput'",
+        "mean 'recompute'?",
+    ),
     ("sl.make_attention_fn(None, 512)", TypeError, "pattern", "None", "must be a Mask"),
     ("sl.make_attention_fn(mask, 512, recompute='yes')", ValueError, "recompute", "got 'yes'", FLAG),
     ("sl.make_attention_fn(mask, 512, scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),

@@ -20,6 +20,13 @@ class Distance(sl.Mask):
         return q - k
 
 
+class Mapped(sl.Mask):
+    """Asks for positions one by one."""
+
+    def __call__(self, q, k):
+        return jax.vmap(lambda q, k: q >= k)(q, k)
+
+
 class Chained(sl.Mask):
     """Compares as one does numbers."""
 
@@ -32,6 +39,7 @@ def names():
         "mod": lambda b, h, q, k: q >= k,
         "traced": lambda function: jax.jit(lambda x: function(x) and 0)(jnp.ones((32, 32), bool)),
         "Distance": Distance,
+        "Mapped": Mapped,
         "Chained": Chained,
     }
 
@@ -97,6 +105,9 @@ MISUSES = [
     Misuse("sl.from_mask_mod(lambda b, h, q, k: q >= k + b)", ValueError, "<lambda>", "uses b", "segment_ids"),
     Misuse("sl.from_mask_mod(lambda b, h, q, k: q - k <= h)", ValueError, "<lambda>", "uses h", HEADS),
     Misuse("sl.from_mask_mod(lambda b, h, q, k: q >= k and k > 0)", TypeError, "<lambda>", "'and'", "write &"),
+    Misuse("sl.from_mask_mod(jax.vmap(mod, (0, None, None, None)))", TypeError, "mask_mod", "vmap must have", "no b"),
+    Misuse("sl.from_mask_mod(jax.vmap(mod, (None, 0, None, None)), heads=2)", TypeError, "mask_mod", "rank", "one h"),
+    Misuse("Mapped().dense(4)", TypeError, "Mapped", "vmap got inconsistent sizes", "positions q and k that broadcast"),
     # Whatever describes a mask
     Misuse("sl.as_masks(None)", TypeError, "mask must be", "None", SHAPES),
     Misuse("sl.as_masks(3)", TypeError, "mask must be", "int: 3", SHAPES),
@@ -116,6 +127,13 @@ MISUSES = [
     # Presets
     Misuse("sl.preset(None)", ValueError, "preset: name", "None", "must be a string"),
     Misuse("sl.preset('strided:64')", ValueError, "options", "'64'", "must be option=value"),
+    Misuse(
+        "sl.preset('local:local_attn_ctx=64', local_attn_ctx=32)",
+        ValueError,
+        "local_attn_ctx",
+        "'local_attn_ctx=64' and 32",
+        "must be given once",
+    ),
     Misuse("sl.preset('strided', stride=4)", ValueError, "unknown option", "'stride'", "Known: local_attn_ctx"),
     Misuse("sl.preset('strided', local_attn_ctx='64')", ValueError, "local_attn_ctx", "'64'", COUNT),
     Misuse("sl.preset('longformer', causal=1)", ValueError, "causal", "got 1", "must be true or false"),

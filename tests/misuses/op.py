@@ -14,6 +14,9 @@ def names():
         "plan": sl.make_plan(sl.Causal() & sl.Window(7), 32),
         "tri": np.tri(32, dtype=bool),
         "ids": jnp.zeros((2, 32), int),
+        "documents": lambda size: (lambda table: sl.from_mask_mod(lambda b, h, q, k: table[q] == table[k]))(
+            np.zeros(size)
+        ),
         "swapped": lambda *arrays: [x.swapaxes(-3, -2) for x in arrays],
     }
 
@@ -21,7 +24,7 @@ def names():
 SWAPPED = "heads come after tokens"
 ARRAY = "must be a JAX or numpy array"
 NUMBER = "must be a finite Python number"
-NAMES = "must be None or one of ('pallas_tpu', 'triton', 'cudnn', 'xla', 'reference')"
+NAMES = "must be None or one of implementations()"
 IDS = "must be integers of shape (2, 32)"
 MASK_ARRAY = "must be a bool array [T, S], [1, T, S] or [N, T, S]"
 LENGTH = "must be an integer >= 1"
@@ -89,12 +92,14 @@ MISUSES = [
     Misuse("op(q, k, v, mask, segment_ids=(ids, None))", ValueError, "segment_ids of keys", "None", IDS),
     Misuse("op(q, k, v, mask, segment_ids=(ids,))", ValueError, "segment_ids", "1 entries", "or a pair"),
     Misuse(
-        "op(q, k, v, mask, implementation='XLA')", ValueError, "implementation", "'XLA'; did you mean 'xla'?", NAMES
+        "op(q, k, v, mask, implementation='XLA')", ValueError, "implementation", "'XLA', did you mean 'xla'?", NAMES
     ),
     Misuse("op(q, k, v, mask, implementation='tritn')", ValueError, "implementation", "mean 'triton'?", NAMES),
     Misuse("op(q, k, v, mask, implementation='pallas')", ValueError, "implementation", "mean 'pallas_tpu'?", NAMES),
     Misuse("op(q, k, v, mask, implementation=True)", ValueError, "implementation", "got True", NAMES),
     Misuse("op(q, k, v, mask, implementation=['xla'])", ValueError, "implementation", "got ['xla']", NAMES),
+    Misuse("op(q, k, v, mask, implementation='PALLAS')", ValueError, "implementation", "mean 'pallas_tpu'?", "Known: "),
+    Misuse("op(q, k, v, mask, segment_id=ids)", TypeError, "unknown argument", "'segment_id'", "mean 'segment_ids'?"),
     Misuse("op(q, k, v, mask, return_lse='yes')", ValueError, "return_lse", "'yes'", "must be true or false"),
     Misuse("op(q, k, v, mask, return_lse=1)", ValueError, "return_lse", "got 1", "must be true or false"),
     Misuse("op(q, k, v, mask, query_sharding='data')", ValueError, "query_sharding", "'data'", "PartitionSpec or None"),
@@ -117,6 +122,10 @@ MISUSES = [
     Misuse("sl.FwdParams(kv_blocksize=128.0)", ValueError, "FwdParams: kv_blocksize", "128.0", "a multiple of 8"),
     Misuse("sl.FwdParams(num_warps=3)", ValueError, "FwdParams: num_warps", "got 3", "a power of two from 1 to 16"),
     Misuse("sl.BwdParams(num_stages=99)", ValueError, "BwdParams: num_stages", "99", "an integer from 1 to 8"),
+    Misuse("sl.FwdParams(q_block_size=64)", TypeError, "FwdParams: unknown", "'q_block_size'", "mean 'q_blocksize'"),
+    Misuse("sl.BwdParams(nwarps=4)", TypeError, "BwdParams: unknown argument", "'nwarps'", "mean 'num_warps'"),
+    Misuse("sl.FwdParams(num_warps=np.True_)", ValueError, "FwdParams: num_warps", "True", "a power of two"),
+    Misuse("sl.make_plan(mask, q_length=32)", TypeError, "make_plan: unknown argument", "'q_length'", "mean 'q_len'?"),
     Misuse("sl.make_plan(mask, 0)", ValueError, "q_len", "got 0", LENGTH),
     Misuse("sl.make_plan(mask, -1)", ValueError, "q_len", "-1", LENGTH),
     Misuse("sl.make_plan(mask, 32.0)", ValueError, "q_len", "32.0", LENGTH),
@@ -130,6 +139,18 @@ MISUSES = [
     Misuse("sl.make_plan(mask, 32, implementation='pallas')", ValueError, "implementation", "'pallas_tpu'?", NAMES),
     Misuse("sl.make_plan(mask, 32, implementation=['xla'])", ValueError, "implementation", "['xla']", NAMES),
     Misuse("sl.make_plan(mask, 32, fwd_params=8)", ValueError, "fwd_params", "got 8", "must be FwdParams or None"),
+    Misuse("op(q, k, v, documents(31))", ValueError, "mask_mod <lambda>: a table", "size 31", "for each position"),
+    Misuse(
+        "op(q, k, v, sl.Causal() & ~documents(20))", ValueError, "mask_mod <lambda>", "size 20", "for each position"
+    ),
+    Misuse("documents(0)", ValueError, "mask_mod <lambda>: a table", "size 0", "for each position"),
+    Misuse(
+        "jax.export.export(jax.jit(lambda q: op(q, k, v, mask)), platforms=('cpu', 'tpu'))(q)",
+        ValueError,
+        "implementation",
+        "('cpu', 'tpu')",
+        "implementation='xla', or export for each by itself",
+    ),
     Misuse("op(q, k, v, mask & tri[:5, :5])", ValueError, "mask: an Array", "(5, 5)", "must cover (32, 32)"),
     Misuse(
         "jax.jit(lambda x: op(q, k, v, sl.from_mask_mod(lambda b, h, q, k: x[q] == x[k])))(ids[0])",

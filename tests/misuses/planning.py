@@ -27,7 +27,7 @@ MISUSES = [
     Misuse("sl.make_plan(mask, 32, 2**40)", ValueError, "kv_len", str(2**40), "at most 2147483646"),
     Misuse("sl.make_plan('dense', 32)", ValueError, "unknown name", "'dense'", "'causal'"),
     Misuse("sl.make_plan(table, 16)", ValueError, "mask", "(32, 32)", "(q_len, kv_len) = (16, 16)"),
-    Misuse("sl.make_plan([table, table[:8, :8]], 32)", ValueError, "mask", "(8, 8)", "(q_len, kv_len)"),
+    Misuse("sl.make_plan([table, table[:8, :8]], 32)", ValueError, "mask", "(8, 8)", "(q_len, kv_len) = (32, 32)"),
     Misuse("sl.make_plan(sl.Array(table), 64)", ValueError, "mask", "(32, 32)", "must cover (64, 64)"),
     Misuse("sl.make_plan(table.astype(int), 32)", ValueError, "Array", "int64", "2-dimensional bool array"),
     Misuse("sl.make_plan(None, 32)", TypeError, "mask must be", "None", "a preset's name"),

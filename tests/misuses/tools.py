@@ -58,14 +58,16 @@ MISUSES = [
     Misuse("sl.describe(planned, bwd_params=sl.BwdParams())", ValueError, "bwd_params", "BwdParams(", "must be None"),
     Misuse("sl.describe(jnp.ones)", TypeError, "subject", "got function", "must be a mask, or what has a Plan"),
     Misuse("sl.describe([[1, 0], [1, 1]], 2)", TypeError, "mask", "got int: 1", "bool array [T, S]"),
-    Misuse("sl.describe(np.ones((3, 3), bool), 4)", ValueError, "mask", "(3, 3)", "must be (q_len, kv_len) = (4, 4)"),
+    Misuse("sl.describe(np.ones((3, 3), bool), 4)", ValueError, "mask", "(3, 3)", "(q_len, kv_len) = (4, 4)"),
+    Misuse("sl.describe(mask, 8, blocks=8)", TypeError, "describe: unknown argument", "'blocks'", "mean 'block'?"),
     # picture
+    Misuse("sl.picture(mask, 8, sizes=8)", TypeError, "picture: unknown argument", "'sizes'", "did you mean 'size'?"),
     Misuse("sl.picture(mask, None)", ValueError, "q_len", "None", "must be an integer >= 1"),
     Misuse("sl.picture(mask, '8')", ValueError, "q_len", "'8'", "must be an integer >= 1"),
     Misuse("sl.picture(mask, 4, -3)", ValueError, "kv_len", "-3", "must be an integer >= 1"),
     Misuse("sl.picture(mask, 4, size=100_000)", ValueError, "size", "100000", "at most 2048"),
     Misuse("sl.picture(mask, 2**31)", ValueError, "q_len", "2147483648", "at most 2147483646"),
-    Misuse("sl.picture(np.ones((3, 3), bool), 8)", ValueError, "mask", "(3, 3)", "must be (q_len, kv_len) = (8, 8)"),
+    Misuse("sl.picture(np.ones((3, 3), bool), 8)", ValueError, "mask", "(3, 3)", "(q_len, kv_len) = (8, 8)"),
     # draw
     Misuse("sl.draw(mask)", ValueError, "q_len", "None", "must be an integer >= 1 with a mask"),
     Misuse("sl.draw(mask, file)", ValueError, "q_len", "tools.py", "must be an integer >= 1"),
@@ -87,6 +89,8 @@ MISUSES = [
     Misuse("sl.draw(mask, 8, 'a.png', ax=axes)", ValueError, "path", "'a.png'", "must be None where ax is given"),
     Misuse("sl.draw(two, 8, ax=axes)", ValueError, "ax", "got 2", "must be None for several"),
     Misuse("sl.draw([sl.Window(i) for i in range(20)], 8)", ValueError, "head", "got 20", "for more than 16 pictures"),
+    Misuse("sl.draw(sparse_fn, 16)", ValueError, "q_len", "16", "that of this AttentionFn"),
+    Misuse("sl.draw(mask, 8, blocs=True)", TypeError, "draw: unknown argument", "'blocs'", "did you mean 'blocks'?"),
     Misuse("sl.draw(planned, 16)", ValueError, "q_len", "16", "must be None where a plan says it"),
     Misuse("sl.draw(None)", TypeError, "subject", "NoneType", "must be a mask, or what has a Plan"),
     # tune
@@ -111,6 +115,7 @@ MISUSES = [
     Misuse("tune(mask, 64, logits_soft_cap='x')", ValueError, "logits_soft_cap", "'x'", "a finite Python number"),
     Misuse("tune(planned, 16)", TypeError, "mask", "the Plan of one", "must be a mask"),
     Misuse("tune([[1]], 16)", TypeError, "mask", "got int: 1", "must be a Mask"),
+    Misuse("tune(mask, 64, repeat=3)", TypeError, "tune: unknown argument", "'repeat'", "did you mean 'repeats'"),
     # load_tuned
     Misuse("sl.load_tuned(None)", TypeError, "path", "None", "must be a str or PathLike"),
     Misuse("sl.load_tuned('none.json')", FileNotFoundError, "path", "'none.json'", "must be a file that tune wrote"),

@@ -327,8 +327,10 @@ def test_programs_for_other_platforms(target, monkeypatch):
     mesh = jax.sharding.AbstractMesh((1,), ("x",), (jax.sharding.AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         if target == "cuda":
-            with pytest.warns(UserWarning, match="'xla', which is slow on gpu: cudnn: it needs an NVIDIA GPU at hand"):
+            slow = "'xla', which is slow on gpu: cudnn: it needs an NVIDIA GPU at hand"
+            with pytest.warns(UserWarning, match=slow) as warned:
                 jax.export.export(program(), platforms=[target])(q, k, v)
+            assert warned[0].filename == __file__, "a warning points at who called the op"
         else:
             for name in (None, "pallas_tpu"):
                 exported = jax.export.export(program(name), platforms=[target])(q, k, v)
@@ -464,7 +466,7 @@ Q, K, V = (jnp.zeros(shape) for shape in ((2, 12, 4, 8), (2, 16, 2, 8), (2, 16, 
             {"plan_or_mask": sl.make_plan(sl.Causal(), 12, 16), "fwd_params": sl.FwdParams()},
             ["fwd_params and bwd_params belong to make_plan"],
         ),
-        ({"implementation": "flash"}, ["implementation", "'flash'", str(sl.implementations())]),
+        ({"implementation": "flash"}, ["implementation", "'flash'", *sl.implementations()]),
         ({"implementation": "XLA"}, ["implementation", "'XLA'"]),
     ],
 )

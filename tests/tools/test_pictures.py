@@ -4,6 +4,7 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+from flax import nnx
 from matplotlib import image
 from matplotlib.figure import Figure
 
@@ -120,6 +121,22 @@ def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
         }
         assert {bounds[:2] for bounds in corners} == tiles and {bounds[2:] for bounds in corners} == {(32, 32)}
     assert not sl.draw(plan).axes[0].collections[0].get_paths()
+
+
+def test_what_has_plans_is_drawn_by_them():
+    patterns = (sl.Window(3), (sl.Causal(), sl.Full()))
+    model = nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, 3, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0)))
+    figure, layer = sl.draw(model), sl.draw(model.blocks[1])
+    titles = [axes.get_title().split("\n") for axes in (*figure.axes, *layer.axes)]
+    assert [" of ".join(title[:-1]) for title in titles[:3]] == [
+        "layers 0, 2 of 3 of Window(left=3, right=0)",
+        "layers 1 of 3 of Causal()",
+        "layers 1 of 3 of Full()",
+    ]
+    assert [title[1:] for title in titles[1:3]] == titles[3:]
+    attention = model.blocks[0].attention
+    outlined = sl.draw(attention, blocks=True).axes[0].collections[0].get_paths()
+    assert len(outlined) == attention.plan.chains[0][0].fwd_blocks
 
 
 def test_draw_without_matplotlib(monkeypatch, tmp_path):

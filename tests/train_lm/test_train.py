@@ -1,5 +1,6 @@
 import collections
 import contextlib
+import dataclasses
 import fcntl
 import os
 import pathlib
@@ -439,6 +440,22 @@ def test_table_is_aligned():
     numbers = ["1,234", "10", "200.0", "40", "-", "1.25", "GB", "1.500", "2.000", "4.000"]
     assert lines[2].split() == ["a", *numbers]
     assert lines[3].split() == ["bb", *["50.0%" if number == "-" else number for number in numbers]]
+
+
+def test_a_record_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+    row = {"step": 1, "loss": 1.0, "seconds": 2.0, "step_ms": 200.0, "mfu": 0.5, "heldout_bpb": 1.5}
+    old = report.Result("old", 1, [row, row | {"step": 2}], 1, 1, 2.0, 4.0)
+    path, write = tmp_path / "compare.json", pathlib.Path.write_text
+    report.save([old], path, "cpu")
+
+    def full(self, text, **options):
+        write(self, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        report.save([dataclasses.replace(old, pattern="new")], path, "cpu")
+    assert report.load(path) == [old]
 
 
 def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):

@@ -9,9 +9,10 @@ from flax import nnx
 from flax.core import meta
 from flax.typing import PathParts
 
+from ...masks.options import refuse_unknown
 from ..attention import SparseSelfAttention
 from ..attention_fn import Pattern
-from ..settings import LoadedLayerOptions, check_settings, refuse_unknown
+from ..settings import LoadedLayerOptions, check_settings
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
 _FIXED_BY_LAYER += ("head_dim", "use_bias", "normalize_qk", "rngs")
@@ -58,7 +59,7 @@ def from_nnx(
             "and copy the parameters: nnx.update(layer, nnx.state(dense, nnx.Param))"
         )
     refuse_fixed(options, _FIXED_BY_LAYER, "the dense layer")
-    refuse_unknown(from_nnx, options, LoadedLayerOptions)
+    refuse_unknown(from_nnx, options)
     check_settings(**options)
     if dense.dropout_rate:
         raise ValueError(
@@ -125,7 +126,7 @@ def from_linen(
       (1, 16, 8)
     """
     refuse_fixed(options, _FIXED_BY_LAYER, "the parameters")
-    refuse_unknown(from_linen, options, LoadedLayerOptions)
+    refuse_unknown(from_linen, options)
     check_settings(**options)
     if not isinstance(params, Mapping):
         raise TypeError(f"params must be a mapping of a Linen layer's parameters, got {type(params).__name__}")

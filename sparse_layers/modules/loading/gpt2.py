@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ...masks.options import Positive, checked
+from ...masks.options import Positive, checked, refuse_unknown
 from ..attention_fn import Patterns
-from ..settings import LoadedModelOptions, check_settings, check_stream, refuse_unknown
+from ..settings import LoadedModelOptions, check_settings, check_stream
 from ..transformer import SparseTransformer
 from .dense import fill, refuse_fixed, refuse_names, refuse_shapes, some
 
@@ -92,7 +92,7 @@ def from_gpt2(
         raise ImportError("from_gpt2 needs the package safetensors: pip install safetensors") from error
 
     refuse_fixed(options, _FIXED_BY_GPT2, "the file")
-    refuse_unknown(from_gpt2, options, LoadedModelOptions)
+    refuse_unknown(from_gpt2, options)
     given = {"seq_len": seq_len, "num_heads": num_heads, "rngs": rngs}
     check_settings(dtype=dtype, param_dtype=param_dtype, **{n: x for n, x in given.items() if x is not None}, **options)
     if not isinstance(path, str | os.PathLike):

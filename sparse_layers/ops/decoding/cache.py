@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
+from ...masks.options import Length, Positive, checked, own_keywords
 from ..kernels.call import accumulator, checked_array, checked_numbers, checked_scalars, checked_sinks, is_floating
 from ..planning.mask_info import masks_for
 from .reads import Part, Store, parts
@@ -77,36 +78,22 @@ def _made(masks, length, num_heads, num_kv_heads) -> Layout:
 Integers: TypeAlias = ArrayLike | Sequence[int]
 
 
-def _made_by_empty(cls: type["KVCache"]) -> type["KVCache"]:
-    """Points out `KVCache.empty` to who calls the class with its arguments."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def checked_init(self, *arrays, **fields):
-        try:
-            init(self, *arrays, **fields)
-        except TypeError as error:  # it does but set fields
-            given = ", ".join([*map(reprlib.repr, arrays), *fields])
-            rule = "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=)"
-            raise TypeError(f"{rule}, got arguments {given or 'none'}") from error
-
-    cls.__init__ = checked_init
-    return cls
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values"],
     meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
 )
-@_made_by_empty
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
     """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
 
     Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds one token and attends from it. A window keeps
     as many rows as it is wide, a stride reads one residue class, summary columns keep nothing else: a step costs what
     the pattern's row costs, and the result is that of `block_sparse_attention` in that row.
+
+    Args:
+      *given: none, see `KVCache.empty`.
+      **fields: the attributes, as JAX hands them over.
 
     Attributes:
       keys, values: arrays [B, heads, pieces, rows, size], one for each way in which keys are kept.
@@ -116,6 +103,7 @@ class KVCache:
 
     Raises:
       ValueError: arrays that do not fit, in the methods that take them.
+      TypeError: other arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -136,6 +124,12 @@ class KVCache:
     num_heads: int
     num_kv_heads: int
 
+    def __init__(self, *given: Any, **fields: Any):
+        if given or fields.keys() != self.__dataclass_fields__.keys():
+            rule = "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=)"
+            raise TypeError(f"{rule}, got arguments {', '.join([*map(reprlib.repr, given), *fields]) or 'none'}")
+        vars(self).update(fields)
+
     def __repr__(self):
         def shown(arrays: Any) -> str:
             return ", ".join(f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else reprlib.repr(x) for x in arrays)
@@ -146,6 +140,7 @@ class KVCache:
         return f"KVCache({masks!r}, {self.seq_len} tokens, {heads}, {arrays})"
 
     @classmethod
+    @own_keywords
     def empty(
         cls,
         pattern: MaskLike,
@@ -174,15 +169,12 @@ class KVCache:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
           TypeError: the pattern is no mask.
         """
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if not is_floating(dtype):
             raise ValueError(f"dtype must be a floating one, got {dtype!r}")
-        value_size = head_size if value_size is None else value_size
-        sizes = {"seq_len": seq_len, "batch": batch, "num_heads": num_heads, "head_size": head_size}
-        sizes |= {"num_kv_heads": num_kv_heads, "value_size": value_size}
-        for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+        seq_len, batch = checked("seq_len", seq_len, Length), checked("batch", batch, Positive)
+        num_heads, head_size = checked("num_heads", num_heads, Positive), checked("head_size", head_size, Positive)
+        num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)
+        value_size = head_size if value_size is None else checked("value_size", value_size, Positive)
         masks = masks_for(pattern, seq_len, seq_len)
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
@@ -193,7 +185,9 @@ class KVCache:
             tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
             for size in (head_size, value_size)
         )
-        return cls(keys, values, masks, int(seq_len), int(num_heads), int(num_kv_heads))
+        return cls(
+            keys=keys, values=values, masks=masks, seq_len=seq_len, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
 
     @property
     def _layout(self) -> Layout:

@@ -74,20 +74,28 @@ class HeadMasks:
         return np.broadcast_to(allowed, (q.size, k.size))
 
 
-def masks_for(mask: Any, q_len: int, kv_len: int) -> tuple[Mask, ...]:
+def masks_for(mask: Any, q_len: int, kv_len: int, name: str | None = None) -> tuple[Mask, ...]:
     """`as_masks`, of masks that must know all positions of these lengths.
+
+    ``name`` is what a layer calls them, whose lengths are both its seq_len.
 
     Raises:
       ValueError: an array's shape differs from the lengths.
       TypeError: mask describes no mask.
     """
-    for entry in mask if isinstance(mask, Sequence) else [mask]:
-        shape = getattr(entry, "shape", None)
-        if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
-            raise ValueError(f"mask: its last two axes must be (q_len, kv_len) = {(q_len, kv_len)}, got {tuple(shape)}")
-    masks = as_masks(mask)
-    for entry in masks:
-        _check_covers(entry, q_len, kv_len)
+    rule = f"(q_len, kv_len) = {(q_len, kv_len)}" if name is None else f"seq_len={q_len} (queries, keys)"
+    try:
+        for entry in mask if isinstance(mask, Sequence) else [mask]:
+            shape = getattr(entry, "shape", None)
+            if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
+                raise ValueError(f"mask: its last two axes must be {rule}, got {tuple(shape)}")
+        masks = as_masks(mask)
+        for entry in masks:
+            _check_covers(entry, q_len, kv_len)
+    except (ValueError, TypeError) as error:
+        if name is None:
+            raise
+        raise type(error)(f"{name}: {error}") from error
     return masks
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import hashlib
-import operator
+
+from ...masks.options import own_keywords, whole
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,16 +46,12 @@ class KernelParams:
             if value is None:
                 continue
             lowest, highest, rule = _RANGES[field.name]
-            fits = hasattr(value, "__index__") and not isinstance(value, bool) and lowest <= value <= highest
-            if fits and rule == "a multiple of 8":
-                fits = value % 8 == 0
-            elif fits and rule == "a power of two":
-                fits = value & (value - 1) == 0
-            if not fits:
+            number = whole(value)
+            if number is None or not lowest <= number <= highest or not _FITS[rule](number):
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be {rule} from {lowest} to {highest}, got {value!r}"
                 )
-            object.__setattr__(self, field.name, operator.index(value))
+            object.__setattr__(self, field.name, number)
 
     def __repr__(self):
         given = [
@@ -68,6 +65,11 @@ class KernelParams:
         return hashlib.sha256(f"{type(self).__name__}({', '.join(items)})".encode()).hexdigest()
 
 
+_FITS = {
+    "an integer": lambda x: True,
+    "a multiple of 8": lambda x: x % 8 == 0,
+    "a power of two": lambda x: x & (x - 1) == 0,
+}
 _RANGES = {
     "q_blocksize": (8, 8192, "a multiple of 8"),
     "kv_blocksize": (8, 8192, "a multiple of 8"),
@@ -82,6 +84,7 @@ _RANGES = {
 }
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True, repr=False)
 class FwdParams(KernelParams):
     """Settings of the forward pass; see `KernelParams` for the fields (all int or None) and their ranges.
@@ -96,6 +99,7 @@ class FwdParams(KernelParams):
     """
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True, repr=False)
 class BwdParams(KernelParams):
     """Settings of the backward pass; see `KernelParams` for the fields (all int or None) and their ranges.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
-from ...masks.options import Length, checked
+from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import active_blocks
 from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
@@ -150,6 +150,7 @@ class Plan:
         return as_html(self)
 
 
+@own_keywords
 def make_plan(
     mask: MaskLike,
     q_len: int,

@@ -1,10 +1,11 @@
 """The one place for what differs by platform: which implementations are tried, and what their block sizes cost."""
 
 import dataclasses
-import difflib
 from typing import Any
 
 import jax
+
+from ...masks.options import near
 
 # What `implementation=None` tries, in this order, before the fallback.
 PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("cudnn", "triton")}
@@ -63,11 +64,8 @@ def checked_implementation(name: Any) -> None:
     Raises:
       ValueError: says which there are, and which of them is meant.
     """
-    known = tuple(TUNING)
-    if name is not None and name not in known:
-        close = difflib.get_close_matches(name.lower(), known, 1) if isinstance(name, str) else []
-        meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"implementation must be None or one of {known}, got {name!r}{meant}")
+    if name is not None and name not in tuple(TUNING):
+        raise ValueError(f"implementation must be None or one of implementations(), got {near(name, TUNING)}")
 
 
 def platform() -> str:

@@ -1,0 +1,72 @@
+"""What `describe` and `draw` are asked about: a mask with its lengths, or what has plans."""
+
+import functools
+from typing import Any
+
+from ..masks.adapters import as_masks
+from ..masks.options import Length, checked
+from ..ops.planning.plan import Plan
+
+LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
+
+
+def plans_of(subject: Any) -> dict[str, Plan] | None:
+    """The plans of what has some, by what is to be said of each: '', or its layers; None of anything else."""
+    if not (hasattr(subject, "blocks") and hasattr(subject, "num_layers")):
+        plan = _plan(subject)
+        return None if plan is None else {"": plan}
+    turns: dict[Plan, list[int]] = {}
+    for layer in range(subject.num_layers):
+        plan = _plan(subject.blocks[layer % len(subject.blocks)])
+        if plan is None:
+            return None
+        turns.setdefault(plan, []).append(layer)
+    if len(turns) == 1:
+        return {f"all {subject.num_layers} layers": plan for plan in turns}
+    return {f"layers {', '.join(map(str, layers))} of {subject.num_layers}": plan for plan, layers in turns.items()}
+
+
+def _plan(subject: Any) -> Plan | None:
+    """The plan of a layer, a block, an attention function, or itself; None of anything else."""
+    if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
+        subject = subject.func
+    subject = getattr(subject, "attention", subject)  # that of a block
+    if isinstance(subject, Plan):
+        return subject
+    plan = getattr(subject, "plan", None)
+    if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
+        plan = plan(subject.seq_len)
+    return plan if isinstance(plan, Plan) else None
+
+
+def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
+    """The lengths that a mask is to be looked at with.
+
+    Raises:
+      ValueError: q_len is missing, or a length is out of its range.
+      TypeError: q_len is missing where there is no mask.
+    """
+    if q_len is None:
+        try:
+            as_masks(mask)
+        except TypeError:
+            kind = type(mask).__name__
+            raise TypeError(f"subject must be a mask, or what has a Plan (a layer, a model), got {kind}") from None
+        raise ValueError("q_len must be an integer >= 1 with a mask, which has no length of its own, got None")
+    lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
+    for name, length in lengths.items():
+        lengths[name] = checked(name, length, Length)
+        if most is not None and lengths[name] > most:
+            raise ValueError(
+                f"{name} must be at most {most}, got {length}: to plan more may take minutes; `picture`, and `draw` "
+                "without blocks, show any length, and fewer tokens the same pattern"
+            )
+    return lengths["q_len"], lengths["kv_len"]
+
+
+def refuse_given(subject: Any, values: dict[str, Any]) -> None:
+    """Raises ValueError for what may be given with a mask only."""
+    for name, value in values.items():
+        if value is not None:
+            kind = type(subject).__name__
+            raise ValueError(f"{name} must be None where a plan says it, as that of this {kind} does, got {value!r}")
