@@ -149,7 +149,7 @@ def check_inputs(
             raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
         if selection.ids.shape[:-3] != inputs.shape[:-2]:
             raise ValueError(
-                f"selection: ids must have the leading axes of the inputs, {inputs.shape[:-2]}, and then rows, heads "
+                f"selection: ids must have the leading axes of {name}, {inputs.shape[:-2]}, and then rows, heads "
                 f"and blocks, got shape {selection.ids.shape}"
             )
 

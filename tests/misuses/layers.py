@@ -206,7 +206,7 @@ CALLS = [
     ("layer(x, segment_ids=[0] * 8)", TypeError, "segment_ids", "got list: [0, 0", "must be an array [..., T]"),
     ("layer(x, segment_ids=jnp.zeros((2, 1), int))", ValueError, "segment_ids", "got shape (2, 1)", "one id a token"),
     ("layer(x, selection=jnp.zeros((2, 1, 1, 1), int))", TypeError, "selection", "ArrayImpl", "must be a Selection"),
-    ("layer(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of the inputs, (2,)"),
+    ("layer(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of inputs, (2,)"),
     ("layer(x, selection=chosen[1])", ValueError, "selection", "shape (2, 3, 1, 1)", "must have shape [2, 8, G, k]"),
     ("layer(x, decode=True)", NotImplementedError, "decode", "True", "call prefill(prompt, lengths)"),
     ("layer.prefill(x[0])", ValueError, "inputs", "got (8, 16)", "must have shape [B, T, 16]"),
