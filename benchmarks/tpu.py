@@ -138,12 +138,15 @@ def needs(chip: str, function: Callable, shapes: list) -> dict[str, float]:
 
 
 class Arithmetic:
-    """A list of steps in place of `Steps` that is computed, by shifts alone: the estimator cannot divide. No tiles."""
+    """A list of steps in place of `Steps` that is computed, by shifts alone: the estimator cannot divide.
+
+    Each masked step has another mask tile than the one before, if there are any.
+    """
 
     def __init__(self, steps: Steps, count: int):
         words, self.scalars, self.count = np.asarray(steps.words), [], count
-        minors = int(((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1)).max()) + 1
-        self.minor_mask = (1 << (minors.bit_length() - 1)) - 1
+        self.minors = within((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
+        self.tiles = None if steps.tiles is None else within(np.asarray(steps.tiles))
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == MASKED))
 
     def at(self, scalars, batch, head, step):
@@ -151,7 +154,18 @@ class Arithmetic:
         row = (step * self.rows) >> 12
         kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, MASKED, FREE)
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
-        return Step(row, step & self.minor_mask, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+        return Step(row, step & self.minors, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+
+    def tile(self, scalars, batch, head, step):
+        return None if self.tiles is None else ((jnp.int32(step) * self.masked) >> 12) & self.tiles
+
+    def parts(self, scalars, batch, head, step):
+        return None
+
+
+def within(numbers: np.ndarray) -> int:
+    """The most bits that are all set in a number up to the largest: what it is masked with is one of the numbers."""
+    return (1 << ((int(numbers.max()) + 1).bit_length() - 1)) - 1
 
 
 def record(function: Callable, operands: list, passes: int) -> list[dict]:

@@ -8,14 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.mask_info import process_dynamic_mask
+from ...planning.lists import (
+    MOST_PARTS,
+    Extents,
+    chosen_candidates,
+    run_time_candidates,
+    run_time_table,
+    state_table,
+    static_candidates,
+    unpacked_tiles,
+)
 from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.views import Reordered, RowOrder
 from ..call import Call, Operands, joined, merged, over_batches
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
-from .launch import Arrays, Link, by_rows, by_tokens, padded, vector
-from .schedule import Candidates, Steps
+from .launch import Arrays, Link, by_rows, by_tokens, vector
+from .schedule import Steps
+from .sides import as_bits
+
+# Rows of a block of queries that choose for themselves, in parts. By the compiler's estimates a step of 512 x 128 costs
+# half as much again as one of 128 x 128; so many parts gain where neighbours agree, and lose little where they do not.
+_CHOOSING_ROWS = 512
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +89,8 @@ class _Heads:
       call: the call of the op.
       operands: its arrays.
       first, stride: which heads.
-      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask.
+      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask, and for blocks that were
+        chosen at run time.
       query: [B, T, heads, H].
     """
 
@@ -105,8 +120,10 @@ class _Heads:
         link, steps, arrays = self._prepare(one, backward=True)
         bq = link.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
-        # Query heads of one key head are summed inside the kernel if all are here and share their lists.
-        members = link.group // self.stride if link.group % self.stride == 0 and steps.words.shape[1] == 1 else 1
+        # Query heads of one key head are summed inside the kernel if all are here and share their list.
+        members = link.group // self.stride if link.group % self.stride == 0 else 1
+        if steps.words.shape[1] > 1 and steps.group % members:
+            members = 1
         dq, dk, dv = backward_pass(link, steps, arrays, *by_query, members)
         dk, dv = by_tokens(kv_order, dk), by_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
@@ -124,43 +141,74 @@ class _Heads:
 
     def _prepare(self, one: Pass | None, *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
-        q_order, kv_order = self._orders(one)
-        if one is None:
-            assert self.operands.mask is not None
-            shape, mask = self.call.bwd_shape if backward else self.call.fwd_shape, None
-            candidates, tiles = _run_time_lists(self.operands.mask, shape, backward)
-        else:
-            shape, mask = one.bwd_shape if backward else one.fwd_shape, one.mask if one.mask.computable else None
-            info, side = (one.dkv, 1) if backward else (one.fwd, 0)
-            rows = (q_order, kv_order)[side].rows
-            candidates = Candidates.of(info, backward, padded(rows, shape[side]) // shape[side])
-            tiles = info.partial_mask_blocks
-        ids = None, None
-        blocks = [padded(order.rows, block) // block for order, block in zip((q_order, kv_order), shape, strict=True)]
-        if self.operands.segments is not None:
-            sides = zip((q_order, kv_order), self.operands.segments, shape, strict=True)
+        orders = self._orders(one)
+        mask, shape, candidates, tiles = self._candidates(one, backward)
+        segments, ids = self.operands.segments, (None, None)
+        if segments is not None:
+            sides = [*zip(orders, segments, shape, strict=True)]
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
-            by_block = [x[:, 0, :, 0] for x in ids]
-            candidates = candidates.with_segments(*(by_block[::-1] if backward else by_block))
-        steps = candidates.steps(
-            blocks[0 if backward else 1], f"a pass over {blocks[0]} x {blocks[1]} blocks of {shape[0]} x {shape[1]}"
+            candidates = candidates.with_segments(*(Extents.of(*side) for side in sides))
+        rows, columns = candidates.blocks
+        steps = Steps.of(
+            candidates.lists(by_key=backward),
+            tiles is not None,
+            f"a pass over {rows} x {columns} blocks of {shape[0]} x {shape[1]}",
         )
-        arrays = Arrays(
-            by_rows(q_order, self.query, shape[0]),
-            by_rows(kv_order, self.operands.key, shape[1]),
-            by_rows(kv_order, self.operands.value, shape[1]),
-            None if tiles is None else jnp.asarray(tiles, jnp.int8),
-            *ids,
-        )
+        if tiles is not None:
+            tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
+        (q_order, kv_order), (bq, bkv) = orders, shape
+        key, value = (by_rows(kv_order, x, bkv) for x in (self.operands.key, self.operands.value))
+        arrays = Arrays(by_rows(q_order, self.query, bq), key, value, tiles, *ids)
         group = self.operands.query.shape[2] // self.operands.key.shape[2]
-        segmented = self.operands.segments is not None
-        link = Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, segmented)
-        return link, steps, arrays
+        limited = segments is not None or candidates.chosen_by is not None
+        return Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, limited), steps, arrays
+
+    def _candidates(self, one: Pass | None, backward: bool):
+        """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
+        mask, shape = None, self.call.bwd_shape if backward else self.call.fwd_shape
+        if one is not None:
+            mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
+            candidates, tiles = static_candidates((mask,), shape, not mask.computable)
+        elif self.operands.chosen is not None:
+            assert self.call.selection is not None
+            block, granularity = self.call.selection
+            shape = _choosing_rows(self.call, backward, self.operands.chosen.shape[1]), block
+            if self.operands.mask is None:
+                assert self.call.plan is not None
+                mask = Reordered(self.call.plan.masks[self.first], *self._orders(one))
+                table, tiles = state_table((mask,), shape, not mask.computable)
+            else:
+                table, tiles = run_time_table(self.operands.mask, shape)
+            candidates = chosen_candidates(self._ids(), granularity, shape, table, self.query.shape[2])
+        else:
+            assert self.operands.mask is not None
+            candidates, tiles = run_time_candidates(self.operands.mask, shape)
+        if isinstance(tiles, np.ndarray):
+            tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+        return mask if mask is not None and mask.computable else None, shape, candidates, tiles
+
+    def _ids(self) -> jax.Array:
+        """What these heads chose: int32 [B, Tq, G, k], where G divides their number."""
+        ids = self.operands.chosen
+        assert ids is not None
+        each = self.operands.query.shape[2] // ids.shape[2]
+        if ids.shape[2] == 1 or each % self.stride == 0:
+            return ids
+        return jnp.repeat(ids, each, axis=2)[:, :, self.first :: self.stride]
+
+
+def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
+    """Queries in a block of a selection: as many as asked for or `_CHOOSING_ROWS`, in parts that choose together."""
+    assert call.selection is not None
+    granularity, wanted = call.selection[1], call.params[backward].q_blocksize or _CHOOSING_ROWS
+    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
 
 
 def _classes(call: Call, operands: Operands) -> list[_Heads]:
     """The heads by chain: heads h, h + C, h + 2C, ... share chain h of C."""
     chains = ((None,),) if operands.mask is not None else call.chains
+    if operands.chosen is not None:
+        chains = ((None,),) * len(chains)
     if not operands.query.size:
         chains = ((),)  # no batch entries: nothing to compute
     stride = len(chains)
@@ -168,14 +216,6 @@ def _classes(call: Call, operands: Operands) -> list[_Heads]:
         _Heads(call, operands, first, stride, chain, operands.query[:, :, first::stride])
         for first, chain in enumerate(chains)
     ]
-
-
-def _run_time_lists(mask: jax.Array, shape: tuple[int, int], flipped: bool):
-    """(blocks, tiles) of a run-time mask [C, T, S]."""
-    ends = [(0, -length % block) for length, block in zip(mask.shape[1:], shape, strict=True)]
-    info, _ = process_dynamic_mask(jnp.pad(mask, [(0, 0), *ends]), shape, downcast_smem_data=False)
-    tiles = info.partial_mask_blocks.reshape(-1, *shape)
-    return Candidates.every(info.block_mask, info.mask_next, flipped), tiles.swapaxes(1, 2) if flipped else tiles
 
 
 def _no_float16(operands: Operands) -> Operands:
