@@ -18,7 +18,8 @@ from ...planning.lists import (
     static_candidates,
     unpacked_tiles,
 )
-from ...planning.plan import Pass
+from ...planning.plan import Pass, in_tiles
+from ...planning.platforms import TUNING
 from ...planning.views import Reordered, RowOrder
 from ..call import Call, Operands, joined, merged, over_batches
 from .backward_kernel import backward_pass
@@ -27,6 +28,7 @@ from .launch import Arrays, Link, by_rows, by_tokens, vector
 from .schedule import Steps
 from .sides import as_bits
 
+_TUNED = TUNING["pallas_tpu"]
 # Rows of a block of queries that choose for themselves, in parts. By the compiler's estimates a step of 512 x 128 costs
 # half as much again as one of 128 x 128; so many parts gain where neighbours agree, and lose little where they do not.
 _CHOOSING_ROWS = 512
@@ -168,7 +170,7 @@ class _Heads:
         mask, shape = None, self.call.bwd_shape if backward else self.call.fwd_shape
         if one is not None:
             mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
-            candidates, tiles = static_candidates((mask,), shape, not mask.computable)
+            candidates, tiles = static_candidates((mask,), shape, in_tiles(mask, shape, _TUNED))
         elif self.operands.chosen is not None:
             assert self.call.selection is not None
             block, granularity = self.call.selection
@@ -176,7 +178,7 @@ class _Heads:
             if self.operands.mask is None:
                 assert self.call.plan is not None
                 mask = Reordered(self.call.plan.masks[self.first], *self._orders(one))
-                table, tiles = state_table((mask,), shape, not mask.computable)
+                table, tiles = state_table((mask,), shape, in_tiles(mask, shape, _TUNED))
             else:
                 table, tiles = run_time_table(self.operands.mask, shape)
             candidates = chosen_candidates(self._ids(), granularity, shape, table, self.query.shape[2])
@@ -184,8 +186,8 @@ class _Heads:
             assert self.operands.mask is not None
             candidates, tiles = run_time_candidates(self.operands.mask, shape)
         if isinstance(tiles, np.ndarray):
-            tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-        return mask if mask is not None and mask.computable else None, shape, candidates, tiles
+            mask, tiles = None, unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+        return mask, shape, candidates, tiles
 
     def _ids(self) -> jax.Array:
         """What these heads chose: int32 [B, Tq, G, k], where G divides their number."""
