@@ -13,6 +13,8 @@ import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import pallas_tpu
 from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.pallas_tpu import schedule
+from sparse_layers.ops.kernels.pallas_tpu.schedule import Steps
 from sparse_layers.ops.planning.params import checked_params
 from tests.ops.cases import Case, _named, check, compiled
 
@@ -95,3 +97,28 @@ def test_choices_of_single_queries_are_refused():
     reason = pallas_tpu.unsupported(call, Operands(*shapes))
     assert reason is not None and "granularity 1 " in reason and "at least 16" in reason
     assert pallas_tpu.unsupported(dataclasses.replace(call, selection=(32, 16)), Operands(*shapes)) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "fits"),
+    [
+        (Chosen("by entry", sl.Causal(), T, segments=(IDS, IDS), fwd=(64, 16)), 80),
+        (Chosen("by entry and key head", sl.Causal(), T, lists=4, sinks=True, fwd=(64, 16)), 160),
+    ],
+    ids=str,
+)
+def test_lists_that_do_not_fit_together_take_turns(case, fits, monkeypatch):
+    sizes, of = [], Steps.of
+
+    def recorded(*args):
+        steps = of(*args)
+        sizes.append(sum(x.size * 4 for x in steps.scalars))
+        return steps
+
+    monkeypatch.setattr(Steps, "of", recorded)
+    monkeypatch.setattr(schedule, "SMEM_BYTES", fits)
+    check(case, case.call("pallas_tpu"))
+    assert set(sizes) == {fits}
+    monkeypatch.setattr(schedule, "SMEM_BYTES", fits - 1)
+    with pytest.raises(ValueError, match=r"lists of 10 steps, which take \d+ bytes of scalar memory, and \d+ are"):
+        jax.eval_shape(functools.partial(case.answers, "pallas_tpu"), case.arrays(), case.ids, case.segments)

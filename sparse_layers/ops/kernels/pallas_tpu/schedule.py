@@ -31,6 +31,10 @@ class Step(NamedTuple):
     last: Any  # whether it is the last
 
 
+class TooLong(ValueError):
+    """Step lists do not fit scalar memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Step lists for all batch entries and heads of one launch, as long as the longest.
@@ -57,7 +61,7 @@ class Steps:
         """The steps of lists, numpy's if these are; ``what`` names the pass in the error.
 
         Raises:
-          ValueError: they do not fit a word or scalar memory.
+          ValueError: they do not fit a word, or scalar memory (`TooLong`).
         """
         batches, heads, blocks, _ = lists.spans.shape
         minor_bits = max(1, (lists.minor_blocks - 1).bit_length())
@@ -78,7 +82,7 @@ class Steps:
             count, steps = total.max(), min(each + blocks, blocks * lists.minor_blocks)
         fields = 1 + has_tiles + (lists.chosen_by is not None)
         if (size := 4 * batches * heads * steps * fields) > SMEM_BYTES:
-            raise ValueError(
+            raise TooLong(
                 f"pallas_tpu: {what} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
                 f"memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
             )
