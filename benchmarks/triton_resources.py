@@ -94,11 +94,15 @@ class Launch:
         return "fused" if self.constants.get("WITH_DKV") else self.kernel.fn.__name__.removesuffix("_kernel")
 
     @property
+    def tiles(self) -> tuple[int, int]:
+        """Rows of a tile of q, and of k."""
+        return self.constants["Q"].TILE, self.constants["KV"].TILE
+
+    @property
     def estimate(self) -> int:
         """The bytes of shared memory that the library reckons with."""
-        tiles = self.constants["M"], self.constants["N"]
-        major, minor = reversed(tiles) if self.name == "dkv" else tiles
-        sizes = self.constants["D"], self.constants["DV"]
+        major, minor = reversed(self.tiles) if self.name == "dkv" else self.tiles
+        sizes = self.constants["A"].D, self.constants["A"].DV
         chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
         itemsize = jnp.dtype(self.dtypes[0]).itemsize
         return settings.shared_memory(self.name, chosen, itemsize, sizes, self.device.capability)
@@ -232,10 +236,10 @@ def line(one: Launch) -> str:
     start = time.perf_counter()
     kernel = compiled(one)
     seconds, found = time.perf_counter() - start, resources(kernel)
-    name = one.name + (" +" if one.constants.get("TWO") else "")
+    name = one.name + (" +" if "KV2" in one.constants and one.constants["KV2"].ROWS else "")
     products = ", ".join(f"{count} {product}" for product, count in found.products.items()) or "none"
     return (
-        f"{name:10}{one.constants['M']:4}{one.constants['N']:4}{one.num_warps:6}{one.num_stages:7}"
+        f"{name:10}{one.tiles[0]:4}{one.tiles[1]:4}{one.num_warps:6}{one.num_stages:7}"
         f"{found.registers:6}{found.stack:6}{found.shared:8}{one.estimate:9}{found.at_once(one):8}{found.copies:9}"
         f"  {products:22}{seconds:8.1f}"
     )

@@ -56,6 +56,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     )
     from .ops.planning.params import BwdParams, FwdParams
     from .ops.planning.plan import Plan, make_plan
+    from .ops.planning.selection import Selection, mean_pool_blocks, top_k_blocks
     from .tools.describe import describe
     from .tools.pictures import draw, picture
     from .tools.tuning import Tuned, load_tuned, tune
@@ -84,6 +85,7 @@ __all__ = [
     "Plan",
     "Prefix",
     "Random",
+    "Selection",
     "SparseSelfAttention",
     "SparseTransformer",
     "SparseTransformerBlock",
@@ -106,6 +108,7 @@ __all__ = [
     "load_tuned",
     "make_attention_fn",
     "make_plan",
+    "mean_pool_blocks",
     "picture",
     "preset",
     "preset_options",
@@ -114,6 +117,7 @@ __all__ = [
     "process_dynamic_mask_dkv",
     "process_mask",
     "process_mask_dkv",
+    "top_k_blocks",
     "tune",
 ]
 
@@ -144,6 +148,7 @@ _AT_FIRST_USE = {
     ),
     "ops.planning.params": ("BwdParams", "FwdParams"),
     "ops.planning.plan": ("Plan", "make_plan"),
+    "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
     "tools.describe": ("describe",),
     "tools.pictures": ("draw", "picture"),
     "tools.tuning": ("Tuned", "load_tuned", "tune"),

@@ -17,6 +17,7 @@ from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
 from .modules.settings import Computation, check_array, check_order, check_settings, refuse_unknown
 from .ops.planning.plan import Plan
+from .ops.planning.selection import Selection
 
 _Initializer = hk.initializers.Initializer
 
@@ -163,6 +164,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         mask: jax.Array | None = None,
         *,
         segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
     ) -> jax.Array:
         """Applies attention; ``layer(x)`` is ``layer(x, x, x)``.
 
@@ -173,21 +175,23 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             any key gets 0, where ``hk.MultiHeadAttention`` gives the mean of all values.
           segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
             padding, which attends to nothing.
+          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
+            leading axes of the query.
 
         Returns:
           [..., T, model_size].
 
         Raises:
-          TypeError: what is no array.
+          TypeError: what is no array, or a selection that is none.
           ValueError: inputs that are no floats, without a token axis or longer than seq_len; keys or values of other
             tokens than the queries' (cross-attention); a mask that differs by query or head; segment_ids of another
-            shape than the tokens'.
+            shape than the tokens'; a selection of other axes or blocks than the query's.
           NotImplementedError: the named implementation cannot serve arrays of this dtype.
         """
         key = query if key is None else key
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
-        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len)
+        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len, selection=selection)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -208,7 +212,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         if self.normalize_qk:
             q, k = (hk.LayerNorm(-1, True, False, 1e-6, name=name)(x) for x, name in ((q, "query_ln"), (k, "key_ln")))
         sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=Extras(ids, sinks)).reshape(*tokens, self.num_heads * self.value_size)
+        out = self.attention_step(q, k, v, mask=Extras(ids, sinks, selection))
+        out = out.reshape(*tokens, self.num_heads * self.value_size)
         return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
 
 
@@ -320,13 +325,19 @@ class SparseTransformerBlock(hk.Module):
         self.dropout = functools.partial(_dropout, dropout_rate)
 
     def __call__(
-        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
 
         Args:
           x: [..., T, features] with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`.
+          selection: a `Selection`, see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; needed with a dropout_rate only.
 
         Returns:
@@ -343,7 +354,9 @@ class SparseTransformerBlock(hk.Module):
                 f"deterministic must be True or False, got None: with dropout_rate={self.dropout_rate}, each call says "
                 "whether to drop"
             )
-        run = functools.partial(forward, self, segment_ids=segment_ids, deterministic=deterministic)
+        run = functools.partial(
+            forward, self, segment_ids=segment_ids, deterministic=deterministic, selection=selection
+        )
         return (hk.remat(run) if self.remat else run)(x)
 
 

@@ -20,6 +20,7 @@ from .modules.block import check_input, forward
 from .modules.settings import check_array, check_order, check_settings, query_features
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
+from .ops.planning.selection import Selection
 
 
 class _Settings(nn.Module, kw_only=True):
@@ -128,7 +129,12 @@ class SparseSelfAttention(_Settings):
 
     @nn.compact
     def __call__(
-        self, inputs: jax.Array, *, segment_ids: jax.Array | None = None, sow_weights: bool = False
+        self,
+        inputs: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
+        sow_weights: bool = False,
     ) -> jax.Array:
         """Applies attention to the inputs.
 
@@ -136,6 +142,8 @@ class SparseSelfAttention(_Settings):
           inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
           segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
             padding, which attends to nothing.
+          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
+            leading axes of the inputs.
           sow_weights: must be False, see Raises.
 
         Returns:
@@ -143,7 +151,9 @@ class SparseSelfAttention(_Settings):
 
         Raises:
           ValueError: an input longer than seq_len or without a token axis; segment_ids of another shape than the
-            tokens'; sow_weights=True (the probabilities are never formed); the settings, see the class.
+            tokens'; a selection of other axes or blocks than the inputs'; sow_weights=True (the probabilities are never
+            formed); the settings, see the class.
+          TypeError: a selection that is none.
           NotImplementedError: see the class.
         """
         if self.decode:
@@ -153,7 +163,7 @@ class SparseSelfAttention(_Settings):
             )
         check_array("inputs", inputs, "[..., T, F]")
         features = (0, *inputs.shape)[-1]
-        check_inputs(inputs, segment_ids, features, self.seq_len, sow_weights)
+        check_inputs(inputs, segment_ids, features, self.seq_len, sow_weights, selection)
         num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         head_size = query_features(self.num_heads, features, self.qkv_features, self.head_dim) // self.num_heads
         step = attention_step(
@@ -190,7 +200,7 @@ class SparseSelfAttention(_Settings):
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
             name="out",
-        )(step(query, key, value, mask=Extras(segment_ids, sinks)))
+        )(step(query, key, value, mask=Extras(segment_ids, sinks, selection)))
 
 
 class SparseTransformerBlock(_Settings):
@@ -281,13 +291,19 @@ class SparseTransformerBlock(_Settings):
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(
-        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
 
         Args:
           x: [..., T, features] with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`.
+          selection: a `Selection`, see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; None: as the module's attribute says.
 
         Returns:
@@ -300,7 +316,7 @@ class SparseTransformerBlock(_Settings):
         check_input(self.features, x, deterministic)
         # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off)
+        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection)
 
 
 _rematerialized: Any = nn.remat(forward, static_argnums=(3,))

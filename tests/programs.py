@@ -25,3 +25,11 @@ def jaxprs(jaxpr: Any) -> Iterator[Any]:
 def count(jaxpr: Any, primitive: str) -> int:
     """Equations of a primitive, those of inner programs included."""
     return sum(equation.primitive.name == primitive for inner in jaxprs(jaxpr) for equation in inner.eqns)
+
+
+def largest(function: Any, *operands: Any) -> int:
+    """Elements of the largest array that a function reads, makes or holds."""
+    inner = list(jaxprs(jax.make_jaxpr(function)(*operands).jaxpr))
+    variables = [x for j in inner for x in (*j.invars, *j.constvars, *(v for e in j.eqns for v in e.outvars))]
+    assert len(inner) > 1
+    return max(x.aval.size for x in variables if hasattr(x.aval, "size"))

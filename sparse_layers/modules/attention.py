@@ -15,6 +15,7 @@ from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.kernels.call import accumulator
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
+from ..ops.planning.selection import Selection
 from .attention_fn import AttentionFn, Pattern, resolved_masks
 from .settings import (
     LayerOptions,
@@ -32,6 +33,7 @@ class Extras(NamedTuple):
 
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
     sinks: jax.Array | None
+    selection: Selection | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class AttentionStep:
     def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
         query, key, value = self.placed(query, key, value, dtype)
-        return self.fn.attend(query, key, value, segment_ids=mask.segment_ids, sinks=mask.sinks)
+        return self.fn.attend(query, key, value, **mask._asdict())
 
     def placed(self, query, key, value, dtype, positions=None):
         """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
@@ -107,7 +109,12 @@ def attention_step(
 
 
 def check_inputs(
-    inputs: jax.Array, segment_ids: jax.Array | None, features: int, seq_len: int, sow_weights: bool = False
+    inputs: jax.Array,
+    segment_ids: jax.Array | None,
+    features: int,
+    seq_len: int,
+    sow_weights: bool = False,
+    selection: Selection | None = None,
 ) -> None:
     """Refuses a call that a layer for ``seq_len`` tokens, NNX, Linen or Haiku, cannot serve.
 
@@ -131,6 +138,14 @@ def check_inputs(
         if segment_ids.shape != inputs.shape[:-1]:
             raise ValueError(
                 f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {segment_ids.shape}"
+            )
+    if selection is not None:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
+        if selection.ids.shape[:-3] != inputs.shape[:-2]:
+            raise ValueError(
+                f"selection: ids must have the leading axes of the inputs, {inputs.shape[:-2]}, and then rows, heads "
+                f"and blocks, got shape {selection.ids.shape}"
             )
 
 
@@ -326,6 +341,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         inputs: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         out_sharding: Any = None,
@@ -337,6 +353,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
           inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
           segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
             padding, which attends to nothing.
+          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
+            leading axes of the inputs.
           sow_weights: must be False, see Raises.
           decode: must be False or None, see Raises.
           out_sharding, qkv_sharding: handed to Flax's projections.
@@ -346,13 +364,14 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
 
         Raises:
           ValueError: inputs that are no floats or of another shape, longer than seq_len among them; segment_ids of
-            another shape than the tokens'; sow_weights=True (the probabilities are never formed).
-          TypeError: what is no array.
+            another shape than the tokens'; a selection of other axes or blocks than the inputs'; sow_weights=True (the
+            probabilities are never formed).
+          TypeError: what is no array, or a selection that is none.
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
-        check_inputs(inputs, segment_ids, self.in_features, self.seq_len, sow_weights)
-        extras = Extras(segment_ids, self._sinks)
+        check_inputs(inputs, segment_ids, self.in_features, self.seq_len, sow_weights, selection)
+        extras = Extras(segment_ids, self._sinks, selection)
         return super().__call__(
             inputs,
             mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)

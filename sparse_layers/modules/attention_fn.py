@@ -17,6 +17,7 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
+from ..ops.planning.selection import Selection
 from .settings import FnOptions, check_array, check_settings
 
 # No model has so many: if the heads are as many as seq_len, and that is more, they are the tokens.
@@ -71,6 +72,7 @@ class AttentionFn:
         value: jax.Array,
         *,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        selection: Selection | None = None,
         sinks: jax.Array | None = None,
         causal: bool = False,
     ) -> jax.Array:
@@ -79,6 +81,7 @@ class AttentionFn:
         Args:
           query, key, value: of one dtype and length T; as in `block_sparse_attention` but for the leading axes.
           segment_ids: int [..., T], or a pair of those for queries and keys.
+          selection: the key blocks that queries look at, with the leading axes of query.
           sinks: [N] logits.
           causal: also hide what lies in the future.
 
@@ -89,6 +92,7 @@ class AttentionFn:
         rows = math.prod(batch)  # not -1: a batch may be empty
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, length), segment_ids)
+        selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
         plan = self.plan(length, causal)
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
@@ -99,6 +103,7 @@ class AttentionFn:
                 value,
                 plan,
                 segment_ids=segment_ids,
+                selection=selection,
                 scale=self.scale,
                 logits_soft_cap=self.logits_soft_cap,
                 sinks=sinks,

@@ -8,6 +8,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ..ops.decoding.cache import KVCache
+from ..ops.planning.selection import Selection
 from .attention import SparseSelfAttention, check_cache
 from .attention_fn import Pattern
 from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream, refuse_unknown
@@ -123,13 +124,19 @@ class SparseTransformerBlock(nnx.Module):
         self.remat = remat
 
     def __call__(
-        self, x: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+        self,
+        x: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        selection: Selection | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
 
         Args:
           x: [..., T, features] with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`.
+          selection: a `Selection`, see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
 
         Returns:
@@ -140,7 +147,7 @@ class SparseTransformerBlock(nnx.Module):
           TypeError: what is no array.
         """
         check_input(self.features, x, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic)
+        return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection)
 
     def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
@@ -166,9 +173,15 @@ def check_input(features: int, x: jax.Array, deterministic: bool | None = None, 
     check_settings(deterministic=deterministic)
 
 
-def forward(block: Any, x: jax.Array, segment_ids: jax.Array | None, deterministic: bool | None) -> jax.Array:
+def forward(
+    block: Any,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    deterministic: bool | None,
+    selection: Selection | None = None,
+) -> jax.Array:
     """What a block computes, NNX, Linen or Haiku: its layers have the same names."""
-    attended = block.attention(block.attention_norm(x), segment_ids=segment_ids)
+    attended = block.attention(block.attention_norm(x), segment_ids=segment_ids, selection=selection)
     return _rest(block, x, attended, deterministic)
 
 

@@ -18,7 +18,15 @@ from ..masks.adapters import MaskLike
 from ..masks.options import checked
 from . import lowering, sharding
 from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
-from .kernels.call import Call, Operands, checked_array, checked_numbers, checked_scalars, checked_sinks
+from .kernels.call import (
+    Call,
+    Operands,
+    checked_array,
+    checked_numbers,
+    checked_scalars,
+    checked_sinks,
+    described,
+)
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
@@ -30,6 +38,7 @@ from .planning.platforms import (
     first_choice,
     platform,
 )
+from .planning.selection import Selection, known
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +56,7 @@ class _Options(TypedDict, total=False):
     """Types of what does not change the type of the result."""
 
     segment_ids: SegmentIds | None
+    selection: Selection | None
     scale: float | None
     logits_soft_cap: float | None
     sinks: ArrayLike | None
@@ -93,6 +103,7 @@ def block_sparse_attention(
     plan_or_mask: Plan | MaskLike,
     *,
     segment_ids: SegmentIds | None = None,
+    selection: Selection | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
@@ -124,6 +135,8 @@ def block_sparse_attention(
         S > T, `Causal` is aligned at the top left. Where the queries are the last of S, write ``Window(None, S - T)``.
       segment_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). Tokens see only their own segment, and a
         negative id is padding: it attends to nothing. Blocks whose segments cannot meet are skipped at run time.
+      selection: the key blocks that queries look at, chosen at run time, within the mask: a `Selection`. Lists then
+        follow its blocks, not the block sizes and row orders of a plan.
       scale: factor on q . k; None means 1 / sqrt(H).
       logits_soft_cap: positive c: logits x become c * tanh(x / c).
       sinks: [N] logits of an imaginary key per head with value 0 (attention sinks), differentiable.
@@ -179,8 +192,9 @@ def block_sparse_attention(
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
-    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
-    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, n, unbatched), mask)
+    chosen, sizes = _chosen(selection, query, key, unbatched)
+    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse, selection=sizes)
+    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, n, unbatched), mask, chosen)
     if implementation is None:
         call = dataclasses.replace(call, chosen_for=platform())
     lse: Any  # None if nobody asked for it
@@ -253,7 +267,8 @@ def _attend_bwd(implementation, call, share, residuals, cotangents):
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     dead = lse == -jnp.inf
-    if call.plan is None or operands.segments is not None or not call.plan.sees_itself:
+    may_be_dead = operands.segments is not None or operands.chosen is not None
+    if may_be_dead or call.plan is None or not call.plan.sees_itself:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
     dq, dk, dv = _shared(IMPLEMENTATIONS[implementation].backward, call, share, operands, lse, delta, dout)
@@ -402,3 +417,29 @@ def _segments(segment_ids, b, t, s, n, unbatched) -> tuple[jax.Array, jax.Array]
                 raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
         pair.append(jnp.asarray(ids, jnp.int32).reshape(b, length))
     return pair[0], pair[1]
+
+
+def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[int, int] | None]:
+    """The ids of a selection [B, Tq, G, k], and its sizes."""
+    if selection is None:
+        return None, None
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection or None, got {described(selection)}")
+    (b, t, n, _), (s, k) = query.shape, key.shape[1:3]
+    ids, block, granularity = selection.ids, selection.block, selection.granularity
+    tq, heads = -(-t // granularity), sorted({1, k, n})
+    rows = ids.shape[:-2] if hasattr(ids, "shape") else None
+    if rows != ((tq,) if unbatched else (b, tq)) or ids.shape[-2] not in heads:
+        axes = f"[{tq}, G, k]" if unbatched else f"[{b}, {tq}, G, k]"
+        raise ValueError(
+            f"selection: ids must have shape {axes}, one row for each {granularity} of T = {t} queries, with G one of "
+            f"{heads} (1, key heads or query heads), got {described(ids)}"
+        )
+    blocks, seen = -(-s // block), known(ids)
+    if seen is not None and seen.size and seen.max() >= blocks:
+        raise ValueError(
+            f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {seen.max()}"
+        )
+    if not b:  # nobody chooses, and kernels want lists that are not empty
+        return None, None
+    return jnp.asarray(ids).reshape(b, tq, *ids.shape[-2:]), (block, granularity)

@@ -26,9 +26,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .kernels.call import Call, Operands
 from .planning.platforms import platform
 
-# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes), c (the mask's only).
-# Only b, n and k are split.
-_WHOLE = "tshdc"
+# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes); c is only the mask's,
+# r, g and e are only the selection's. Only b, n and k are split.
+_WHOLE = "tshdcrge"
 
 
 # --- one device's share of the heads ---------------------------------------------------------------------------------
@@ -44,18 +44,21 @@ class Share:
         divides it, and all of them if not.
       shards: the number of devices that the query heads are split over.
       axes: the mesh axes of these devices; the index along them says which share a device has.
+      chosen_by_key_head: whether there is a selection, and each key head has its own.
     """
 
     heads: int
     kv_heads: int
     shards: int = 1
     axes: tuple[str, ...] = ()
+    chosen_by_key_head: bool = False
 
     @staticmethod
     def of(operands: Operands, mesh: Any = None, axes: tuple[str, ...] = ()) -> "Share":
         """The share of a device if the heads of the operands, those of all devices, are split over mesh axes."""
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes)
+        by_key_head = operands.chosen is not None and _heads_of_chosen(operands) == "k"
+        return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes, by_key_head)
 
     @property
     def splits_keys(self) -> bool:
@@ -72,6 +75,8 @@ class Share:
         kv_heads = self._own_kv_heads()
         key, value = (jnp.take(x, kv_heads, axis=2) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
+        if self.chosen_by_key_head:
+            own = own._replace(chosen=jnp.take(operands.chosen, kv_heads, axis=2))
         results = self._under_own_masks(function, call, own, *by_query)
         if not by_query:
             return results
@@ -106,7 +111,15 @@ def _axes_of(operands: Operands) -> Operands:
     heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
     k = "n" if heads == kv_heads else "k"
     c = "n" if operands.mask is not None and operands.mask.shape[-3] == heads else "c"
-    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t s")
+    ids = f"b r {_heads_of_chosen(operands)} e"
+    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t s", ids)
+
+
+def _heads_of_chosen(operands: Operands) -> str:
+    """The name of the heads' axis of a selection: one choice for all heads, for each query head or each key head."""
+    heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
+    of = 1 if operands.chosen is None else operands.chosen.shape[-2]
+    return {kv_heads: "k", heads: "n", 1: "g"}[of]
 
 
 def _where_given(operands: Operands, *values: Any) -> Any:
@@ -160,7 +173,7 @@ def over_known_axes(
     specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
     if AxisType.Explicit in mesh.axis_types:
         segments = "segment_ids of queries", "segment_ids of keys"
-        names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask")
+        names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask", "selection")
         operands = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
     by_query = PartitionSpec(batch, None, heads)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)

@@ -58,6 +58,7 @@ MISUSES = [
         "attend(call={'segment_ids': jnp.zeros((2, 30), int)})", ValueError, "segment_ids", "(2, 30)", "one id a token"
     ),
     Misuse("attend(call={'segment_ids': jnp.zeros((2, 32))})", ValueError, "segment_ids", "float32", "integers"),
+    Misuse("attend(call={'selection': 1})", TypeError, "selection", "got int", "must be a Selection or None"),
     Misuse("attend(call={'is_training': True})", TypeError, "__call__", "is_training", "unexpected keyword"),
     Misuse("haiku_block(rope_thta=3)", TypeError, "SparseTransformerBlock", "rope_thta", "did you mean 'rope_theta'"),
     Misuse(

@@ -161,6 +161,16 @@ def test_any_leading_batch_dimensions():
     np.testing.assert_allclose(out[1, 2], run(layer, x[1, 2], ids[1, 2]), atol=1e-6)
 
 
+def test_a_selection_hides_what_it_does_not_choose():
+    layer, x = perturbed(make(MASKS["union"], num_kv_heads=2)), inputs(2, 3, T, F)
+    ids = np.random.default_rng(0).integers(-1, 2, (2, 3, 2, 2, 1))  # of blocks of 16, by key head
+    chosen = sl.Selection(ids, block=16, granularity=16)
+    out = nnx.jit(lambda layer, x, chosen: layer(x, selection=chosen))(layer, x, chosen)
+    for i in ((0, 0), (1, 2)):
+        pairs = (ids[i].swapaxes(0, 1) == np.arange(2)).repeat(16, 1).repeat(16, 2)[:, :T, :T].repeat(2, 0)
+        np.testing.assert_allclose(out[i], dense(layer, x[i][None], pairs & stacked(MASKS["union"]))[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("pattern", ["union", "per head", "array"])
 def test_shorter_inputs_see_the_upper_left_corner(pattern):
     mask = np.tril(np.random.default_rng(0).random((T, T)) < 0.5) if pattern == "array" else MASKS[pattern]

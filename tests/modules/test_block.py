@@ -106,6 +106,14 @@ def test_segments_are_isolated():
     np.testing.assert_array_equal(reached, PATTERN.dense(T) & same)
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_selection_is_handed_on(remat):
+    block, x = make(remat=remat), inputs(1, T, F)
+    chosen = sl.Selection(np.array([[[[0]], [[1]]]]), block=16, granularity=16)
+    alone = block(x, segment_ids=jnp.arange(T)[None] // 16)
+    np.testing.assert_allclose(block(x, selection=chosen), alone, atol=1e-6)
+
+
 def test_scan_over_stacked_blocks_equals_the_loop():
     @nnx.split_rngs(splits=3)
     @nnx.vmap

@@ -97,9 +97,12 @@ def grouped(params):
 VALID = jnp.arange(T) < jnp.asarray([[17], [24]])
 CAUSAL = np.tril(np.ones((T, T), bool))
 # Options, other inputs of the call, dense Haiku's mask, how it reads the parameters.
+CHOSEN = sl.Selection(np.array([[[[0, -1]], [[1, 1]]], [[[-1, 0]], [[0, 1]]]]), block=16, granularity=16)
+HIDDEN = np.kron([[[1, 0], [0, 1]], [[1, 0], [1, 1]]], np.ones((16, 16), bool))[:, None, :T, :T]
 DENSE = {
     "causal": ({"pattern": sl.Causal()}, {}, CAUSAL, dict),
     "segments": ({}, {"segment_ids": IDS}, UNION.dense(T) & (IDS[:, None, :, None] == IDS[:, None, None]), dict),
+    "selection": ({"pattern": sl.Causal()}, {"selection": CHOSEN}, CAUSAL & (HIDDEN == 1), dict),
     "padding, sizes, key and value of their own": (
         {"value_size": 5, "model_size": 10, "with_bias": False, "pattern": sl.Causal()},
         {"mask": VALID[:, None, None]},

@@ -84,13 +84,13 @@ def apply_of(module, **options):
     return lambda params, x, ids=None: module.apply({"params": params}, x, segment_ids=ids, **options)
 
 
-def apply_of_nnx(module):
+def apply_of_nnx(module, **options):
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
     def apply(pure_params, x, ids=None):
         state = jax.tree.map(lambda leaf: leaf, params)  # a copy
         nnx.replace_by_pure_dict(state, pure_params)
-        return nnx.merge(graphdef, state, rest, copy=True)(x, segment_ids=ids)
+        return nnx.merge(graphdef, state, rest, copy=True)(x, segment_ids=ids, **options)
 
     return apply
 
@@ -108,6 +108,7 @@ def assert_close(found, expected, tolerance):
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
 
+SELECTION = sl.Selection(np.random.default_rng(0).integers(-1, 2, (2, 2, N, 1)), block=16, granularity=16)
 # An option that one of the two ignored would show, so that a case may set several.
 CASES = {
     "attention, many options": (
@@ -133,7 +134,7 @@ CASES = {
         {"pattern": ARRAY, "param_dtype": jnp.float16, "use_sinks": True, "implementation": "reference"},
     ),
     "attention, bfloat16": (attention, nnx_attention, {**BF16, "use_sinks": True, "rope_theta": 100.0}),
-    "block, segments": (block, nnx_block, {"remat": True}),
+    "block, segments, selection": (block, nnx_block, {"remat": True}),
     "block, swiglu": (
         block,
         nnx_block,
@@ -164,7 +165,8 @@ def test_same_parameters_and_the_same_values_and_gradients_as_nnx(name):
     module, other = make(**options), reference(**options)
     params = made(module)
     assert specs(params) == specs(pure(other))
-    run = value_and_grads(apply_of(module), apply_of_nnx(other))
+    chosen = {"selection": SELECTION} if "selection" in name else {}
+    run = value_and_grads(apply_of(module, **chosen), apply_of_nnx(other, **chosen))
     found, expected = run(params, inputs(2, T, F), IDS if "segments" in name else None)
     assert_close(found, expected, 2e-6)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found))

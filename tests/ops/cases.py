@@ -81,6 +81,10 @@ class Case:
             allowed = allowed & ((q[:, :, None] == k[:, None, :]) & (q[:, :, None] >= 0))[:, None]
         return allowed
 
+    def selection(self) -> sl.Selection | None:
+        """What queries choose to look at, if they do; an argument of the compiled function."""
+        return None
+
     def call(self, implementation: str) -> dict[str, np.ndarray]:
         """The op's answers and gradients, by `NAMES`, compiled."""
         arrays = self.arrays()
@@ -90,7 +94,7 @@ class Case:
             params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
 
         @compiled
-        def answers(arrays, dynamic):
+        def answers(arrays, dynamic, selection):
             def op(query, key, value, sinks):
                 return sl.block_sparse_attention(
                     query,
@@ -98,6 +102,7 @@ class Case:
                     value,
                     fixed if dynamic is None else dynamic,
                     segment_ids=self.segments,
+                    selection=selection,
                     scale=self.scale,
                     logits_soft_cap=self.soft_cap,
                     sinks=sinks,
@@ -109,7 +114,7 @@ class Case:
             (out, lse), pullback = jax.vjp(op, *(arrays[x] for x in ("query", "key", "value", "sinks")))
             return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
 
-        return _named(answers(arrays, dynamic))
+        return _named(answers(arrays, dynamic, self.selection()))
 
 
 def _named(results) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from sparse_layers.ops.kernels.triton_gpu import launch
 from sparse_layers.ops.kernels.triton_gpu.launch import device as true_device  # before a fixture replaces it
 from sparse_layers.ops.planning import platforms
 from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
-from tests.programs import USUAL, jaxprs
+from tests.programs import USUAL, largest
 
 FIXED = sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"])
 T, CHAIN = 70, candidates(FIXED, 70, fwd_params=sl.FwdParams(q_blocksize=16, kv_blocksize=16))[-1]
@@ -363,14 +363,6 @@ def test_equal_masks_share_a_trace(monkeypatch):
 
 
 # --- cost ------------------------------------------------------------------------------------------------------------
-
-
-def largest(function, *operands):
-    """Elements of the largest array that a function reads, makes or holds."""
-    inner = list(jaxprs(jax.make_jaxpr(function)(*operands).jaxpr))
-    variables = [x for j in inner for x in (*j.invars, *j.constvars, *(v for e in j.eqns for v in e.outvars))]
-    assert len(inner) > 1
-    return max(x.aval.size for x in variables if hasattr(x.aval, "size"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ RNG = np.random.default_rng(0)
 BLOCKS = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
 IDS = np.repeat([[4, 4, 0, 0, 0, 2, -1], [1, 1, 1, 1, 3, 3, 3]], 10, axis=1)
 HOLES = np.tril(RNG.random((T, T)) < 0.3) & (np.arange(T) % 9 != 4)[:, None]  # some queries see nothing
+CHOSEN = RNG.integers(-1, 5, (2, T, 2, 2))
+BLOCKED = sl.Selection(CHOSEN, block=16)
 CASES = {
     "chain": {
         "mask": candidates(sl.preset("sparse_transformer_fixed", **SMALL["sparse_transformer_fixed"]), T, T, BLOCKS)[
@@ -25,15 +27,19 @@ CASES = {
         "logits_soft_cap": 2.0,
     },
     "heads differ, tables": {"mask": (sl.Array(HOLES), sl.Causal() & sl.Strided(8)), "fwd_params": BLOCKS},
+    "selection": {"mask": sl.Causal(), "selection": BLOCKED, "segment_ids": IDS, "sinks": RNG.normal(size=4)},
     "run-time mask": {"mask": jnp.asarray(HOLES), "sinks": RNG.normal(size=4), "fwd_params": BLOCKS},
 }
 
 
-def allowed(mask, segment_ids=None, **_):
+def allowed(mask, segment_ids=None, selection=None, **_):
     masks = mask.masks if isinstance(mask, sl.Plan) else sl.as_masks(mask)
     pairs = np.tile([one.dense(T) for one in masks], (4 // len(masks), 1, 1))[None]
     if segment_ids is not None:
         pairs = pairs & ((segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, :, None] >= 0))[:, None]
+    if selection is not None:
+        blocks = (CHOSEN[..., None] == np.arange(5)).any(-2).swapaxes(1, 2)  # [B, K, T, blocks]
+        pairs = pairs & blocks.repeat(2, axis=1).repeat(16, axis=3)[..., :T]
     return pairs
 
 

@@ -47,6 +47,7 @@ class Case:
     told: frozenset[str] = frozenset()
     implementation: str = "xla"
     named: bool = False  # whether the op is told the sharding of query
+    chosen: int = 0  # how many heads of a selection there are, if there is one
 
 
 SUM = frozenset({"all-reduce"})
@@ -61,6 +62,9 @@ CASES = {
     "MQA": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, told=SUM),
     "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True),
     "run-time masks": Case(jnp.asarray(ALLOWED), BOTH, (8, 4)),
+    "chosen alike": Case(CAUSAL, BOTH, (8, 4), chosen=1),
+    "chosen by query head, masks differ": Case((CAUSAL, NEAR), BOTH, (8, 4), chosen=8),
+    "chosen by key head, key heads straddle": Case(CAUSAL, BOTH, (12, 3), keys=DATA, told=SUM, extras=True, chosen=3),
     "reference": Case((CAUSAL, NEAR, FULL), BOTH, (12, 3), keys=DATA, told=SUM, implementation="reference"),
     "triton": Case((CAUSAL, FULL, NEAR, NEAR), BOTH, (8, 4), implementation="triton"),
 }
@@ -107,9 +111,14 @@ def check_case(mesh, case):
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), axis=1)) if case.extras else None
     mask = case.mask if isinstance(case.mask, jax.Array) else None
 
-    def program(implementation, q, k, v, sinks, ids, mask, *pull):
+    shape = B, -(-T // 16), case.chosen, 1
+    blocks = np.random.default_rng(2).integers(-1, 2, shape)
+    chosen = sl.Selection(blocks, block=16, granularity=16) if case.chosen else None
+
+    def program(implementation, q, k, v, sinks, ids, mask, chosen, *pull):
         def attend(q, k, v, sinks):
             options = {"segment_ids": ids, "sinks": sinks, "implementation": implementation, "return_lse": True}
+            options["selection"] = chosen
             options["query_sharding"] = case.spec if case.named else None
             return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
 
@@ -119,12 +128,13 @@ def check_case(mesh, case):
     batch, _, heads = (*case.spec, None, None)[:3]
     keys = case.spec if case.keys is None else case.keys
     masks = P(heads) if mask is not None and mask.ndim == 3 else P()
-    specs = [case.spec, keys, keys, P(heads), P(batch), masks, case.spec, case.spec]
+    by_head = P(batch, None, {case.heads[0]: heads, case.heads[1]: (*keys, *[None] * 3)[2]}.get(case.chosen))
+    specs = [case.spec, keys, keys, P(heads), P(batch), masks, by_head, case.spec, case.spec]
     right = functools.partial(program, "reference")
     out, lse, slopes = agree(
         mesh,
         functools.partial(program, case.implementation),
-        [q, k, v, sinks, ids, mask, *pull],
+        [q, k, v, sinks, ids, mask, chosen, *pull],
         specs,
         right,
         case.told,
@@ -340,7 +350,13 @@ def main(kind):
     )
     if kind == AxisType.Auto:
         del checks["triton"]  # interpreted kernels are callbacks, which JAX cannot call from a part of a program
-        for name in ("triton", "two axes", "GQA, key heads straddle", "run-time masks"):
+        for name in (
+            "triton",
+            "two axes",
+            "GQA, key heads straddle",
+            "run-time masks",
+            "chosen by query head, masks differ",
+        ):
             checks[f"{name}, told"] = functools.partial(check_case, case=dataclasses.replace(CASES[name], named=True))
     for name, check in checks.items():
         try:

@@ -33,7 +33,13 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {query.dtype}"
-    for what, given in (("segment ids", operands.segments), ("sinks", operands.sinks), ("a soft cap", call.soft_cap)):
+    extras = {
+        "segment ids": operands.segments,
+        "selections": call.selection,
+        "sinks": operands.sinks,
+        "a soft cap": call.soft_cap,
+    }
+    for what, given in extras.items():
         if given is not None:
             return f"it does not know {what}"
     if call.params != (FwdParams(), BwdParams()):

@@ -62,7 +62,7 @@ def _attention(call: Call, operands: Operands, query, key, value):
 
 
 def _allowed(call: Call, operands: Operands) -> jax.Array:
-    """[1 or B, heads, T, S] bools; heads are taken in turn."""
+    """[1 or B, heads or N, T, S] bools; heads are taken in turn."""
     if operands.mask is not None:
         allowed = operands.mask[None]
     else:
@@ -73,4 +73,17 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
     if operands.segments is not None:
         q, kv = operands.segments
         allowed = allowed & ((q[:, :, None] == kv[:, None, :]) & (q[:, :, None] >= 0))[:, None]
+    if operands.chosen is not None:
+        chosen = _chosen(call, operands)
+        allowed = chosen & jnp.tile(allowed, (1, chosen.shape[1] // allowed.shape[1], 1, 1))
     return allowed
+
+
+def _chosen(call: Call, operands: Operands) -> jax.Array:
+    """[B, N, T, S] bools: whether a query's selection has the block of a key."""
+    assert call.selection is not None and operands.chosen is not None
+    (block, granularity), ids = call.selection, operands.chosen
+    t, s, n = operands.query.shape[1], operands.key.shape[1], operands.query.shape[2]
+    blocks = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, Tq, G, blocks]
+    pairs = blocks[:, np.arange(t) // granularity][..., np.arange(s) // block]
+    return jnp.repeat(pairs, n // ids.shape[2], axis=2).swapaxes(1, 2)

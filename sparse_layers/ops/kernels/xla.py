@@ -1,15 +1,17 @@
 """Block-sparse attention in plain XLA: the default on CPU, and what every other platform can fall back to.
 
-A pass walks over block rows (forward) or block columns (backward) and, inside, over the active blocks of each, read
-from its MaskInfo: full blocks first, without any mask, then partial ones. Nothing of size T x S exists at any time,
-and the work is proportional to the active blocks. Arithmetic is in float32 (float64 for float64 inputs).
+A pass walks over the lists of its blocks of queries (forward) or of keys (backward), one after the other: free entries
+first, without any mask, then masked ones. Nothing of size T x S exists at any time, and the work is proportional to the
+active blocks. Arithmetic is in float32 (float64 for float64 inputs).
 
-Blocks are laid out [block, B, K, rows, H]: one block index selects contiguous memory, and one batched matrix product
-serves all batches and heads. K counts key heads; the G = N / K query heads of a group are folded into the rows.
+Blocks are laid out [list and block, B, K, rows, H]: one index selects contiguous memory, and one batched matrix product
+serves all batch entries and heads that share a list. K counts key heads; the query heads of a group are folded into the
+rows.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.mask_info import process_dynamic_mask
+from ..planning.lists import (
+    BlockLists,
+    Candidates,
+    Extents,
+    chosen_candidates,
+    run_time_candidates,
+    run_time_table,
+    state_table,
+    static_candidates,
+    unpacked_tiles,
+)
 from ..planning.plan import Pass
-from ..planning.views import RowOrder
-from .call import Call, Operands, accumulator, joined, merged
+from ..planning.views import Reordered, RowOrder
+from .call import Call, Operands, accumulator, joined, merged, over_batches
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -32,6 +44,20 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
+    return _mapped(functools.partial(_forward, call), operands)
+
+
+def _mapped(function: Callable[..., Any], operands: Operands, *by_query: jax.Array) -> Any:
+    """function(operands, *by_query). Under `jax.vmap`, lists of run time become those of more batch entries.
+
+    Mapped one by one, their loops would run as long as the longest of all, and copy what they have at every step.
+    """
+    if operands.segments is None and operands.mask is None and operands.chosen is None:
+        return function(operands, *by_query)
+    return over_batches(function, math.inf, operands, *by_query)
+
+
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     query, value, sinks = operands.query, operands.value, operands.sinks
     wide = accumulator(query.dtype)
     lse = jnp.full(query.shape[:3], -jnp.inf, wide)
@@ -42,7 +68,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def run(links, arrays):
         q, k, v, *state = arrays
         for link in links:
-            state = merged(state, _forward_pass(call, link, q, k, v, operands.segments))
+            state = merged(state, _forward_pass(call, link, q, k, v))
         return tuple(state)
 
     out, lse = _by_head_class(call, operands, run, (query, *state), dkv=False)
@@ -57,10 +83,13 @@ def backward(
 
     Every pass uses the final ``lse`` [B, T, N]; ``delta`` [B, T, N] is sum(out * dout) less the gradient of lse.
     """
+    return _mapped(functools.partial(_backward, call), operands, lse, delta, dout)
 
+
+def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     def run(links, arrays):
         q, k, v, *rest = arrays
-        grads = [_backward_pass(call, link, q, k, v, operands.segments, *rest) for link in links]
+        grads = [_backward_pass(call, link, q, k, v, *rest) for link in links]
         empty = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
         return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
 
@@ -79,140 +108,159 @@ def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Link:
-    """One pass with the block lists of the direction at hand."""
+    """One pass, and what may attend in it."""
 
     q_order: RowOrder
     kv_order: RowOrder
     shape: tuple[int, int]
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a partial block from row indices ...
-    tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv]
-    block_mask: Any  # this and the next two: numpy or JAX integers [rows or columns, width]
-    data_next: Any
-    mask_next: Any  # None without tiles
-
-    def partial_loop(self, full: Any, total: Any, step: Callable, state: Any) -> Any:
-        """The loop over partial blocks, left out where there can be none: a mask without rule and tiles has none."""
-        return state if self.mask is None and self.tiles is None else lax.fori_loop(full, total, step, state)
+    candidates: Candidates
+    mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a masked block from row indices ...
+    tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv], if there are any
+    granularity: int  # queries of a block that choose together
+    segments: tuple[jax.Array, jax.Array] | None  # as in the operands
 
     @staticmethod
-    def of(link: Pass, dkv: bool) -> "_Link":
-        info, shape = (link.dkv, link.bwd_shape) if dkv else (link.fwd, link.fwd_shape)
-        lists = [x if x is None else x[0].T if dkv else x[0] for x in (info.block_mask, info.data_next, info.mask_next)]
-        tiles = info.partial_mask_blocks
-        tiles = tiles if tiles is None or not dkv else tiles.swapaxes(1, 2)
-        return _Link(link.q_order, link.kv_order, shape, link.mask if link.mask.computable else None, tiles, *lists)
+    def of(link: Pass, segments: tuple[jax.Array, jax.Array] | None, dkv: bool) -> "_Link":
+        """A pass of a plan."""
+        shape = link.bwd_shape if dkv else link.fwd_shape
+        rule = link.mask if link.mask.computable else None
+        candidates, tiles = static_candidates((link.mask,), shape, rule is None)
+        return _Link(link.q_order, link.kv_order, shape, candidates, rule, _bools(tiles, shape), 1, segments).limited()
+
+    @staticmethod
+    def at_run_time(call: Call, operands: Operands, dkv: bool) -> "_Link":
+        """The pass of a call whose blocks are known at run time only, by its mask or by a selection."""
+        orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+        rule, granularity = None, 1
+        if operands.chosen is None:
+            assert operands.mask is not None
+            shape = call.bwd_shape if dkv else call.fwd_shape
+            candidates, tiles = run_time_candidates(operands.mask, shape)
+        else:
+            assert call.selection is not None
+            block, granularity = call.selection
+            shape = max(granularity, _LEAST_ROWS), block
+            if operands.mask is None:
+                assert call.plan is not None
+                masks = [Reordered(mask, *orders) for mask in call.plan.masks]
+                rule = masks[0] if len(masks) == 1 and masks[0].computable else None
+                table, tiles = state_table(masks, shape, rule is None)
+                tiles = _bools(tiles, shape)
+            else:
+                table, tiles = run_time_table(operands.mask, shape)
+            candidates = chosen_candidates(operands.chosen, granularity, shape, table, operands.query.shape[2])
+        return _Link(*orders, shape, candidates, rule, tiles, granularity, operands.segments).limited()
+
+    def limited(self) -> "_Link":
+        """The link whose candidates are those that the segment ids leave."""
+        if self.segments is None:
+            return self
+        sides = zip((self.q_order, self.kv_order), self.segments, self.shape, strict=True)
+        return dataclasses.replace(self, candidates=self.candidates.with_segments(*(Extents.of(*x) for x in sides)))
+
+
+# Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
+_LEAST_ROWS = 16
+
+
+def _bools(tiles: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:
+    """Packed tiles as bools, None for none at all."""
+    return unpacked_tiles(tiles, shape[1]) if tiles is not None and len(tiles) else None
 
 
 def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
-    """Calls run(links, (q, k, v, ...)) once for each mask, with the heads that use it; joins the heads again.
+    """Calls run(links, (q, k, v, ...)) once for each mask of a plan, with the heads that use it; joins the heads again.
 
     Heads h, h + C, h + 2C, ... share mask h of C. With C > 1 the key heads are repeated to one a query head, since a
     group of query heads then need not share a mask; gradients of keys come back repeated, too.
     """
     key, value = operands.key, operands.value
     query, *others = by_query
-    classes = len(call.chains) if operands.mask is None else operands.mask.shape[0]
+    if operands.mask is not None or operands.chosen is not None:
+        return run([_Link.at_run_time(call, operands, dkv)], (query, key, value, *others))
+    classes = len(call.chains)
     if classes > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     arrays = [[x[:, :, c::classes] for c in range(classes)] for x in (query, key, value, *others)]
-    if operands.mask is None:
-        links = [[_Link.of(link, dkv) for link in chain] for chain in call.chains]
-        results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
-        return [joined(parts) for parts in zip(*results, strict=True)]
-
-    shape = call.bwd_shape if dkv else call.fwd_shape
-    ends = [(0, -length % block) for length, block in zip(operands.mask.shape[1:], shape, strict=True)]
-    info, _ = process_dynamic_mask(jnp.pad(operands.mask, [(0, 0), *ends]), shape, is_dkv=dkv)
-    tiles = info.partial_mask_blocks.reshape(-1, *info.partial_mask_blocks.shape[-2:])
-    tiles = tiles.swapaxes(1, 2) if dkv else tiles
-    orders = RowOrder(query.shape[1]), RowOrder(key.shape[1])
-
-    def one(slices):
-        lists = [x.T if dkv else x for x in slices[0]]
-        return run([_Link(*orders, shape, None, tiles, *lists)], slices[1])
-
-    lists = info.block_mask, info.data_next, info.mask_next
-    results = lax.map(one, (lists, tuple(jnp.stack(parts) for parts in arrays)))
-    return [joined(list(parts)) for parts in results]
+    links = [[_Link.of(link, operands.segments, dkv) for link in chain] for chain in call.chains]
+    results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
+    return [joined(parts) for parts in zip(*results, strict=True)]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(call: Call, link: _Link, query, key, value, segments):
+def _forward_pass(call: Call, link: _Link, query, key, value):
     """(out, lse) of one pass in token order; rows that the pass does not hold have out 0 and lse -inf."""
-    blocks, lists = _prepare(link, query, key, value, segments)
+    blocks = _Blocks.of(link, False, query, key, value)
     wide, precision = _arithmetic(query)
 
     def row(_, inputs):
-        i, q, index, tile, full, total = inputs
+        line, q, (first, masked, end) = inputs
         q = q.astype(wide) * call.scale
 
-        def step(partial, slot, state):
+        def step(in_part, entry, state):
             best, total, out = state
-            j = index[slot]
-            scores = _capped(jnp.einsum("bkqd,bksd->bkqs", q, blocks.at(blocks.key, j), precision=precision), call)[0]
-            allowed = blocks.allowed(i, j, tile[slot] if partial else None)
-            if allowed is not None:
-                scores = jnp.where(allowed, scores, -jnp.inf)
+            j = blocks.minor(entry)
+            k, v = blocks.at(blocks.key, line.key + j), blocks.at(blocks.value, line.key + j)
+            scores = _capped(jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision), call)[0]
+            if in_part:
+                scores = jnp.where(blocks.allowed(line, line.block, j, entry), scores, -jnp.inf)
             raised = jnp.maximum(best, scores.max(-1))
             shift = jnp.where(raised == -jnp.inf, 0, raised)
             weights, old = jnp.exp(scores - shift[..., None]), jnp.exp(best - shift)
-            update = jnp.einsum("bkqs,bksd->bkqd", weights, blocks.at(blocks.value, j), precision=precision)
+            update = jnp.einsum("bkqs,bksd->bkqd", weights, v, precision=precision)
             return raised, total * old + weights.sum(-1), out * old[..., None] + update
 
         none = jnp.zeros_like(q[..., 0])
         state = none - jnp.inf, none, jnp.broadcast_to(none[..., None], (*none.shape, value.shape[-1]))
-        state = lax.fori_loop(0, full, functools.partial(step, False), state)
-        best, total, out = link.partial_loop(full, total, functools.partial(step, True), state)
+        best, total, out = blocks.walk((first, masked, end), step, state)
         return None, (out / jnp.where(total == 0, 1, total)[..., None], best + jnp.log(total))
 
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(len(lists.full)), blocks.query, *lists))
-    out, lse = _unblocked(out, blocks.group), _unblocked(lse, blocks.group)
-    return link.q_order.scatter(out), link.q_order.scatter(lse, -jnp.inf)
+    _, (out, lse) = lax.scan(row, None, (blocks.lines, blocks.query, blocks.spans))
+    return blocks.of_rows(out), blocks.of_rows(lse, -jnp.inf)
 
 
-def _backward_pass(call: Call, link: _Link, query, key, value, segments, lse, delta, dout):
+def _backward_pass(call: Call, link: _Link, query, key, value, lse, delta, dout):
     """(dq, dk, dv) of one pass in token order, in the accumulator's dtype."""
-    blocks, lists = _prepare(link, query, key, value, segments, columns=True)
+    blocks = _Blocks.of(link, True, query, key, value)
     wide, precision = _arithmetic(query)
     # A row that attends to nothing has no weights to differentiate: any finite shift gives exp(-inf) = 0.
     by_row = [jnp.where(lse == -jnp.inf, 0, lse), delta, dout]
-    lse, delta, dout = (blocks.rows(link.q_order, x) for x in by_row)
+    lse, delta, dout = map(blocks.rows, by_row)
     product = functools.partial(jnp.einsum, precision=precision)
 
     def column(dq, inputs):
-        j, k, v, index, tile, full, total = inputs
-        k, v = k.astype(wide) * call.scale, v.astype(wide)
+        line, span = inputs
+        j = line.block
+        k, v = blocks.at(blocks.key, line.key + j) * call.scale, blocks.at(blocks.value, line.key + j)
 
-        def step(partial, slot, state):
+        def step(in_part, entry, state):
             dk, dv, dq = state
-            i = index[slot]
-            q, do = blocks.at(blocks.query, i), blocks.at(dout, i)
+            i = blocks.minor(entry)
+            place = line.query + i
+            q, do = blocks.at(blocks.query, place), blocks.at(dout, place)
             scores, slope = _capped(product("bkqd,bksd->bkqs", q, k), call)
-            weights = jnp.exp(scores - blocks.at(lse, i)[..., None])
-            allowed = blocks.allowed(i, j, tile[slot] if partial else None)
-            if allowed is not None:
-                weights = jnp.where(allowed, weights, 0)
-            dscores = weights * (product("bkqd,bksd->bkqs", do, v) - blocks.at(delta, i)[..., None])
+            weights = jnp.exp(scores - blocks.at(lse, place)[..., None])
+            if in_part:
+                weights = jnp.where(blocks.allowed(line, i, j, entry), weights, 0)
+            dscores = weights * (product("bkqd,bksd->bkqs", do, v) - blocks.at(delta, place)[..., None])
             if slope is not None:
                 dscores = dscores * slope
             dv = dv + product("bkqs,bkqd->bksd", weights, do)
             dk = dk + product("bkqs,bkqd->bksd", dscores, q)
-            dq_block = lax.dynamic_index_in_dim(dq, i, keepdims=False) + product("bkqs,bksd->bkqd", dscores, k)
-            return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, i, 0)
+            dq_block = lax.dynamic_index_in_dim(dq, place, keepdims=False) + product("bkqs,bksd->bkqd", dscores, k)
+            return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, place, 0)
 
-        state = jnp.zeros_like(k), jnp.zeros_like(v), dq
-        state = lax.fori_loop(0, full, functools.partial(step, False), state)
-        dk, dv, dq = link.partial_loop(full, total, functools.partial(step, True), state)
+        dk, dv, dq = blocks.walk(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
         return dq, (dk * call.scale, dv)
 
     dq = jnp.zeros_like(blocks.query, wide)
-    dq, (dk, dv) = lax.scan(column, dq, (jnp.arange(len(lists.full)), blocks.key, blocks.value, *lists))
-    dq, dk, dv = _unblocked(dq, blocks.group), _unblocked(dk), _unblocked(dv)
-    return link.q_order.scatter(dq), link.kv_order.scatter(dk), link.kv_order.scatter(dv)
+    dq, grads = lax.scan(column, dq, (blocks.lines, blocks.spans))
+    dk, dv = (blocks.of_columns(x, blocks.layout.lists) for x in grads)
+    return blocks.of_rows(dq), dk, dv
 
 
 # --- second derivatives ----------------------------------------------------------------------------------------------
@@ -244,7 +292,7 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
 
     def run(links, arrays):
         q, k, v, shift = arrays
-        parts = [_by_pairs(link, pair, (q, shift), (k, v), operands.segments)[0] for link in links]
+        parts = [_by_pairs(link, pair, (q, shift), (k, v))[0] for link in links]
         start = jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
@@ -271,7 +319,7 @@ def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: ja
 
     def run(links, arrays):
         q, k, v, *rest = arrays
-        parts = [sum(_by_pairs(link, pair, (q, *rest), (k, v), operands.segments), ()) for link in links]
+        parts = [sum(_by_pairs(link, pair, (q, *rest), (k, v)), ()) for link in links]
         start = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
@@ -286,49 +334,48 @@ def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
-def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any], segments: Any):
+def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
     """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
 
     Args:
-      link: the pass, with lists by row.
+      link: the pass.
       pair: takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, gives tuples of such.
       rows: the query and further arrays [B, T, N, ..], in token order.
       columns: key and value.
-      segments: of the operands.
     """
-    blocks, lists = _prepare(link, rows[0], columns[0], columns[1], segments)
-    of_rows = tuple(blocks.rows(link.q_order, x) for x in rows)
+    blocks = _Blocks.of(link, False, rows[0], *columns)
+    of_rows = tuple(map(blocks.rows, rows))
     of_columns = blocks.key, blocks.value
-    width = lists.index.shape[1]
-    lists = jax.tree.map(jnp.asarray, lists)
+    # Lists follow each other. Entries behind the last one stand for the last, lest blocks that nobody chose be read.
+    spans, lines = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.lines)
+    entries = jnp.arange(len(blocks.lists.block))
+    live = entries < spans[-1, 2]
+    entries = jnp.minimum(entries, jnp.maximum(spans[-1, 2] - 1, 0))
+    numbers = jnp.minimum(jnp.searchsorted(spans[:, 2], entries, side="right"), len(spans) - 1)
 
     @jax.checkpoint
-    def of_cell(of_rows, of_columns, i, slot):
-        j = lists.index[i, slot]
-        allowed, in_segments = slot < lists.total[i], blocks.allowed(i, j, None)
-        if in_segments is not None:
-            allowed = allowed & in_segments
-        if link.mask is not None or link.tiles is not None:
-            allowed = allowed & ((slot < lists.full[i]) | blocks.allowed(i, j, lists.tile[i, slot]))
-        at = [tuple(blocks.at(x, place) for x in side) for side, place in ((of_rows, i), (of_columns, j))]
-        return j, *pair(*at, allowed)
+    def of_cell(of_rows, of_columns, number, entry, live):
+        line, j = jax.tree.map(lambda x: x[number], lines), blocks.minor(entry)
+        free = entry < spans[number, 1]
+        allowed = live & (free | blocks.allowed(line, line.block, j, entry)) if blocks.some(1) else live
+        places = line.query + line.block, line.key + j
+        at = [
+            tuple(blocks.at(x, place) for x in side) for side, place in zip((of_rows, of_columns), places, strict=True)
+        ]
+        return places, *pair(*at, allowed)
 
     def step(sums, cell):
-        i, slot = jnp.divmod(cell, width)
-        j, *found = of_cell(of_rows, of_columns, i, slot)
-        sides = zip((i, j), sums, found, strict=True)
+        places, *found = of_cell(of_rows, of_columns, *cell)
+        sides = zip(places, sums, found, strict=True)
         return tuple(tuple(map(lambda sum, x, at=at: sum.at[at].add(x), *xs)) for at, *xs in sides), None
 
-    _, *shapes = jax.eval_shape(of_cell, of_rows, of_columns, 0, 0)
+    _, *shapes = jax.eval_shape(of_cell, of_rows, of_columns, numbers[0], entries[0], live[0])
     start = [
         tuple(jnp.zeros_like(side[0], x.dtype, (len(side[0]), *x.shape)) for x in own)
         for side, own in zip((of_rows, of_columns), shapes, strict=True)
     ]
-    (by_row, by_column), _ = lax.scan(step, (*start,), jnp.arange(len(lists.full) * width))
-    return (
-        tuple(link.q_order.scatter(_unblocked(x, blocks.group)) for x in by_row),
-        tuple(link.kv_order.scatter(_unblocked(x)) for x in by_column),
-    )
+    (by_row, by_column), _ = lax.scan(step, (*start,), (numbers, entries, live))
+    return tuple(map(blocks.of_rows, by_row)), tuple(blocks.of_columns(x, blocks.layout.kv_lists) for x in by_column)
 
 
 def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]:
@@ -348,97 +395,146 @@ def _arithmetic(query: jax.Array):
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-class _Lists(NamedTuple):
-    """Active blocks of each row (or column): full ones first, then partial ones, then padding."""
+class _Line(NamedTuple):
+    """A block of the major side and where its list's blocks lie; or the arrays of all of them."""
 
-    index: Any  # [rows, width]: the other side's block
-    tile: Any  # [rows, width]: index into the link's tiles (0 where it has none)
-    full: Any  # [rows]: number of full blocks
-    total: Any  # [rows]: number of active blocks
+    block: Any  # the number of the block
+    query: Any  # where the list's blocks of queries begin
+    key: Any  # where its blocks of keys begin
+    batch: Any  # which batch entry it is of, or 0 if lists are those of all
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Layout:
+    """How batch entries and heads are laid out: by the lists that they have in common.
+
+    Query head (k * lists + list) * group + g has the given list, and key head k of those in the list's blocks of keys.
+    If there are several lists, these have one key head only, which several of them may share.
+    """
+
+    batches: int  # lists by batch entry, or 1
+    lists: int  # lists by head
+    kv_heads: int  # key heads in a block
+    kv_lists: int  # lists of different key heads
+    group: int  # query heads in a block, for each of its key heads
+
+    @staticmethod
+    def of(lists: BlockLists, heads: int, kv_heads: int) -> "_Layout":
+        batches, by_head = lists.spans.shape[:2]
+        if by_head == 1:
+            return _Layout(batches, 1, kv_heads, 1, heads // kv_heads)
+        return _Layout(batches, by_head, 1, kv_heads, heads // by_head)
+
+    def blocked(self, x: jax.Array, block: int, lists: int, group: int = 1) -> jax.Array:
+        """[B, rows, heads, ...] -> [batches * lists * rows / block, B / batches, K, group * block, ...]."""
+        b, rows, heads, *rest = x.shape
+        shared = b // max(self.batches, 1)
+        x = x.reshape(self.batches, shared, rows // block, block, heads // (lists * group), lists, group, *rest)
+        x = x.transpose(0, 5, 2, 1, 4, 6, 3, *range(7, x.ndim))
+        return x.reshape(self.batches * lists * (rows // block), shared, x.shape[4], group * block, *rest)
+
+    def unblocked(self, x: jax.Array, lists: int, group: int = 1) -> jax.Array:
+        """The inverse of `blocked`."""
+        blocks, shared, kv_heads, rows, *rest = x.shape
+        each = self.batches * lists
+        sizes = self.batches, lists, blocks // max(each, 1), shared, kv_heads, group, rows // group
+        x = x.reshape(*sizes, *rest).transpose(0, 3, 2, 6, 4, 1, 5, *range(7, x.ndim + 3))
+        return x.reshape(self.batches * shared, sizes[2] * sizes[6], kv_heads * lists * group, *rest)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Blocks:
-    """The operands of a pass in blocks and row order, and the mask of any pair of blocks."""
+    """The operands of a pass in blocks and row order, its lists, and the mask of any pair of blocks."""
 
     link: _Link
-    group: int
-    query: jax.Array  # [blocks, B, K, G * bq, H]
-    key: jax.Array  # [blocks, B, K, bkv, H]
-    value: jax.Array  # [blocks, B, K, bkv, Hv]
-    segments: tuple[jax.Array, jax.Array] | None  # [blocks, B, 1, rows] each
+    layout: _Layout
+    lists: BlockLists
+    query: jax.Array  # [lists' blocks, B, K, G * bq, H]
+    key: jax.Array  # [lists' blocks, B, K, bkv, H]
+    value: jax.Array  # [lists' blocks, B, K, bkv, Hv]
+    segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
 
-    def rows(self, order: RowOrder, x: jax.Array) -> jax.Array:
-        """[B, T, N, ...] in token order -> [blocks, B, K, G * bq, ...]."""
-        return _blocked(order.gather(x, len(self.query) * self.link.shape[0]), self.link.shape[0], self.group)
+    @staticmethod
+    def of(link: _Link, by_key: bool, query, key, value) -> "_Blocks":
+        lists = link.candidates.lists(by_key)
+        layout = _Layout.of(lists, query.shape[2], key.shape[2])
+        rows, cols = (n * side for n, side in zip(link.candidates.blocks, link.shape, strict=True))
+        segments = link.segments
+        if segments is not None:
+            sides = zip((link.q_order, link.kv_order), segments, (rows, cols), link.shape, strict=True)
+            segments = [layout.blocked(order.gather(ids[..., None], n), side, 1) for order, ids, n, side in sides]
+        q = layout.blocked(link.q_order.gather(query, rows), link.shape[0], layout.lists, layout.group)
+        k, v = (layout.blocked(link.kv_order.gather(x, cols), link.shape[1], layout.kv_lists) for x in (key, value))
+        return _Blocks(link, layout, lists, q, k, v, segments)
 
-    def at(self, x: jax.Array, i: jax.Array) -> jax.Array:
-        """Block i, in the accumulator's dtype."""
-        return lax.dynamic_index_in_dim(x, i, keepdims=False).astype(accumulator(x.dtype))
+    @property
+    def spans(self) -> Any:
+        """[lines, 3], see `BlockLists`."""
+        return self.lists.spans.reshape(-1, 3)
 
-    def allowed(self, i: jax.Array, j: jax.Array, tile: jax.Array | None) -> jax.Array | None:
-        """Which pairs of blocks (i, j) may attend, [.., G * bq, bkv]; None for all. ``tile`` None: a full block."""
-        bq, bkv = self.link.shape
-        allowed = None
-        if tile is not None:
-            if self.link.mask is not None:
-                q, k = i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]
-                allowed = self.link.mask(q, k)
-            else:
-                allowed = lax.dynamic_index_in_dim(jnp.asarray(self.link.tiles), tile, keepdims=False)
-            allowed = jnp.tile(allowed, (self.group, 1))[None, None]
+    @property
+    def lines(self) -> _Line:
+        """Those of all blocks of the major side, in the order of the spans."""
+        batches, lists, major = self.lists.spans.shape[:3]
+        batch, own, block = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
+        queries, keys = self.link.candidates.blocks
+        kv = batch * self.layout.kv_lists + own * self.layout.kv_lists // lists
+        return _Line(block, (batch * lists + own) * queries, kv * keys, batch)
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """[B, T, N, ...] in token order -> [lists' blocks, B, K, G * bq, ...]."""
+        (rows, _), (bq, _) = self.link.candidates.blocks, self.link.shape
+        return self.layout.blocked(self.link.q_order.gather(x, rows * bq), bq, self.layout.lists, self.layout.group)
+
+    def of_rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
+        """The inverse of `rows`, ``fill`` in tokens without a row."""
+        return self.link.q_order.scatter(self.layout.unblocked(x, self.layout.lists, self.layout.group), fill)
+
+    def of_columns(self, x: jax.Array, lists: int) -> jax.Array:
+        """Blocks of keys of so many lists in token order, summed up over the lists of one key head."""
+        x = self.link.kv_order.scatter(self.layout.unblocked(x, lists))
+        b, s, heads, size = x.shape
+        each = lists // self.layout.kv_lists
+        return x if each == 1 else x.reshape(b, s, heads // each, each, size).sum(3)
+
+    def minor(self, entry: jax.Array) -> jax.Array:
+        """The block of the minor side of an entry."""
+        return lax.dynamic_index_in_dim(jnp.asarray(self.lists.block), entry, keepdims=False)
+
+    def at(self, x: jax.Array, place: jax.Array) -> jax.Array:
+        """The block at a place, in the accumulator's dtype."""
+        return lax.dynamic_index_in_dim(x, place, keepdims=False).astype(accumulator(x.dtype))
+
+    def some(self, part: int) -> bool:
+        """Whether there may be free entries (part 0), or masked ones (part 1)."""
+        spans = self.spans
+        return not self.lists.static or bool((spans[:, part] < spans[:, part + 1]).any())
+
+    def walk(self, span: Any, step: Callable[..., Any], state: Any) -> Any:
+        """step(is it masked, entry, state) over the free entries of a list, and then over the masked ones."""
+        for part in (0, 1):
+            if self.some(part):
+                state = lax.fori_loop(span[part], span[part + 1], functools.partial(step, bool(part)), state)
+        return state
+
+    def allowed(self, line: _Line, i: jax.Array, j: jax.Array, entry: jax.Array) -> jax.Array:
+        """Which pairs of a masked entry, blocks (i, j), may attend: [.., G * bq, bkv]."""
+        (bq, bkv), link, lists = self.link.shape, self.link, self.lists
+        found = [jnp.ones(self.link.shape, bool)]
+        if link.mask is not None:
+            found.append(link.mask(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
+        elif link.tiles is not None:
+            tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
+            own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)
+            found.append(own | (tile < 0))
+        if lists.chosen_by is not None:
+            bits = lax.dynamic_index_in_dim(lists.chosen_by, entry, keepdims=False)
+            part = np.arange(bq, dtype=np.int32) // link.granularity
+            found.append(((bits >> part) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, (i, j), strict=True))
-            same = (q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0)
-            same = jnp.tile(same, (1, 1, self.group, 1))  # [B, 1, G * bq, bkv]
-            allowed = same if allowed is None else allowed & same
-        return allowed
-
-
-def _prepare(link: _Link, query, key, value, segments, *, columns: bool = False) -> tuple[_Blocks, _Lists]:
-    bq, bkv = link.shape
-    rows, cols = -(-link.q_order.rows // bq) * bq, -(-link.kv_order.rows // bkv) * bkv
-    group = query.shape[2] // key.shape[2]
-    if segments is not None:
-        q_ids, kv_ids = (s[:, :, None] for s in segments)
-        segments = _blocked(link.q_order.gather(q_ids, rows), bq), _blocked(link.kv_order.gather(kv_ids, cols), bkv)
-    blocks = _Blocks(
-        link,
-        group,
-        _blocked(link.q_order.gather(query, rows), bq, group),
-        _blocked(link.kv_order.gather(key, cols), bkv),
-        _blocked(link.kv_order.gather(value, cols), bkv),
-        segments,
-    )
-    xp: Any = np if segments is None and isinstance(link.block_mask, np.ndarray) else jnp
-    state, index = xp.asarray(link.block_mask), xp.asarray(link.data_next, np.int32)
-    if segments is not None:
-        state = jnp.where(_may_meet(segments[::-1] if columns else segments, index), state, 0)
-    order = xp.argsort(xp.where(state == 0, 3, 3 - state), axis=1, stable=True)
-    tile = xp.zeros_like(index) if link.mask_next is None else xp.asarray(link.mask_next, np.int32)
-    index, tile = xp.take_along_axis(index, order, axis=1), xp.take_along_axis(tile, order, axis=1)
-    counts = [(state == 2).sum(1), (state != 0).sum(1)]
-    return blocks, _Lists(index, tile, *(xp.asarray(c, np.int32) for c in counts))
-
-
-def _may_meet(segments: Sequence[jax.Array], index: jax.Array) -> jax.Array:
-    """Whether block row i and block index[i, w] hold segment ids in overlapping ranges, in any batch entry."""
-    largest = np.iinfo(np.int32).max
-    low, high = zip(*((jnp.where(s >= 0, s, largest).min((-2, -1)), s.max((-2, -1))) for s in segments), strict=True)
-    return ((low[0][:, None] <= high[1][index]) & (low[1][index] <= high[0][:, None])).any(-1)
-
-
-def _blocked(x: jax.Array, block: int, group: int = 1) -> jax.Array:
-    """[B, rows, K * G, ...] -> [rows / block, B, K, G * block, ...]."""
-    b, rows, heads, *rest = x.shape
-    x = x.reshape(b, rows // block, block, heads // group, group, *rest)
-    x = jnp.moveaxis(x, (1, 0, 3, 4, 2), (0, 1, 2, 3, 4))
-    return x.reshape(rows // block, b, heads // group, group * block, *rest)
-
-
-def _unblocked(x: jax.Array, group: int = 1) -> jax.Array:
-    """The inverse of `_blocked`."""
-    blocks, b, kv_heads, rows, *rest = x.shape
-    x = x.reshape(blocks, b, kv_heads, group, rows // group, *rest)
-    x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2))
-    return x.reshape(b, blocks * (rows // group), kv_heads * group, *rest)
+            places = (line.batch * n + x for n, x in zip(link.candidates.blocks, (i, j), strict=True))
+            q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, places, strict=True))
+            found.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
+        allowed = functools.reduce(jnp.logical_and, found)
+        allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+        return jnp.tile(allowed, (1, 1, self.layout.group, 1))

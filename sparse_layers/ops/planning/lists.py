@@ -67,13 +67,14 @@ class Candidates:
     """Pairs of blocks that may be active, in any order, each once.
 
     Attributes:
-      row: int32 [LB, LH, n], the block of queries.
+      row: int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB.
       column: int32 [LB, LH, n], the block of keys.
       kind: integers [LB, LH, n], DEAD, MASKED or FREE.
       tile: int32 [LB, LH, n], the mask tile of MASKED ones; -1 for none.
       chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
+      most_in_row: where rows are known at run time only, how many candidates each has, one row after the other.
     """
 
     row: Any
@@ -83,6 +84,41 @@ class Candidates:
     chosen_by: Any
     blocks: tuple[int, int]
     group: int = 1
+    most_in_row: int | None = None
+
+    def longest(self, by_key: bool) -> int:
+        """A bound, known beforehand, of the entries of a list."""
+        major = self.column if by_key else self.row
+        if isinstance(major, np.ndarray):
+            lines = major.reshape(-1, major.shape[-1])
+            return max((int(np.bincount(line).max(initial=0)) for line in lines), default=0)
+        bound = self.blocks[not by_key]
+        return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
+
+    def sorted(self, by_key: bool) -> "Candidates":
+        """The same, known beforehand, in the order of query blocks, or of key blocks."""
+        order = np.argsort(
+            np.where(self.kind == DEAD, max(self.blocks), self.column if by_key else self.row), kind="stable"
+        )
+        row, column, kind, tile = (
+            np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
+        )
+        # What only fills up shorter lists counts as the last block's.
+        row, column = (np.where(kind == DEAD, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
+        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
+
+    def starts(self, by_key: bool) -> np.ndarray | None:
+        """Where each block's candidates begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
+        major, blocks = (self.column, self.blocks[1]) if by_key else (self.row, self.blocks[0])
+        if isinstance(major, np.ndarray):
+            lines = major[0]
+            if (np.diff(lines) < 0).any():
+                return None
+            return np.stack([np.searchsorted(line, np.arange(blocks + 1)) for line in lines]).astype(np.int32)
+        if by_key or self.most_in_row is None:
+            return None
+        heads = self.kind.shape[1]
+        return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.most_in_row, (heads, 1))
 
     def lists(self, by_key: bool) -> BlockLists:
         """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the candidates."""
@@ -92,7 +128,9 @@ class Candidates:
         blocks = self.blocks[by_key]
         lines = batches * heads * blocks
         first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
-        key = xp.where(self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED)).ravel()
+        key = xp.where(
+            self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED).astype(np.int32)
+        ).ravel()
         order = xp.argsort(key, stable=True)
         if xp is np:
             number = np.bincount(key, minlength=2 * lines + 1)
@@ -115,9 +153,7 @@ class Candidates:
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
         kind = jnp.where((self.kind == FREE) & ~same, MASKED, self.kind)
         kind = jnp.where(meet, kind, DEAD)
-        tile, chosen_by = (x if x is None else jnp.broadcast_to(x, kind.shape) for x in (self.tile, self.chosen_by))
-        row, column = (jnp.broadcast_to(x, kind.shape) for x in (self.row, self.column))
-        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, chosen_by=chosen_by)
+        return dataclasses.replace(self, kind=kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +258,10 @@ def run_time_candidates(mask: jax.Array, shape: tuple[int, int]) -> tuple[Candid
     tiles = tiled(mask, shape)
     heads, rows, columns = tiles.shape[:3]
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
-    kind = (tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4))).reshape(1, heads, -1)
+    kind = tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4)).astype(jnp.int32)
     tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
     row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
-    return Candidates(row, column, kind, tile, None, (rows, columns)), tiles.reshape(-1, *shape)
+    return Candidates(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
 
 
 def tiled(mask: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -286,14 +322,15 @@ def chosen_candidates(
         x if finer == 1 or x is None or x is True else jnp.repeat(x, finer, axis=2)[:, :, :rows]
         for x in (live, column, chosen_by, everyone)
     )
-    row = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], column.shape)
-    states = table.at(np.arange(lists)[:, None, None] % classes, row, jnp.minimum(column, columns - 1))
+    row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
+    column = jnp.minimum(column, columns - 1)
+    states = table.at(np.arange(lists)[:, None, None] % classes, row, column)
     kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
     kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
-    flat = batch, lists, rows * parts * k
-    fields = (jnp.minimum(column, columns - 1), kind, jnp.maximum(states, -1))
-    chosen_by = None if chosen_by is None else chosen_by.reshape(flat)
-    return Candidates(row.reshape(flat), *(x.reshape(flat) for x in fields), chosen_by, table.blocks, heads // lists)
+    found = Candidates(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
+    names = ("row", "column", "kind", "tile") + (("chosen_by",) if parts > 1 else ())
+    flat = {name: getattr(found, name).reshape(batch, lists, rows * parts * k) for name in names}
+    return dataclasses.replace(found, **flat)
 
 
 def _differs(x: jax.Array) -> jax.Array:

@@ -18,6 +18,8 @@ LEAST_GRANULARITY = 16
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
+    if call.selection is not None:
+        return "it does not know selections"
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     if call.selection is not None and call.selection[1] < LEAST_GRANULARITY:

@@ -1,7 +1,7 @@
 """The backward kernels: dq by tiles of queries (with dk and dv where each key is in one block), dk and dv by keys.
 
-With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dq = ds k, dk = ds^T q. All sums stay within one
-program, so there are no atomic additions, and results are the same from run to run.
+With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dq = ds k, dk = ds^T q. There are no atomic
+additions: what the pieces of a list gave is added in their order, and results are the same from run to run.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -10,20 +10,51 @@ program, so there are no atomic additions, and results are the same from run to 
 import triton
 import triton.language as tl
 
-from .tiles import addresses, allowed, load_rows, logits, row_of, share_of, store_rows, token_of
+from .tiles import (
+    addresses,
+    chose,
+    job_of,
+    list_of,
+    load_rows,
+    logits,
+    may_attend,
+    row_of,
+    share_of,
+    store_rows,
+    token_of,
+    zeros,
+)
 
 
 @triton.jit
-def _score_gradient(scores, lse, dweights, delta, may, SCALED_CAP: tl.constexpr, MASKED: tl.constexpr):
+def _score_gradient(scores, lse, dweights, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
     """(p, ds) of logits to base 2; lse (to base 2) and delta already broadcast against them."""
     weights = tl.exp2(scores - lse)
     if MASKED:
         weights = tl.where(may, weights, 0.0)
     dscores = weights * (dweights - delta)
-    if SCALED_CAP != 0:
-        squashed = scores / SCALED_CAP
+    if A.CAP != 0:
+        squashed = scores / (A.CAP * 1.4426950408889634)
         dscores = dscores * (1 - squashed * squashed)
     return weights, dscores
+
+
+@triton.jit
+def _pieces_added(
+    result, results, piece, last_piece, b, within, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr
+):
+    """Adds to a tile [X.TILE, SIZE] what the pieces of its job gave: float32 [pieces, B, rows of a block, SIZE]."""
+    for i in tl.range(piece, last_piece):
+        at = (i.to(tl.int64) * BATCH + b) * (X.PARTS * X.TILE * SIZE)
+        result += tl.load(addresses(results + at, within, SIZE, SIZE, True))
+    return result
+
+
+@triton.jit
+def _store_piece(results, item, result, b, within, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr):
+    """Stores what a piece gives, where `_pieces_added` finds it."""
+    at = (item.to(tl.int64) * BATCH + b) * (X.PARTS * X.TILE * SIZE)
+    tl.store(addresses(results + at, within, SIZE, SIZE, True), result)
 
 
 @triton.jit
@@ -35,76 +66,115 @@ def _walk(
     deltas,
     first,
     last,
-    k,
-    v,
-    lists,
-    bits,
-    bit_row,
+    keys,
+    values,
+    lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
+    within,
     segment,
     segments,
-    before_k,
-    before_v,
-    dk,
-    dv,
-    S: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    KV_COUNT: tl.constexpr,
-    KV_STEP: tl.constexpr,
-    KV_JUMP: tl.constexpr,
-    KV_START: tl.constexpr,
-    BIT_ROWS: tl.constexpr,
-    BKV: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
+    earlier,  # pointers to dk and dv of earlier passes
+    dkv,  # pointers to dk and dv
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+    BEFORE_KV: tl.constexpr,
     MASKED: tl.constexpr,
     WITH_DKV: tl.constexpr,
-    BEFORE_KV: tl.constexpr,
-    BEFORE_KV_COUNT: tl.constexpr,
-    BEFORE_KV_JUMP: tl.constexpr,
-    BEFORE_KV_START: tl.constexpr,
 ):
     """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
-    column = tl.arange(0, N)
-    words: tl.constexpr = PARTS * N // 32
+    column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
-        slot, part = step // PARTS, step % PARTS
-        row = tl.load(lists + 2 * slot) * BKV + part * N + column
-        token = token_of(row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
-        exists_kv = (row < KV_ROWS) & (token < S) & (part * N + column < BKV)
-        keys = load_rows(addresses(k, token, KV_HEADS * H, D, WIDE), exists_kv, H, D, MASKED)
-        values = load_rows(addresses(v, token, KV_HEADS * HV, DV, WIDE), exists_kv, HV, DV, MASKED)
-        scores = logits(tl.dot(queries, tl.trans(keys), input_precision="ieee"), SCALE, CAP)
+        slot, part = step // KV.PARTS, step % KV.PARTS
+        row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
+        token = token_of(row, KV)
+        exists_kv = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
+        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
+        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
+        scores = logits(tl.dot(queries, tl.trans(key), input_precision="ieee"), A)
         may = 0
         if MASKED:
-            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (N // 32)
-            may = allowed(bits + first_word, bit_row, words, N)
-            if SEGMENTED:
+            may = may_attend(lists, slot, part, within, Q, KV)
+            if L.CHOSEN > 0:
+                may = may & chose(lists, slot, within, L)[:, None]
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists_kv, other=-1)
                 may = may & (segment[:, None] == other[None, :])
-        dweights = tl.dot(douts, tl.trans(values), input_precision="ieee")
-        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, CAP * 1.4426950408889634, MASKED)
-        dscores = dscores.to(keys.dtype)
-        result = tl.dot(dscores, keys, result, input_precision="ieee")
+        dweights = tl.dot(douts, tl.trans(value), input_precision="ieee")
+        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, A, MASKED)
+        dscores = dscores.to(key.dtype)
+        result = tl.dot(dscores, key, result, input_precision="ieee")
         if WITH_DKV:
-            dvalues = tl.dot(tl.trans(weights.to(keys.dtype)), douts, input_precision="ieee")
-            dkeys = tl.dot(tl.trans(dscores), queries, input_precision="ieee") * SCALE
-            if BEFORE_KV:
-                early, known = row_of(token, exists_kv, BEFORE_KV_COUNT, BEFORE_KV_JUMP, BEFORE_KV_START)
-                pointers = addresses(before_k, early, KV_HEADS * H, D, True)
-                dkeys += load_rows(pointers, known, H, D, True).to(tl.float32)
-                pointers = addresses(before_v, early, KV_HEADS * HV, DV, True)
-                dvalues += load_rows(pointers, known, HV, DV, True).to(tl.float32)
-            store_rows(addresses(dk, token, KV_HEADS * H, D, True), dkeys, exists_kv, H, D)
-            store_rows(addresses(dv, token, KV_HEADS * HV, DV, True), dvalues, exists_kv, HV, DV)
+            dvalues = tl.dot(tl.trans(weights.to(key.dtype)), douts, input_precision="ieee")
+            dkeys = tl.dot(tl.trans(dscores), queries, input_precision="ieee") * A.SCALE
+            if BEFORE_KV.GIVEN:
+                early, known = row_of(token, exists_kv, BEFORE_KV)
+                pointers = addresses(earlier[0], early, A.KV_HEADS * A.H, A.D, True)
+                dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
+                pointers = addresses(earlier[1], early, A.KV_HEADS * A.HV, A.DV, True)
+                dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
+            store_rows(addresses(dkv[0], token, A.KV_HEADS * A.H, A.D, True), dkeys, exists_kv, A.H, A.D)
+            store_rows(addresses(dkv[1], token, A.KV_HEADS * A.HV, A.DV, True), dvalues, exists_kv, A.HV, A.DV)
+    return result
+
+
+@triton.jit
+def _walk_pass(
+    result,
+    passed,  # steps of the pass before
+    queries,
+    douts,
+    base,
+    deltas,
+    begin,
+    end,
+    keys,
+    values,
+    span,  # of `list_of`
+    lists,
+    within,
+    segment,
+    segments,
+    earlier,
+    dkv,
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+    BEFORE_KV: tl.constexpr,
+    WITH_DKV: tl.constexpr,
+):
+    """Goes on over those of a pass' steps that lie from begin to end."""
+    first, free, count = span
+    low, high = share_of(begin, end, passed, count * KV.PARTS)
+    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
+    for MASKED in tl.static_range(2):
+        if L.ANY_MASKED if MASKED else L.ANY_FREE:
+            result = _walk(
+                result,
+                queries,
+                douts,
+                base,
+                deltas,
+                middle if MASKED else low,
+                high if MASKED else middle,
+                keys,
+                values,
+                lists,
+                within,
+                segment,
+                segments,
+                earlier,
+                dkv,
+                A,
+                Q,
+                KV,
+                L,
+                BEFORE_KV,
+                MASKED,
+                WITH_DKV,
+            )
     return result
 
 
@@ -113,178 +183,144 @@ def dq_kernel(
     q,
     k,
     v,
-    order,
-    lists,
+    work,  # this and all up to ``kv_segments``: as in `forward_kernel`
+    pieces,
+    spans,
+    entries,
+    tiles,
+    chosen_by,
     bits,
-    more_lists,
+    more_spans,
+    more_entries,
+    more_tiles,
+    more_chosen_by,
     more_bits,
     q_segments,
     kv_segments,
+    piece_dq,  # float32 [pieces, B, rows of a block, D], if MERGED
     lse,  # float32 [B, HEADS, T], of all passes together
     delta,  # float32 [B, HEADS, T]
     dout,  # [B, T, HEADS, HV]
-    before,  # [B, BEFORE_ROWS, OWN_HEADS, H]: dq of earlier passes
-    before_k,  # [B, BEFORE_KV_ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
-    before_v,  # [B, BEFORE_KV_ROWS, KV_HEADS, HV]
-    dq,  # [SPLITS, B, OUT_ROWS, OWN_HEADS, H]
+    before,  # [B, BEFORE.ROWS, OWN_HEADS, H]: dq of earlier passes
+    before_k,  # [B, BEFORE_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
+    before_v,  # [B, BEFORE_KV.ROWS, KV_HEADS, HV]
+    dq,  # [B, OUT.ROWS, OWN_HEADS, H]; like ``piece_dq`` if PIECES
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV
     dv,  # [B, S, KV_HEADS, HV]
-    T: tl.constexpr,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    HEAD_STEP: tl.constexpr,
-    OWN_HEADS: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    Q_COUNT: tl.constexpr,
-    Q_STEP: tl.constexpr,
-    Q_JUMP: tl.constexpr,
-    Q_START: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    KV_COUNT: tl.constexpr,
-    KV_STEP: tl.constexpr,
-    KV_JUMP: tl.constexpr,
-    KV_START: tl.constexpr,
-    TWO: tl.constexpr,
-    KV2_ROWS: tl.constexpr,
-    KV2_COUNT: tl.constexpr,
-    KV2_STEP: tl.constexpr,
-    KV2_JUMP: tl.constexpr,
-    KV2_START: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    BKV2: tl.constexpr,
-    KV2_PARTS: tl.constexpr,
-    ANY_FREE2: tl.constexpr,
-    ANY_MASKED2: tl.constexpr,
-    WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
-    BEFORE_KV: tl.constexpr,
-    BEFORE_KV_ROWS: tl.constexpr,
-    BEFORE_KV_COUNT: tl.constexpr,
-    BEFORE_KV_JUMP: tl.constexpr,
-    BEFORE_KV_START: tl.constexpr,
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+    KV2: tl.constexpr,
+    L2: tl.constexpr,
+    W: tl.constexpr,
     BEFORE: tl.constexpr,
-    BEFORE_ROWS: tl.constexpr,
-    BEFORE_COUNT: tl.constexpr,
-    BEFORE_JUMP: tl.constexpr,
-    BEFORE_START: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    OUT_ROWS: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LISTS_B: tl.constexpr,
-    LISTS_H: tl.constexpr,
-    BQ: tl.constexpr,
-    BKV: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    Q_PARTS: tl.constexpr,
-    KV_PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ANY_FREE: tl.constexpr,
-    ANY_MASKED: tl.constexpr,
+    BEFORE_KV: tl.constexpr,
+    OUT: tl.constexpr,
+    WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
 ):
-    """dq of one tile of queries of one head; grid and arguments as in `forward_kernel`."""
-    split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), place // Q_PARTS
-    if ORDERED:
-        job = tl.load(order + job)
-    own, block = job // BLOCKS, job % BLOCKS
-    head = FIRST_HEAD + own * HEAD_STEP
-    kv_head = head // (HEADS // KV_HEADS)
-    within = place % Q_PARTS * M + tl.arange(0, M)
-    row = block * BQ + within
-    token = token_of(row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
-    exists = (within < BQ) & (row < Q_ROWS) & (token < T)
+    """dq of one tile of queries of one head; grid as that of `forward_kernel`."""
+    b = tl.program_id(1).to(tl.int64)
+    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, A.OWN_HEADS * W.BLOCKS)
+    own, block = job // W.BLOCKS, job % W.BLOCKS
+    head = A.FIRST_HEAD + own * A.HEAD_STEP
+    kv_head = head // (A.HEADS // A.KV_HEADS)
+    within = part * Q.TILE + tl.arange(0, Q.TILE)
+    row = block * Q.BLOCK + within
+    token = token_of(row, Q)
+    exists = (within < Q.BLOCK) & (row < Q.ROWS) & (token < A.T)
 
-    queries = load_rows(addresses(q + (b * T * HEADS + head) * H, token, HEADS * H, D, WIDE), exists, H, D, True)
-    douts = load_rows(addresses(dout + (b * T * HEADS + head) * HV, token, HEADS * HV, DV, WIDE), exists, HV, DV, True)
-    scalars = (b * HEADS + head) * T + token
+    pointers = addresses(q + (b * A.T * A.HEADS + head) * A.H, token, A.HEADS * A.H, A.D, A.WIDE)
+    queries = load_rows(pointers, exists, A.H, A.D, True)
+    pointers = addresses(dout + (b * A.T * A.HEADS + head) * A.HV, token, A.HEADS * A.HV, A.DV, A.WIDE)
+    douts = load_rows(pointers, exists, A.HV, A.DV, True)
+    scalars = (b * A.HEADS + head) * A.T + token
     # A row without keys has lse -inf; with +inf its weights are 0, as are those of rows that do not exist.
     base = tl.load(lse + scalars, mask=exists, other=float("inf")) * 1.4426950408889634
     base = tl.where(base == float("-inf"), float("inf"), base)[:, None]
     deltas = tl.load(delta + scalars, mask=exists, other=0.0)[:, None]
-    segment = tl.zeros((M,), tl.int32)
-    if SEGMENTED:
-        segment = tl.load(q_segments + b * T + token, mask=exists, other=-2)
+    segment = token
+    if A.SEGMENTED:
+        segment = tl.load(q_segments + b * A.T + token, mask=exists, other=-2)
 
-    line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-    at = b * S * KV_HEADS + kv_head
-    early_at = b * BEFORE_KV_ROWS * KV_HEADS + kv_head
-    result = tl.zeros((M, D), tl.float32)
-    for SECOND in tl.static_range(2):
-        if SECOND == 0 or TWO:
-            entries = more_lists + line * (2 + 2 * WIDTH2) if SECOND else lists + line * (2 + 2 * WIDTH)
-            full, count = tl.load(entries), tl.load(entries + 1)
-            bounds = share_of(full, count, split, SPLITS, KV2_PARTS if SECOND else KV_PARTS)
-            for MASKED in tl.static_range(2):
-                if (ANY_MASKED2 if SECOND else ANY_MASKED) if MASKED else (ANY_FREE2 if SECOND else ANY_FREE):
-                    result = _walk(
-                        result,
-                        queries,
-                        douts,
-                        base,
-                        deltas,
-                        bounds[2 * MASKED],
-                        bounds[2 * MASKED + 1],
-                        k + at * H,
-                        v + at * HV,
-                        entries + 2,
-                        more_bits if SECOND else bits,
-                        within,
-                        segment,
-                        kv_segments + b * S,
-                        before_k + early_at * H,
-                        before_v + early_at * HV,
-                        dk + at * H,
-                        dv + at * HV,
-                        S,
-                        KV_HEADS,
-                        H,
-                        HV,
-                        D,
-                        DV,
-                        SCALE,
-                        CAP,
-                        KV2_ROWS if SECOND else KV_ROWS,
-                        KV2_COUNT if SECOND else KV_COUNT,
-                        KV2_STEP if SECOND else KV_STEP,
-                        KV2_JUMP if SECOND else KV_JUMP,
-                        KV2_START if SECOND else KV_START,
-                        Q_PARTS * M,
-                        BKV2 if SECOND else BKV,
-                        N,
-                        KV2_PARTS if SECOND else KV_PARTS,
-                        WIDE,
-                        SEGMENTED,
-                        MASKED,
-                        WITH_DKV and SECOND == 0,
-                        BEFORE_KV,
-                        BEFORE_KV_COUNT,
-                        BEFORE_KV_JUMP,
-                        BEFORE_KV_START,
-                    )
+    at = b * A.S * A.KV_HEADS + kv_head
+    early_at = b * BEFORE_KV.ROWS * A.KV_HEADS + kv_head
+    keys, values, segments = k + at * A.H, v + at * A.HV, kv_segments + b * A.S
+    earlier = before_k + early_at * A.H, before_v + early_at * A.HV
+    dkv = dk + at * A.H, dv + at * A.HV
+    result = zeros(Q.TILE, A.D)
+    lists = entries, tiles, chosen_by, bits
+    span = list_of(spans, b, head, block, L, W)
+    result = _walk_pass(
+        result,
+        0,
+        queries,
+        douts,
+        base,
+        deltas,
+        begin,
+        end,
+        keys,
+        values,
+        span,
+        lists,
+        within,
+        segment,
+        segments,
+        earlier,
+        dkv,
+        A,
+        Q,
+        KV,
+        L,
+        BEFORE_KV,
+        WITH_DKV,
+    )
+    if KV2.ROWS > 0:
+        passed = span[2] * KV.PARTS
+        lists = more_entries, more_tiles, more_chosen_by, more_bits
+        span = list_of(more_spans, b, head, block, L2, W)
+        result = _walk_pass(
+            result,
+            passed,
+            queries,
+            douts,
+            base,
+            deltas,
+            begin,
+            end,
+            keys,
+            values,
+            span,
+            lists,
+            within,
+            segment,
+            segments,
+            earlier,
+            dkv,
+            A,
+            Q,
+            KV2,
+            L2,
+            BEFORE_KV,
+            False,
+        )
 
-    result = result * SCALE
-    if BEFORE:
-        early, known = row_of(token, exists, BEFORE_COUNT, BEFORE_JUMP, BEFORE_START)
-        known = known & (split == 0)
-        early_at = b * BEFORE_ROWS * OWN_HEADS + own
-        pointers = addresses(before + early_at * H, early, OWN_HEADS * H, D, True)
-        result += load_rows(pointers, known, H, D, True).to(tl.float32)
-    place = token if BY_TOKEN else row
-    at = (split * BATCH + b) * OUT_ROWS * OWN_HEADS + own
-    store_rows(addresses(dq + at * H, place, OWN_HEADS * H, D, True), result, exists, H, D)
+    if W.PIECES:
+        _store_piece(dq, item, result, b, within, A.BATCH, A.D, Q)
+    else:
+        if W.MERGED:
+            result = _pieces_added(result, piece_dq, piece, last_piece, b, within, A.BATCH, A.D, Q)
+        result = result * A.SCALE
+        if BEFORE.GIVEN:
+            early, known = row_of(token, exists, BEFORE)
+            pointers = addresses(
+                before + (b * BEFORE.ROWS * A.OWN_HEADS + own) * A.H, early, A.OWN_HEADS * A.H, A.D, True
+            )
+            result += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
+        place = token if OUT.BY_TOKEN else row
+        pointers = addresses(dq + (b * OUT.ROWS * A.OWN_HEADS + own) * A.H, place, A.OWN_HEADS * A.H, A.D, True)
+        store_rows(pointers, result, exists, A.H, A.D)
 
 
 @triton.jit
@@ -295,64 +331,43 @@ def _walk_queries(
     values,
     first,
     last,
-    q,
-    dout,
-    lse,
-    delta,
+    sources,  # pointers to q and dout, lse and delta, of a head
     lists,
-    bits,
-    bit_row,
+    within,
     segment,
     segments,
-    T: tl.constexpr,
-    HEADS: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    Q_COUNT: tl.constexpr,
-    Q_STEP: tl.constexpr,
-    Q_JUMP: tl.constexpr,
-    Q_START: tl.constexpr,
-    BIT_ROWS: tl.constexpr,
-    BQ: tl.constexpr,
-    M: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give."""
-    column = tl.arange(0, M)
-    words: tl.constexpr = PARTS * M // 32
+    column = tl.arange(0, Q.TILE)
     for step in tl.range(first, last):
-        slot, part = step // PARTS, step % PARTS
-        row = tl.load(lists + 2 * slot) * BQ + part * M + column
-        token = token_of(row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
-        exists = (row < Q_ROWS) & (token < T) & (part * M + column < BQ)
-        queries = load_rows(addresses(q, token, HEADS * H, D, WIDE), exists, H, D, MASKED)
+        slot, part = step // Q.PARTS, step % Q.PARTS
+        row = tl.load(lists[0] + slot) * Q.BLOCK + part * Q.TILE + column
+        token = token_of(row, Q)
+        exists = (row < Q.ROWS) & (token < A.T) & (part * Q.TILE + column < Q.BLOCK)
+        queries = load_rows(addresses(sources[0], token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         if MASKED:
-            base = tl.load(lse + token, mask=exists, other=float("inf"))
-            deltas = tl.load(delta + token, mask=exists, other=0.0)
+            base = tl.load(sources[2] + token, mask=exists, other=float("inf"))
+            deltas = tl.load(sources[3] + token, mask=exists, other=0.0)
         else:
-            base, deltas = tl.load(lse + token), tl.load(delta + token)
+            base, deltas = tl.load(sources[2] + token), tl.load(sources[3] + token)
         base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
-        scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), SCALE, CAP)
+        scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), A)
         may = 0
         if MASKED:
-            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (M // 32)
-            may = allowed(bits + first_word, bit_row, words, M)
-            if SEGMENTED:
+            may = may_attend(lists, slot, part, within, KV, Q)
+            if L.CHOSEN > 0:
+                may = may & chose(lists, slot, part * Q.TILE + column, L)[None, :]
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-2)
                 may = may & (segment[:, None] == other[None, :])
-        douts = load_rows(addresses(dout, token, HEADS * HV, DV, WIDE), exists, HV, DV, MASKED)
+        douts = load_rows(addresses(sources[1], token, A.HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
-        weights, dscores = _score_gradient(
-            scores, base[None, :], dweights, deltas[None, :], may, CAP * 1.4426950408889634, MASKED
-        )
+        weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, MASKED)
         dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
         dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
     return dkeys, dvalues
@@ -363,145 +378,103 @@ def dkv_kernel(
     q,
     k,
     v,
-    order,  # int32 [KV_HEADS * BLOCKS]: key head * BLOCKS + key block; the lists are those of key blocks
-    lists,
+    work,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key heads and key blocks
+    pieces,  # also int32 [BATCHES, OWN_HEADS, BLOCKS], the steps of a job before those of a query head, if PIECES
+    spans,
+    entries,
+    tiles,
+    chosen_by,
     bits,
     q_segments,
     kv_segments,
+    piece_dk,  # float32 [pieces, B, rows of a block, D], if MERGED
+    piece_dv,  # float32 [pieces, B, rows of a block, DV]
     lse,
     delta,
     dout,
-    before_k,  # [B, BEFORE_ROWS, KV_HEADS, H]: dk of earlier passes
-    before_v,  # [B, BEFORE_ROWS, KV_HEADS, HV]
-    dk,  # [SPLITS, B, OUT_ROWS, KV_HEADS, H]
-    dv,  # [SPLITS, B, OUT_ROWS, KV_HEADS, HV]
-    T: tl.constexpr,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    HEAD_STEP: tl.constexpr,
-    OWN_HEADS: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    Q_COUNT: tl.constexpr,
-    Q_STEP: tl.constexpr,
-    Q_JUMP: tl.constexpr,
-    Q_START: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    KV_COUNT: tl.constexpr,
-    KV_STEP: tl.constexpr,
-    KV_JUMP: tl.constexpr,
-    KV_START: tl.constexpr,
+    before_k,  # [B, BEFORE.ROWS, KV_HEADS, H]: dk of earlier passes
+    before_v,  # [B, BEFORE.ROWS, KV_HEADS, HV]
+    dk,  # [B, OUT.ROWS, KV_HEADS, H]; like ``piece_dk`` if PIECES
+    dv,  # [B, OUT.ROWS, KV_HEADS, HV]
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
     BEFORE: tl.constexpr,
-    BEFORE_ROWS: tl.constexpr,
-    BEFORE_COUNT: tl.constexpr,
-    BEFORE_JUMP: tl.constexpr,
-    BEFORE_START: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    OUT_ROWS: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LISTS_B: tl.constexpr,
-    LISTS_H: tl.constexpr,
-    BQ: tl.constexpr,
-    BKV: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    Q_PARTS: tl.constexpr,
-    KV_PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    ORDERED: tl.constexpr,
-    ANY_FREE: tl.constexpr,
-    ANY_MASKED: tl.constexpr,
+    OUT: tl.constexpr,
 ):
-    """dk and dv of one tile of keys of one key head; grid (KV_HEADS * BLOCKS * KV_PARTS * SPLITS, B)."""
-    split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), place // KV_PARTS
-    if ORDERED:
-        job = tl.load(order + job)
-    kv_head, block = job // BLOCKS, job % BLOCKS
-    within = place % KV_PARTS * N + tl.arange(0, N)
-    row = block * BKV + within
-    token = token_of(row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
-    exists = (within < BKV) & (row < KV_ROWS) & (token < S)
+    """dk and dv of one tile of keys of one key head; grid (jobs or pieces, times tiles of a block, B)."""
+    b = tl.program_id(1).to(tl.int64)
+    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, KV.PARTS, A.KV_HEADS * W.BLOCKS)
+    kv_head, block = job // W.BLOCKS, job % W.BLOCKS
+    within = part * KV.TILE + tl.arange(0, KV.TILE)
+    row = block * KV.BLOCK + within
+    token = token_of(row, KV)
+    exists = (within < KV.BLOCK) & (row < KV.ROWS) & (token < A.S)
 
-    at = b * S * KV_HEADS + kv_head
-    keys = load_rows(addresses(k + at * H, token, KV_HEADS * H, D, WIDE), exists, H, D, True)
-    values = load_rows(addresses(v + at * HV, token, KV_HEADS * HV, DV, WIDE), exists, HV, DV, True)
-    segment = tl.zeros((N,), tl.int32)
-    if SEGMENTED:
-        segment = tl.load(kv_segments + b * S + token, mask=exists, other=-1)
-    dkeys = tl.zeros((N, D), tl.float32)
-    dvalues = tl.zeros((N, DV), tl.float32)
-    group: tl.constexpr = HEADS // KV_HEADS
+    at = b * A.S * A.KV_HEADS + kv_head
+    keys = load_rows(addresses(k + at * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
+    values = load_rows(addresses(v + at * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
+    segment = token
+    if A.SEGMENTED:
+        segment = tl.load(kv_segments + b * A.S + token, mask=exists, other=-1)
+    segments = q_segments + b * A.T
+    dkeys, dvalues = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)
+    group: tl.constexpr = A.HEADS // A.KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
-    first_own = tl.cdiv(kv_head * group - FIRST_HEAD, HEAD_STEP)
-    last_own = tl.cdiv((kv_head + 1) * group - FIRST_HEAD, HEAD_STEP)
+    first_own = tl.cdiv(kv_head * group - A.FIRST_HEAD, A.HEAD_STEP)
+    last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
     for own in tl.range(first_own, last_own):
-        head = FIRST_HEAD + own * HEAD_STEP
-        line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-        entries = lists + line * (2 + 2 * WIDTH)
-        full, count = tl.load(entries), tl.load(entries + 1)
-        bounds = share_of(full, count, split, SPLITS, Q_PARTS)
+        head = A.FIRST_HEAD + own * A.HEAD_STEP
+        first, free, count = list_of(spans, b, head, block, L, W)
+        # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
+        passed = 0
+        if W.PIECES:
+            passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) * W.BLOCKS + block)
+        low, high = share_of(begin, end, passed, count * Q.PARTS)
+        middle = tl.minimum(tl.maximum(free * Q.PARTS, low), high)
+        at = b * A.T * A.HEADS + head
+        scalars = (b * A.HEADS + head) * A.T
+        sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars
+        lists = entries + first, tiles + first, chosen_by + first, bits
         for MASKED in tl.static_range(2):
-            if ANY_MASKED if MASKED else ANY_FREE:
+            if L.ANY_MASKED if MASKED else L.ANY_FREE:
                 dkeys, dvalues = _walk_queries(
                     dkeys,
                     dvalues,
                     keys,
                     values,
-                    bounds[2 * MASKED],
-                    bounds[2 * MASKED + 1],
-                    q + (b * T * HEADS + head) * H,
-                    dout + (b * T * HEADS + head) * HV,
-                    lse + (b * HEADS + head) * T,
-                    delta + (b * HEADS + head) * T,
-                    entries + 2,
-                    bits,
+                    middle if MASKED else low,
+                    high if MASKED else middle,
+                    sources,
+                    lists,
                     within,
                     segment,
-                    q_segments + b * T,
-                    T,
-                    HEADS,
-                    H,
-                    HV,
-                    D,
-                    DV,
-                    SCALE,
-                    CAP,
-                    Q_ROWS,
-                    Q_COUNT,
-                    Q_STEP,
-                    Q_JUMP,
-                    Q_START,
-                    KV_PARTS * N,
-                    BQ,
-                    M,
-                    Q_PARTS,
-                    WIDE,
-                    SEGMENTED,
+                    segments,
+                    A,
+                    Q,
+                    KV,
+                    L,
                     MASKED,
                 )
 
-    dkeys = dkeys * SCALE
-    if BEFORE:
-        early, known = row_of(token, exists, BEFORE_COUNT, BEFORE_JUMP, BEFORE_START)
-        known = known & (split == 0)
-        at = b * BEFORE_ROWS * KV_HEADS + kv_head
-        pointers = addresses(before_k + at * H, early, KV_HEADS * H, D, True)
-        dkeys += load_rows(pointers, known, H, D, True).to(tl.float32)
-        pointers = addresses(before_v + at * HV, early, KV_HEADS * HV, DV, True)
-        dvalues += load_rows(pointers, known, HV, DV, True).to(tl.float32)
-    place = token if BY_TOKEN else row
-    at = (split * BATCH + b) * OUT_ROWS * KV_HEADS + kv_head
-    store_rows(addresses(dk + at * H, place, KV_HEADS * H, D, True), dkeys, exists, H, D)
-    store_rows(addresses(dv + at * HV, place, KV_HEADS * HV, DV, True), dvalues, exists, HV, DV)
+    if W.PIECES:
+        _store_piece(dk, item, dkeys, b, within, A.BATCH, A.D, KV)
+        _store_piece(dv, item, dvalues, b, within, A.BATCH, A.DV, KV)
+    else:
+        if W.MERGED:
+            dkeys = _pieces_added(dkeys, piece_dk, piece, last_piece, b, within, A.BATCH, A.D, KV)
+            dvalues = _pieces_added(dvalues, piece_dv, piece, last_piece, b, within, A.BATCH, A.DV, KV)
+        dkeys = dkeys * A.SCALE
+        if BEFORE.GIVEN:
+            early, known = row_of(token, exists, BEFORE)
+            at = b * BEFORE.ROWS * A.KV_HEADS + kv_head
+            pointers = addresses(before_k + at * A.H, early, A.KV_HEADS * A.H, A.D, True)
+            dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
+            pointers = addresses(before_v + at * A.HV, early, A.KV_HEADS * A.HV, A.DV, True)
+            dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
+        place = token if OUT.BY_TOKEN else row
+        at = b * OUT.ROWS * A.KV_HEADS + kv_head
+        store_rows(addresses(dk + at * A.H, place, A.KV_HEADS * A.H, A.D, True), dkeys, exists, A.H, A.D)
+        store_rows(addresses(dv + at * A.HV, place, A.KV_HEADS * A.HV, A.DV, True), dvalues, exists, A.HV, A.DV)

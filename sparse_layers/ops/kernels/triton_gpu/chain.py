@@ -41,7 +41,7 @@ def _groups(call: Call, operands: Operands) -> list[_Group]:
     if operands.segments is not None:
         q, kv = operands.segments
         operands = operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
-    if operands.mask is not None:
+    if operands.mask is not None or operands.chosen is not None:
         return [_Group(0, 1, [Link(call, operands, 0, 1, ())])]
     alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
     chains = [call.chains] if alike else [(chain,) for chain in call.chains]

@@ -6,69 +6,66 @@
 import triton
 import triton.language as tl
 
-from .tiles import addresses, allowed, load_rows, logits, row_of, share_of, store_rows, token_of
+from .tiles import (
+    addresses,
+    chose,
+    full,
+    job_of,
+    list_of,
+    load_rows,
+    logits,
+    may_attend,
+    row_of,
+    share_of,
+    store_rows,
+    token_of,
+    zeros,
+)
 
 
 @triton.jit
 def _walk(
     state,
-    q,
+    queries,
+    keys,
+    values,
     first,
     last,
-    k,
-    v,
-    lists,
-    bits,
-    bit_row,
+    lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
+    within,
     segment,
     segments,
-    S: tl.constexpr,
-    KV_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    KV_COUNT: tl.constexpr,
-    KV_STEP: tl.constexpr,
-    KV_JUMP: tl.constexpr,
-    KV_START: tl.constexpr,
-    BIT_ROWS: tl.constexpr,
-    BKV: tl.constexpr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Goes on from state = (out before division, largest logit, sum of weights) over steps first .. last - 1."""
     out, top, total = state
-    column = tl.arange(0, N)
+    column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
-        slot, part = step // PARTS, step % PARTS
-        row = tl.load(lists + 2 * slot) * BKV + part * N + column
-        token = token_of(row, KV_COUNT, KV_STEP, KV_JUMP, KV_START)
-        exists = (row < KV_ROWS) & (token < S) & (part * N + column < BKV)
-        keys = load_rows(addresses(k, token, KV_STRIDE, D, WIDE), exists, H, D, MASKED)
-        products = tl.dot(q, tl.trans(keys), input_precision="ieee")
+        slot, part = step // KV.PARTS, step % KV.PARTS
+        row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
+        token = token_of(row, KV)
+        exists = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
+        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        products = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
-            words: tl.constexpr = PARTS * N // 32
-            first_word = tl.load(lists + 2 * slot + 1).to(tl.int64) * (BIT_ROWS * words) + part * (N // 32)
-            may = allowed(bits + first_word, bit_row, words, N)
-            if SEGMENTED:
+            may = may_attend(lists, slot, part, within, Q, KV)
+            if L.CHOSEN > 0:
+                may = may & chose(lists, slot, within, L)[:, None]
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-1)
                 may = may & (segment[:, None] == other[None, :])
-        if CAP == 0 and SCALE > 1e-30:
+        if A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
                 products = tl.where(may, products, float("-inf"))
-            raised = tl.maximum(top, tl.max(products, 1) * (SCALE * 1.4426950408889634))
-            scores = products * (SCALE * 1.4426950408889634)
+            raised = tl.maximum(top, tl.max(products, 1) * (A.SCALE * 1.4426950408889634))
+            scores = products * (A.SCALE * 1.4426950408889634)
         else:
-            scores = logits(products, SCALE, CAP)
+            scores = logits(products, A)
             if MASKED:
                 scores = tl.where(may, scores, float("-inf"))
             raised = tl.maximum(top, tl.max(scores, 1))
@@ -78,10 +75,41 @@ def _walk(
         weights = tl.exp2(scores - shift[:, None])
         old = tl.exp2(top - shift)
         total = total * old + tl.sum(weights, 1)
-        values = load_rows(addresses(v, token, V_STRIDE, DV, WIDE), exists, HV, DV, MASKED)
-        out = tl.dot(weights.to(values.dtype), values, out * old[:, None], input_precision="ieee")
+        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
+        out = tl.dot(weights.to(value.dtype), value, out * old[:, None], input_precision="ieee")
         top = raised
     return out, top, total
+
+
+@triton.jit
+def _walk_pass(
+    state,
+    passed,  # steps of the pass before
+    queries,
+    keys,
+    values,
+    begin,
+    end,
+    span,  # of `list_of`
+    lists,
+    within,
+    segment,
+    segments,
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+):
+    """Goes on over those of a pass' steps that lie from begin to end."""
+    first, free, count = span
+    low, high = share_of(begin, end, passed, count * KV.PARTS)
+    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
+    if L.ANY_FREE:
+        state = _walk(state, queries, keys, values, low, middle, lists, within, segment, segments, A, Q, KV, L, False)
+    if L.ANY_MASKED:
+        state = _walk(state, queries, keys, values, middle, high, lists, within, segment, segments, A, Q, KV, L, True)
+    return state
 
 
 @triton.jit
@@ -89,167 +117,106 @@ def forward_kernel(
     q,  # [B, T, HEADS, H]
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
-    order,  # int32 [OWN_HEADS * BLOCKS]: own head * BLOCKS + query block, in the order to begin them
-    lists,  # int32 [LISTS_B, LISTS_H, BLOCKS, 2 + 2 * WIDTH]: for each query block the numbers of free and of all,
-    # then (key block, tile of `bits`) of each, free ones first
-    bits,  # int32 [tiles, rows, words]
-    more_lists,  # the same of a second pass with the same query rows, if TWO
+    work,  # see `job_of`; int32 [OWN_HEADS * BLOCKS, BATCHES] if ORDERED, int32 [pieces, BATCHES, 3] if PIECES
+    pieces,  # int32 [BATCHES, OWN_HEADS * BLOCKS, 2], first piece and end of each job's, if MERGED
+    spans,  # this and the next three: `BlockLists`
+    entries,
+    tiles,
+    chosen_by,
+    bits,  # int32 [1 + tiles, rows, words] of a block
+    more_spans,  # the same of a second pass with the same query rows, if KV2 has any
+    more_entries,
+    more_tiles,
+    more_chosen_by,
     more_bits,
     q_segments,  # int32 [B, T], -2 in padding
     kv_segments,  # int32 [B, S], -1 in padding
+    piece_out,  # float32 [pieces, B, rows of a block, DV], if MERGED
+    piece_lse,  # float32 [pieces, B, rows of a block]
     sinks,  # float32 [HEADS]
-    before,  # [B, BEFORE_ROWS, OWN_HEADS, HV]: out of earlier passes
-    before_lse,  # float32 [B, OWN_HEADS, BEFORE_ROWS]
-    out,  # [SPLITS, B, OUT_ROWS, OWN_HEADS, HV]
-    lse,  # float32 [SPLITS, B, OWN_HEADS, OUT_ROWS]
-    T: tl.constexpr,
-    S: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    D: tl.constexpr,  # H and HV, rounded up to powers of two
-    DV: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAP: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,  # the program's heads are FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
-    HEAD_STEP: tl.constexpr,
-    OWN_HEADS: tl.constexpr,
-    Q_ROWS: tl.constexpr,
-    Q_COUNT: tl.constexpr,
-    Q_STEP: tl.constexpr,
-    Q_JUMP: tl.constexpr,
-    Q_START: tl.constexpr,
-    KV_ROWS: tl.constexpr,
-    KV_COUNT: tl.constexpr,
-    KV_STEP: tl.constexpr,
-    KV_JUMP: tl.constexpr,
-    KV_START: tl.constexpr,
-    TWO: tl.constexpr,  # whether there is a second pass; its key rows and lists:
-    KV2_ROWS: tl.constexpr,
-    KV2_COUNT: tl.constexpr,
-    KV2_STEP: tl.constexpr,
-    KV2_JUMP: tl.constexpr,
-    KV2_START: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    BKV2: tl.constexpr,
-    KV2_PARTS: tl.constexpr,
-    ANY_FREE2: tl.constexpr,
-    ANY_MASKED2: tl.constexpr,
-    BEFORE: tl.constexpr,  # whether there are earlier passes; their rows:
-    BEFORE_ROWS: tl.constexpr,
-    BEFORE_COUNT: tl.constexpr,
-    BEFORE_JUMP: tl.constexpr,
-    BEFORE_START: tl.constexpr,
+    before,  # [B, BEFORE.ROWS, OWN_HEADS, HV]: out of earlier passes
+    before_lse,  # float32 [B, OWN_HEADS, BEFORE.ROWS]
+    out,  # [B, OUT.ROWS, OWN_HEADS, HV]; like ``piece_out`` if PIECES
+    lse,  # float32 [B, OWN_HEADS, OUT.ROWS]; like ``piece_lse`` if PIECES
+    A: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
+    KV2: tl.constexpr,
+    L2: tl.constexpr,
+    W: tl.constexpr,
+    BEFORE: tl.constexpr,
+    OUT: tl.constexpr,
     SINKS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,  # out by token, else by row
-    OUT_ROWS: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LISTS_B: tl.constexpr,
-    LISTS_H: tl.constexpr,
-    BQ: tl.constexpr,
-    BKV: tl.constexpr,
-    M: tl.constexpr,  # rows of a tile of queries, and of keys
-    N: tl.constexpr,
-    Q_PARTS: tl.constexpr,  # tiles in a block
-    KV_PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WIDE: tl.constexpr,
-    SEGMENTED: tl.constexpr,
-    ORDERED: tl.constexpr,  # whether `order` is to be looked at
-    ANY_FREE: tl.constexpr,
-    ANY_MASKED: tl.constexpr,
 ):
-    """Attention of one tile of queries of one head; grid (OWN_HEADS * BLOCKS * Q_PARTS * SPLITS, B)."""
-    split, place = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
-    b, job = tl.program_id(1).to(tl.int64), place // Q_PARTS
-    if ORDERED:
-        job = tl.load(order + job)
-    own, block = job // BLOCKS, job % BLOCKS
-    head = FIRST_HEAD + own * HEAD_STEP
-    kv_head = head // (HEADS // KV_HEADS)
-    within = place % Q_PARTS * M + tl.arange(0, M)
-    row = block * BQ + within
-    token = token_of(row, Q_COUNT, Q_STEP, Q_JUMP, Q_START)
-    exists = (within < BQ) & (row < Q_ROWS) & (token < T)
+    """Attention of one tile of queries of one head; grid (jobs or pieces, times tiles of a block, B)."""
+    b = tl.program_id(1).to(tl.int64)
+    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, A.OWN_HEADS * W.BLOCKS)
+    own, block = job // W.BLOCKS, job % W.BLOCKS
+    head = A.FIRST_HEAD + own * A.HEAD_STEP
+    kv_head = head // (A.HEADS // A.KV_HEADS)
+    within = part * Q.TILE + tl.arange(0, Q.TILE)
+    row = block * Q.BLOCK + within
+    token = token_of(row, Q)
+    exists = (within < Q.BLOCK) & (row < Q.ROWS) & (token < A.T)
 
-    queries = load_rows(addresses(q + (b * T * HEADS + head) * H, token, HEADS * H, D, WIDE), exists, H, D, True)
-    segment = tl.zeros((M,), tl.int32)
-    if SEGMENTED:
-        segment = tl.load(q_segments + b * T + token, mask=exists, other=-2)
+    base = q + (b * A.T * A.HEADS + head) * A.H
+    queries = load_rows(addresses(base, token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
+    segment = token
+    if A.SEGMENTED:
+        segment = tl.load(q_segments + b * A.T + token, mask=exists, other=-2)
 
-    result = tl.zeros((M, DV), tl.float32)
-    top = tl.full((M,), float("-inf"), tl.float32)
+    result = zeros(Q.TILE, A.DV)
+    top = full(Q.TILE, float("-inf"))
     if SINKS:
-        top = tl.zeros((M,), tl.float32) + tl.load(sinks + head) * 1.4426950408889634
-    if BEFORE:
-        early, known = row_of(token, exists, BEFORE_COUNT, BEFORE_JUMP, BEFORE_START)
-        at = b * OWN_HEADS + own
-        early_lse = tl.load(before_lse + at * BEFORE_ROWS + early, mask=known, other=float("-inf"))
+        top = full(Q.TILE, 0.0) + tl.load(sinks + head) * 1.4426950408889634
+    if BEFORE.GIVEN:
+        early, known = row_of(token, exists, BEFORE)
+        at = b * A.OWN_HEADS + own
+        early_lse = tl.load(before_lse + at * BEFORE.ROWS + early, mask=known, other=float("-inf"))
         top = tl.where(known, early_lse * 1.4426950408889634, top)
-        at = b * BEFORE_ROWS * OWN_HEADS + own
-        result = load_rows(addresses(before + at * HV, early, OWN_HEADS * HV, DV, True), known, HV, DV, True).to(
-            tl.float32
-        )
-    if SPLITS > 1:
-        top = tl.where(split == 0, top, float("-inf"))  # the first of several programs goes on, the others begin anew
+        base = before + (b * BEFORE.ROWS * A.OWN_HEADS + own) * A.HV
+        pointers = addresses(base, early, A.OWN_HEADS * A.HV, A.DV, True)
+        result = load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
+    if W.MERGED:
+        for i in tl.range(piece, last_piece):
+            at = (i.to(tl.int64) * A.BATCH + b) * (Q.PARTS * Q.TILE)
+            piece_top = tl.load(piece_lse + at + within) * 1.4426950408889634
+            raised = tl.maximum(top, piece_top)
+            shift = tl.where(raised == float("-inf"), 0.0, raised)
+            old, new = tl.exp2(top - shift), tl.exp2(piece_top - shift)
+            own_result = tl.load(addresses(piece_out + at * A.DV, within, A.DV, A.DV, True))
+            result = result * old[:, None] + own_result * new[:, None]
+            total = total * old + new
+            top = raised
 
-    line = ((b % LISTS_B) * LISTS_H + head % LISTS_H) * BLOCKS + block
-    keys = k + (b * S * KV_HEADS + kv_head) * H
-    values = v + (b * S * KV_HEADS + kv_head) * HV
+    keys = k + (b * A.S * A.KV_HEADS + kv_head) * A.H
+    values = v + (b * A.S * A.KV_HEADS + kv_head) * A.HV
+    segments = kv_segments + b * A.S
     state = result, top, total
-    for SECOND in tl.static_range(2):
-        if SECOND == 0 or TWO:
-            entries = more_lists + line * (2 + 2 * WIDTH2) if SECOND else lists + line * (2 + 2 * WIDTH)
-            full, count = tl.load(entries), tl.load(entries + 1)
-            bounds = share_of(full, count, split, SPLITS, KV2_PARTS if SECOND else KV_PARTS)
-            for MASKED in tl.static_range(2):
-                if (ANY_MASKED2 if SECOND else ANY_MASKED) if MASKED else (ANY_FREE2 if SECOND else ANY_FREE):
-                    state = _walk(
-                        state,
-                        queries,
-                        bounds[2 * MASKED],
-                        bounds[2 * MASKED + 1],
-                        keys,
-                        values,
-                        entries + 2,
-                        more_bits if SECOND else bits,
-                        within,
-                        segment,
-                        kv_segments + b * S,
-                        S,
-                        KV_HEADS * H,
-                        KV_HEADS * HV,
-                        H,
-                        HV,
-                        D,
-                        DV,
-                        SCALE,
-                        CAP,
-                        KV2_ROWS if SECOND else KV_ROWS,
-                        KV2_COUNT if SECOND else KV_COUNT,
-                        KV2_STEP if SECOND else KV_STEP,
-                        KV2_JUMP if SECOND else KV_JUMP,
-                        KV2_START if SECOND else KV_START,
-                        Q_PARTS * M,
-                        BKV2 if SECOND else BKV,
-                        N,
-                        KV2_PARTS if SECOND else KV_PARTS,
-                        WIDE,
-                        SEGMENTED,
-                        MASKED,
-                    )
+    lists = entries, tiles, chosen_by, bits
+    span = list_of(spans, b, head, block, L, W)
+    state = _walk_pass(state, 0, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV, L)
+    if KV2.ROWS > 0:
+        passed = span[2] * KV.PARTS
+        lists = more_entries, more_tiles, more_chosen_by, more_bits
+        span = list_of(more_spans, b, head, block, L2, W)
+        state = _walk_pass(
+            state, passed, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV2, L2
+        )
     result, top, total = state
 
     nothing = total == 0
     total = tl.where(nothing, 1.0, total)
     result = result / total[:, None]
     natural = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    place = token if BY_TOKEN else row
-    at = split * BATCH + b
-    pointers = addresses(out + (at * OUT_ROWS * OWN_HEADS + own) * HV, place, OWN_HEADS * HV, DV, True)
-    store_rows(pointers, result, exists, HV, DV)
-    tl.store(lse + (at * OWN_HEADS + own) * OUT_ROWS + place, natural, mask=exists)
+    if W.PIECES:
+        at = (item.to(tl.int64) * A.BATCH + b) * (Q.PARTS * Q.TILE)
+        tl.store(addresses(out + at * A.DV, within, A.DV, A.DV, True), result)
+        tl.store(lse + at + within, natural)
+    else:
+        place = token if OUT.BY_TOKEN else row
+        base = out + (b * OUT.ROWS * A.OWN_HEADS + own) * A.HV
+        store_rows(addresses(base, place, A.OWN_HEADS * A.HV, A.DV, True), result, exists, A.HV, A.DV)
+        tl.store(lse + (b * A.OWN_HEADS + own) * OUT.ROWS + place, natural, mask=exists)

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...planning.lists import MOST_PARTS, static_candidates
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands
-from . import launch
+from . import launch, tiles
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
-from .lists import Lists, Side, begin_order, run_time_lists, static_lists, with_segments
-from .settings import Settings, choose, rows_of, splits
+from .lists import Lists, Side, lists_of
+from .settings import Settings, choose, pieces_asked, rows_of
+from .work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
 
 
 class Rows(NamedTuple):
@@ -53,7 +55,7 @@ class Link:
       call: the call of the op.
       operands: its arrays; segment ids of padding are -2 for queries and -1 for keys.
       first, step: which heads.
-      passes: the heads take them in turn; they differ in their masks only. () for a run-time mask.
+      passes: the heads take them in turn; they differ in their masks only. () for a run-time mask, or a selection.
       also: a second pass with the same query rows, which the forward and dq kernels do together with this one.
     """
 
@@ -91,11 +93,11 @@ class Link:
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
         for one in self.passes:  # a quick look, before lists are made for the sake of the question
-            live = one.fwd.data_next[0][one.fwd.block_mask[0] > 0]
-            if np.bincount(live).max(initial=0) > max(1, rows // one.fwd_shape[0]):
+            columns = static_candidates([one.mask], one.fwd_shape, False)[0].column
+            if np.bincount(columns.ravel()).max(initial=0) > max(1, rows // one.fwd_shape[0]):
                 return False
         prepared = self._prepared("fused")
-        return prepared.lists.single and prepared.q.parts == prepared.splits == 1
+        return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.cut is None
 
     @property
     def by_keys(self) -> list["Link"]:
@@ -113,16 +115,21 @@ class Link:
         rows, size = order.rows, self.operands.value.shape[-1]
         outputs = (
             prepared.output((rows, self.heads, size), rounded and order.natural),
-            prepared.output((self.heads, rows), False),
+            prepared.output((self.heads, rows)),
         )
-        extra = {"SINKS": sinks is not None} | prepared.more_constants | _source("BEFORE", before)
-        arrays = [*prepared.more_arrays, *self._segments, sinks, *_arrays(before, 2)]
-        out, lse = prepared.run(forward_kernel, arrays, outputs, extra, order)
-        if prepared.splits == 1:
-            return Rows(order, (out[0], lse[0]))
-        total = jax.nn.logsumexp(lse, axis=0)
-        share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)))
-        return Rows(order, ((out * share.swapaxes(-1, -2)[..., None]).sum(0), total))
+        earlier = [sinks, *_arrays(before, 2)]
+        constants = prepared.more_constants | {"BEFORE": _rows(before)}
+        out, lse = prepared.run(
+            forward_kernel,
+            [*prepared.more_arrays, *self._segments],
+            [self._sizes[1][1], None],
+            earlier,
+            outputs,
+            constants | {"SINKS": sinks is not None},
+            constants | {"SINKS": False, "BEFORE": _rows(None)},
+            order,
+        )
+        return Rows(order, (out, lse))
 
     def dq(
         self, gradients: Gradients, before: Rows | None, before_kv: Rows | None, rounded: bool, rounded_kv: bool
@@ -133,21 +140,29 @@ class Link:
         kv_rows, kv_heads = self.operands.key.shape[1:3]
         outputs = [prepared.output((order.rows, self.heads, sizes[0]), rounded and order.natural)]
         outputs += [prepared.output((kv_rows, kv_heads, x) if self.gives_dkv else (1,), rounded_kv) for x in sizes]
-        extra = {"WITH_DKV": self.gives_dkv} | prepared.more_constants
-        extra |= _source("BEFORE", before) | _source("BEFORE_KV", before_kv)
-        arrays = [*prepared.more_arrays, *self._segments, *gradients, *_arrays(before, 1), *_arrays(before_kv, 2)]
-        dq, dk, dv = prepared.run(dq_kernel, arrays, outputs, extra, order)
-        rows = Rows(order, (prepared.summed(dq),))
-        return rows, Rows(RowOrder(kv_rows), (dk[0], dv[0])) if self.gives_dkv else None
+        earlier = [*gradients, *_arrays(before, 1), *_arrays(before_kv, 2)]
+        constants = prepared.more_constants | {"BEFORE_KV": _rows(before_kv), "WITH_DKV": self.gives_dkv}
+        dq, dk, dv = prepared.run(
+            dq_kernel,
+            [*prepared.more_arrays, *self._segments],
+            [self._sizes[1][0]],
+            earlier,
+            outputs,
+            constants | {"BEFORE": _rows(before)},
+            constants | {"BEFORE": _rows(None)},
+            order,
+        )
+        return Rows(order, (dq,)), Rows(RowOrder(kv_rows), (dk, dv)) if self.gives_dkv else None
 
     def dkv(self, gradients: Gradients, before: Rows | None, rounded: bool) -> Rows:
         """(dk, dv) of this pass, added to ``before``."""
         prepared, order = self._prepared("dkv"), _destination(self.kv_order)
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
         outputs = [prepared.output((order.rows, kv_heads, size), rounded and order.natural) for size in sizes]
-        arrays = [*self._segments, *gradients, *_arrays(before, 2)]
-        dk, dv = prepared.run(dkv_kernel, arrays, outputs, _source("BEFORE", before), order)
-        return Rows(order, (prepared.summed(dk), prepared.summed(dv)))
+        whole, piece = {"BEFORE": _rows(before)}, {"BEFORE": _rows(None)}
+        earlier = [*gradients, *_arrays(before, 2)]
+        found = prepared.run(dkv_kernel, self._segments, self._sizes[1], earlier, outputs, whole, piece, order)
+        return Rows(order, tuple(found))
 
     @property
     def _sizes(self) -> tuple[int, tuple[int, int]]:
@@ -161,6 +176,9 @@ class Link:
 
     def _shape(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists."""
+        if self.call.selection is not None:
+            block, granularity = self.call.selection
+            return max(granularity, min(64, MOST_PARTS * granularity)), block
         if not self.passes:
             return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
         if kernel == "dkv":
@@ -175,14 +193,7 @@ class Link:
         return bq, bkv
 
     def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:
-        if self.passes:
-            lists = static_lists(self.passes, major, minor, dkv)
-        else:
-            assert self.operands.mask is not None
-            lists = run_time_lists(self.operands.mask, major, minor, dkv)
-        if self.operands.segments is None:
-            return lists
-        return with_segments(lists, major, minor, *self.operands.segments[:: -1 if dkv else 1])
+        return lists_of(self.call, self.operands, self.passes, major, minor, dkv)
 
     def _prepared(self, kernel: str) -> "_Prepared":
         """What the launch of a kernel needs."""
@@ -190,30 +201,66 @@ class Link:
         assert isinstance(device, launch.Device)
         dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
         settings = choose(kernel, *self._sizes, (shape[1], shape[0]) if dkv else shape, params, device)
-        tiles = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
-        q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, tiles, strict=True))
+        held = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
+        q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, held, strict=True))
         major, minor = (kv, q) if dkv else (q, kv)
-        lists, more, second = self._lists(major, minor, dkv), None, None
-        steps = lists.most * minor.parts
+        walks = [(minor, self._lists(major, minor, dkv))]
         if self.also is not None and not dkv:
             second = Side(self.also.kv_order, self.also._shape(kernel)[1], settings.minor)
-            more = self.also._lists(q, second, dkv)
-            steps = steps + more.most * second.parts
-        heads = self.operands.key.shape[2] if dkv else self.heads
-        programs = heads * major.blocks * major.parts
-        parts = splits(params, minor, int(steps.max()), programs * self.operands.query.shape[0], device)
-        return _Prepared(
-            self,
-            q,
-            kv,
-            lists,
-            second,
-            more,
-            settings,
-            begin_order(steps, heads, 8 * device.processors),
-            programs * parts,
-            parts,
-        )
+            walks.append((second, self.also._lists(q, second, dkv)))
+        steps, passed = self._steps(walks, dkv)
+        programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
+        asked = pieces_asked(params, minor)
+        most = None
+        if asked is not None:
+            number, most = np.full(steps.shape, asked, np.int32), asked * steps.shape[1]
+        elif isinstance(steps, np.ndarray):
+            number = pieces_of(steps, programs, 2 * device.processors)
+        else:
+            number, most = self._run_time_pieces(walks, steps, programs, device.processors, dkv)
+        found = cut(steps, number, most)
+        heads, rest = self.operands.key.shape[2] if dkv else self.heads, steps * (number == 0)
+        order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * device.processors)
+        return _Prepared(self, q, kv, major, walks, settings, order, found, passed, steps.shape[1])
+
+    def _jobs(self, dkv: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(the pass' query heads, bool [heads of a job's kind, query heads]: which of them a job walks for)."""
+        heads = self.first + self.step * np.arange(self.heads)
+        if not dkv:
+            return heads, np.eye(len(heads), dtype=bool)
+        kv_heads = self.operands.key.shape[2]
+        return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
+
+    def _steps(self, walks: Sequence[tuple[Side, Lists]], dkv: bool) -> tuple[Any, Any]:
+        """(steps of each job [LB, jobs], those of a job before each query head [LB, heads, blocks]), if known numpy's.
+
+        The latter are None where a job is for one query head.
+        """
+        heads, members = self._jobs(dkv)
+        own: Any = 0
+        for minor, lists in walks:
+            counts = lists.lists.counts[..., 1]
+            own = own + counts[:, heads // lists.lists.group % counts.shape[1]] * minor.parts
+        if not dkv:
+            return own.reshape(len(own), own.shape[1] * own.shape[2]), None
+        jobs = (own[:, None] * members[None, :, :, None]).sum(2)
+        passed = own.cumsum(1) - own
+        first = members.argmax(1)[members.argmax(0)]  # of the query heads with the same job
+        passed = (passed - passed[:, first]).astype(np.int32)
+        return jobs.reshape(len(own), jobs.shape[1] * jobs.shape[2]), passed
+
+    def _run_time_pieces(self, walks: Sequence[tuple[Side, Lists]], steps: Any, programs: int, slots: int, dkv: bool):
+        """(pieces of each job, a bound of their sum), for lists of which only bounds are known."""
+        heads, members = self._jobs(dkv)
+        total = longest = 0
+        for minor, lists in walks:
+            batches, kinds = lists.lists.spans.shape[:2]
+            total += lists.lists.block.size // batches * -(-len(heads) // kinds) * minor.parts
+            longest += lists.longest * int(members.sum(1).max()) * minor.parts
+        limit = max(LEAST_STEPS, -(-total * programs // slots))
+        if longest <= limit:
+            return np.zeros(steps.shape, np.int32), 0
+        return jnp.where(steps > limit, -(-steps // limit), 0), 2 * total // limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,109 +270,118 @@ class _Prepared:
     Attributes:
       link: whose it is.
       q, kv: how rows are cut.
-      lists: the blocks.
-      second, more: the key side and the blocks of the second pass, or None.
+      major: the one of them that programs hold.
+      walks: the minor side and the blocks of this pass, and those of the second one, if there is one.
       settings: tile sizes are those of q and kv.
-      places: in which order blocks are begun, or None.
-      programs: number of programs for a batch entry.
-      splits: programs that share a list.
+      order: in which order jobs are begun, or None.
+      cut: how long jobs are cut into pieces, or None.
+      passed: the steps of a job before those of each query head; see `dkv_kernel`.
+      jobs: number of jobs of a batch entry.
     """
 
     link: Link
     q: Side
     kv: Side
-    lists: Lists
-    second: Side | None
-    more: Lists | None
+    major: Side
+    walks: Sequence[tuple[Side, Lists]]
     settings: Settings
-    places: np.ndarray | None
-    programs: int
-    splits: int
+    order: Any
+    cut: Cut | None
+    passed: Any
+    jobs: int
 
-    def output(self, shape: Sequence[int], rounded: bool) -> jax.ShapeDtypeStruct:
-        """An output, a part for each of the splits; in the dtype of the query if it may be rounded, else in float32."""
+    def output(self, shape: Sequence[int], rounded: bool = False) -> jax.ShapeDtypeStruct:
+        """An output; in the dtype of the query if it may be rounded, else in float32."""
         query = self.link.operands.query
-        dtype = query.dtype if rounded and self.splits == 1 else jnp.float32
-        return jax.ShapeDtypeStruct((self.splits, query.shape[0], *shape), dtype)
-
-    def summed(self, parts: jax.Array) -> jax.Array:
-        """The sum of the splits' parts."""
-        return parts[0] if self.splits == 1 else parts.sum(0)
+        return jax.ShapeDtypeStruct((query.shape[0], *shape), query.dtype if rounded else jnp.float32)
 
     @property
-    def more_arrays(self) -> tuple[Any, Any]:
+    def more_arrays(self) -> list[Any]:
         """What the second pass reads."""
-        return (None, None) if self.more is None else (self.more.entries, self.more.bits)
+        return _arrays_of(self.walks[1][1]) if len(self.walks) > 1 else [None] * 5
 
     @property
     def more_constants(self) -> dict[str, Any]:
-        """The constants of the second pass."""
-        side, lists = (self.kv, self.lists) if self.second is None or self.more is None else (self.second, self.more)
-        return {
-            "TWO": self.second is not None,
-            **_order_constants("KV2", side.order),
-            "WIDTH2": lists.entries.shape[-1] // 2 - 1,
-            "BKV2": side.block,
-            "KV2_PARTS": side.parts,
-            "ANY_FREE2": lists.any_free,
-            "ANY_MASKED2": lists.any_masked,
-        }
+        """The constants of the second pass; it has no rows if there is none."""
+        side, lists = self.walks[-1]
+        axis = side.axis if len(self.walks) > 1 else side.axis._replace(ROWS=0)
+        return {"KV2": axis, "L2": _walk(lists)}
 
     def run(
         self,
         kernel: Any,
-        arrays: Sequence[Any],
+        others: Sequence[Any],
+        sizes: Sequence[int | None],
+        earlier: Sequence[Any],
         outputs: Sequence[jax.ShapeDtypeStruct],
-        extra: dict[str, Any],
+        constants: dict[str, Any],
+        of_pieces: dict[str, Any],
         order: RowOrder,
-    ) -> Sequence[jax.Array]:
-        """Launches a kernel; ``arrays`` are those that not all kernels have, ``order`` is that of its result."""
-        call, (query, key, value, *_) = self.link.call, self.link.operands
-        b, t, heads, h = query.shape
-        _, s, kv_heads, hv = value.shape
-        operands = [query, key, value, self.places, self.lists.entries, self.lists.bits, *arrays]
-        # A kernel does not look at arrays that its constants rule out: any array stands in for them.
-        operands = [query if x is None else jnp.asarray(x) for x in operands]
-        lists_b, lists_h, blocks, entries = self.lists.entries.shape
-        constants = {
-            "T": t,
-            "S": s,
-            "HEADS": heads,
-            "KV_HEADS": kv_heads,
-            "H": h,
-            "HV": hv,
-            "D": launch.padded(h),
-            "DV": launch.padded(hv),
-            "SCALE": call.scale,
-            "CAP": call.soft_cap or 0.0,
-            "FIRST_HEAD": self.link.first,
-            "HEAD_STEP": self.link.step,
-            "OWN_HEADS": self.link.heads,
-            **_order_constants("Q", self.q.order),
-            **_order_constants("KV", self.kv.order),
-            "BY_TOKEN": order.natural,
-            "OUT_ROWS": order.rows,
-            "BATCH": b,
-            "BLOCKS": blocks,
-            "WIDTH": entries // 2 - 1,
-            "LISTS_B": lists_b,
-            "LISTS_H": lists_h,
-            "BQ": self.q.block,
-            "BKV": self.kv.block,
-            "M": self.q.tile,
-            "N": self.kv.tile,
-            "Q_PARTS": self.q.parts,
-            "KV_PARTS": self.kv.parts,
-            "SPLITS": self.splits,
-            "WIDE": max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
-            "SEGMENTED": self.link.operands.segments is not None,
-            "ORDERED": self.places is not None,
-            "ANY_FREE": self.lists.any_free,
-            "ANY_MASKED": self.lists.any_masked,
+    ) -> list[jax.Array]:
+        """Launches a kernel, if jobs are cut first for their pieces.
+
+        Args:
+          kernel: the kernel.
+          others: its arrays between those of the first pass' lists and the results of pieces.
+          sizes: of the results of a piece, by row: None for a number.
+          earlier: its arrays after these.
+          outputs: its results.
+          constants: those that not all kernels have; ``of_pieces`` where they differ for pieces.
+          of_pieces: see there.
+          order: the order of the results' rows.
+        """
+        operands, parts = self.link.operands, self.major.parts
+        b, t, heads, h = operands.query.shape
+        _, s, kv_heads, hv = operands.value.shape
+        shared = {
+            "A": tiles.Arrays(
+                t,
+                s,
+                heads,
+                kv_heads,
+                h,
+                hv,
+                launch.padded(h),
+                launch.padded(hv),
+                self.link.call.scale,
+                self.link.call.soft_cap or 0.0,
+                b,
+                self.link.first,
+                self.link.step,
+                self.link.heads,
+                max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
+                operands.segments is not None,
+            ),
+            "Q": self.q.axis,
+            "KV": self.kv.axis,
+            "L": _walk(self.walks[0][1]),
+            "OUT": tiles.Rows(True, order.natural, order.rows, 0, 0, 0),
         }
+        first = operands.query, operands.key, operands.value
+        lists = [*_arrays_of(self.walks[0][1]), *others]
+        nothing = [None] * len(sizes)
+        found, blocks = nothing, self.major.blocks
+        batches = max([1, *(x.shape[1] for x in (self.order, self.cut and self.cut.work) if x is not None)])
+        if self.cut is not None:
+            number = len(self.cut.work)
+            rows = number, b, parts * self.major.tile
+            results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
+            results += outputs[len(sizes) :]  # outputs that a piece leaves alone
+            work = {"W": tiles.Work(blocks, False, True, False, batches)}
+            arrays = [*first, self.cut.work, self.passed, *lists, *nothing, *earlier]
+            found = self._call(kernel, number * parts, arrays, results, shared | constants | of_pieces | work)
+            found = found[: len(sizes)]
+        work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}
+        arrays = [*first, self.order, None if self.cut is None else self.cut.pieces, *lists, *found, *earlier]
+        return self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work)
+
+    def _call(self, kernel, programs, arrays, outputs, constants) -> list[jax.Array]:
+        query = self.link.operands.query
+        # A kernel does not look at arrays that its constants rule out: any array stands in for them.
+        arrays = [query if x is None else jnp.asarray(x) for x in arrays]
         settings = self.settings
         results = launch.call(
-            kernel, (self.programs, b), operands, outputs, constants | extra, settings.num_warps, settings.num_stages
+            kernel, (programs, query.shape[0]), arrays, outputs, constants, settings.num_warps, settings.num_stages
         )
         # Inside `shard_map`, JAX cannot know of a kernel's results that they differ by device as its operands do.
         axes = jax.typeof(query).manual_axis_type.varying
@@ -338,17 +394,22 @@ def _destination(order: RowOrder) -> RowOrder:
     return RowOrder(order.length) if order.complete else order
 
 
-def _order_constants(name: str, order: RowOrder) -> dict[str, int]:
-    names = [f"{name}_{x}" for x in ("ROWS", "COUNT", "STEP", "JUMP", "START")]
-    return dict(zip(names, (order.rows, *order.numbers), strict=True))
+def _arrays_of(lists: Lists) -> list[Any]:
+    found = lists.lists
+    return [found.spans, found.block, found.tile, found.chosen_by, lists.bits]
 
 
-def _source(name: str, rows: Rows | None) -> dict[str, Any]:
-    """The constants by which a kernel finds earlier results."""
+def _walk(lists: Lists) -> tiles.Walk:
+    batches, heads = lists.lists.spans.shape[:2]
+    return tiles.Walk(batches, heads, lists.lists.group, lists.any_free, lists.any_masked, lists.chosen)
+
+
+def _rows(rows: Rows | None) -> tiles.Rows:
+    """By which a kernel finds earlier results."""
     if rows is None:
-        return {name: False} | {f"{name}_{x}": 0 for x in ("ROWS", "COUNT", "JUMP", "START")}
-    constants = _order_constants(name, rows.order)
-    return {name: True} | {key: value for key, value in constants.items() if not key.endswith("STEP")}
+        return tiles.Rows(False, True, 0, 0, 0, 0)
+    count, _, jump, start = rows.order.numbers
+    return tiles.Rows(True, rows.order.natural, rows.order.rows, count, jump, start)
 
 
 def _arrays(rows: Rows | None, count: int) -> tuple[jax.Array | None, ...]:

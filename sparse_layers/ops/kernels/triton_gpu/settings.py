@@ -5,6 +5,7 @@ import dataclasses
 from ...planning.params import KernelParams
 from .launch import Device
 from .lists import Side
+from .work import MOST_PIECES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,6 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
-# Each split has outputs of its own, which are summed up at the end.
-MOST_SPLITS = 256
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
 
@@ -136,11 +135,9 @@ def choose(
     return settings
 
 
-def splits(params: KernelParams, minor: Side, steps: int, programs: int, device: Device) -> int:
-    """Over how many programs to share each list, of at most ``steps`` steps: explicit, or as the device needs."""
-    if params.num_key_splits is not None:
-        return params.num_key_splits
-    if params.blocksize_keys is not None:
-        return min(MOST_SPLITS, -(-minor.order.rows // params.blocksize_keys))
-    # A program that walks less than 8 steps takes longer to start, and to be merged, than to walk.
-    return max(1, min(2 * device.processors // max(1, programs), steps // 8))
+def pieces_asked(params: KernelParams, minor: Side) -> int | None:
+    """Into how many pieces the user wants each list cut, 0 for none; None leaves it open."""
+    number = params.num_key_splits
+    if number is None and params.blocksize_keys is not None:
+        number = min(MOST_PIECES, -(-minor.order.rows // params.blocksize_keys))
+    return 0 if number == 1 else number

@@ -9,28 +9,142 @@ those of the pass; a row order turns a row into a token by four integers, of whi
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Arrays(NamedTuple):
+    """What kernels know of the op's arrays; a constant of their compilation, as the other bundles here."""
+
+    T: int
+    S: int
+    HEADS: int
+    KV_HEADS: int
+    H: int
+    HV: int
+    D: int  # H and HV, rounded up to powers of two
+    DV: int
+    SCALE: float
+    CAP: float  # 0 for no soft cap
+    BATCH: int
+    FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
+    HEAD_STEP: int
+    OWN_HEADS: int  # so many of them
+    WIDE: bool  # whether places in an array need 64 bits
+    SEGMENTED: bool  # whether there are segment ids
+
+
+class Axis(NamedTuple):
+    """One side of a pass: its rows, and how they are cut."""
+
+    ROWS: int
+    COUNT: int  # this and the next three: the row order
+    STEP: int
+    JUMP: int
+    START: int
+    BLOCK: int  # rows of a block of the lists
+    TILE: int  # rows of a tile, a power of two
+    PARTS: int  # tiles in a block
+
+
+class Walk(NamedTuple):
+    """The lists of a pass."""
+
+    BATCHES: int  # lists by batch entry, and by head
+    HEADS: int
+    GROUP: int  # neighbouring query heads that share a list
+    ANY_FREE: bool
+    ANY_MASKED: bool
+    CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
+
+
+class Work(NamedTuple):
+    """What the programs of a launch do."""
+
+    BLOCKS: int  # of the major side
+    ORDERED: bool  # whether ``work`` says in which order to begin jobs
+    PIECES: bool  # whether programs walk over pieces of lists, each with a result of its own, and not over whole ones
+    MERGED: bool  # whether ``pieces`` says whose pieces are to be put together
+    BATCHES: int  # of ``work`` and ``pieces``, if there are pieces
+
+
+class Rows(NamedTuple):
+    """Where results are: those of a launch, or those of earlier passes."""
+
+    GIVEN: bool
+    BY_TOKEN: bool
+    ROWS: int
+    COUNT: int
+    JUMP: int
+    START: int
+
+
 @triton.jit
-def token_of(row, COUNT: tl.constexpr, STEP: tl.constexpr, JUMP: tl.constexpr, START: tl.constexpr):
-    """The token of each row."""
-    if COUNT == 0:
+def zeros(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """A tile of zeros."""
+    return tl.zeros((ROWS, SIZE), tl.float32)
+
+
+@triton.jit
+def full(ROWS: tl.constexpr, VALUE: tl.constexpr):
+    """A row of a number."""
+    return tl.full((ROWS,), VALUE, tl.float32)
+
+
+@triton.jit
+def job_of(work, pieces, b, W: tl.constexpr, PARTS: tl.constexpr, JOBS: tl.constexpr):
+    """What this program does: (item, job, tile of its block, first step, end of the steps, first piece, their end).
+
+    A job is a head of the pass times BLOCKS plus a block. Steps count through its lists one after the other.
+    """
+    item, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    job, begin, end, piece, last_piece = item, item * 0, item * 0 + 2147483647, item * 0, item * 0
+    if W.PIECES:
+        at = work + (item * W.BATCHES + b % W.BATCHES) * 3
+        job, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    elif W.ORDERED:
+        job = tl.load(work + item * W.BATCHES + b % W.BATCHES)
+    if W.MERGED:
+        at = pieces + ((b % W.BATCHES) * JOBS + job) * 2
+        piece, last_piece = tl.load(at), tl.load(at + 1)
+        end = tl.where(last_piece > piece, 0, end)
+    return item, job, part, begin, end, piece, last_piece
+
+
+@triton.jit
+def list_of(spans, b, head, block, L: tl.constexpr, W: tl.constexpr):
+    """(first entry, number of the free ones, number of all) of the list of a query head and a major block."""
+    line = ((b % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
+    first = tl.load(spans + line * 3)
+    return first, tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+
+
+@triton.jit
+def share_of(begin, end, passed, count):
+    """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others."""
+    return tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
+
+
+@triton.jit
+def token_of(row, A: tl.constexpr):
+    """The token of each row of an `Axis`."""
+    if A.COUNT == 0:
         return row
     else:
-        return row % COUNT * STEP + row // COUNT * JUMP + START
+        return row % A.COUNT * A.STEP + row // A.COUNT * A.JUMP + A.START
 
 
 @triton.jit
-def row_of(token, exists, COUNT: tl.constexpr, JUMP: tl.constexpr, START: tl.constexpr):
-    """(row, whether there is one) of each token in an order of gathered tokens, or in natural order."""
-    if COUNT == 0:
+def row_of(token, exists, R: tl.constexpr):
+    """(row, whether there is one) of each token in `Rows`: in an order of gathered tokens, or in natural order."""
+    if R.COUNT == 0:
         return token, exists
     else:
-        place = token - START
-        inside = place % JUMP
-        return place // JUMP * COUNT + inside, exists & (place >= 0) & (inside < COUNT)
+        place = token - R.START
+        inside = place % R.JUMP
+        return place // R.JUMP * R.COUNT + inside, exists & (place >= 0) & (inside < R.COUNT)
 
 
 @triton.jit
@@ -63,16 +177,25 @@ def store_rows(pointers, values, exists, LENGTH: tl.constexpr, SIZE: tl.constexp
 
 
 @triton.jit
-def allowed(bits, row, WORDS: tl.constexpr, WIDTH: tl.constexpr):
-    """The tile [rows, WIDTH] of a bit-packed mask: ``bits`` points at its first word, each row has WORDS of them."""
-    column = tl.arange(0, WIDTH)
-    words = tl.load(bits + row * WORDS)[:, None]
-    if WIDTH > 32:
-        words = tl.where(column[None, :] < 32, words, tl.load(bits + row * WORDS + 1)[:, None])
-    if WIDTH > 64:
-        third, fourth = tl.load(bits + row * WORDS + 2)[:, None], tl.load(bits + row * WORDS + 3)[:, None]
-        words = tl.where(column[None, :] < 64, words, tl.where(column[None, :] < 96, third, fourth))
-    return ((words >> (column & 31)[None, :]) & 1) != 0
+def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
+    """The mask tile [rows, MINOR.TILE] of an entry: bits of words, which hold the minor rows of each major one."""
+    words: tl.constexpr = MINOR.PARTS * MINOR.TILE // 32
+    tile = tl.load(lists[1] + slot).to(tl.int64) + 1  # the first lets everything pass
+    bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE * words) + part * (MINOR.TILE // 32) + row * words
+    column = tl.arange(0, MINOR.TILE)
+    word = tl.load(bits)[:, None]
+    if MINOR.TILE > 32:
+        word = tl.where(column[None, :] < 32, word, tl.load(bits + 1)[:, None])
+    if MINOR.TILE > 64:
+        third, fourth = tl.load(bits + 2)[:, None], tl.load(bits + 3)[:, None]
+        word = tl.where(column[None, :] < 64, word, tl.where(column[None, :] < 96, third, fourth))
+    return ((word >> (column & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def chose(lists, slot, query, L: tl.constexpr):
+    """Whether queries, counted within their block, chose an entry."""
+    return ((tl.load(lists[2] + slot) >> (query // L.CHOSEN)) & 1) != 0
 
 
 @triton.jit
@@ -87,25 +210,9 @@ def tanh(x):
 
 
 @triton.jit
-def logits(products, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Logits to base 2 of q . k; CAP == 0 stands for no soft cap."""
-    if CAP == 0:
-        return products * (SCALE * 1.4426950408889634)
+def logits(products, A: tl.constexpr):
+    """Logits to base 2 of q . k."""
+    if A.CAP == 0:
+        return products * (A.SCALE * 1.4426950408889634)
     else:
-        return tanh(products * (SCALE / CAP)) * (CAP * 1.4426950408889634)
-
-
-@triton.jit
-def share_of(full, total, split, SPLITS: tl.constexpr, PARTS: tl.constexpr):
-    """The loop bounds of this program: (first full step, end of full steps, first masked step, end of masked steps).
-
-    Steps are blocks times the PARTS that a block is walked in; SPLITS programs share them; this is number ``split``.
-    """
-    full, total = full * PARTS, total * PARTS
-    if SPLITS == 1:
-        return full * 0, full, full, total
-    else:
-        each = tl.cdiv(total, SPLITS)
-        begin = tl.minimum(split * each, total)
-        end = tl.minimum(begin + each, total)
-        return begin, tl.minimum(end, full), tl.maximum(begin, full), end
+        return tanh(products * (A.SCALE / A.CAP)) * (A.CAP * 1.4426950408889634)

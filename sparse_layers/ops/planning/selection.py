@@ -1,0 +1,278 @@
+"""Selections: which key blocks each query looks at, decided at run time by scores, a router or another layer."""
+
+import reprlib
+from typing import Any, Literal, overload
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ...masks.algebra import Mask
+from ...masks.options import Natural, Positive, checked, whole
+from ...masks.primitives import Empty
+
+GRANULARITIES = (1, 16, 64, 128)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Selection:
+    """The key blocks that queries look at, chosen at run time: ``selection=`` of `block_sparse_attention`.
+
+    A query attends to the keys of its blocks that the mask and the segment ids allow, in one exact softmax. A pytree
+    whose only leaf is ``ids``, immutable: layers may share it, and `jax.jit`, `jax.vmap`, `jax.lax.scan` and
+    `jax.checkpoint` take it. No gradient flows into ids.
+
+    Args:
+      ids: integers [..., ceil(T / granularity), G, k]; of the leading axes, the op takes B or none, and layers those of
+        their input. Each row holds numbers of key blocks in any order: -1 stands for none, and what comes twice counts
+        once; k may be 0. G is 1 (all heads choose alike), K (one choice for each key head) or N (one for each query
+        head). Numbers without a block are refused where they can be seen, and inside jit left out.
+      block: keys in a block, a multiple of 16 from 16 to 512: block j holds keys j * block to (j + 1) * block - 1.
+      granularity: neighbouring queries that choose together: 1, 16, 64 or 128.
+
+    Attributes:
+      ids: int32, of the shape given.
+      block: as given.
+      granularity: as given.
+
+    Raises:
+      ValueError: a block or granularity that is none of these; ids of less than three axes, that are no integers,
+        below -1, or that do not fit into int32.
+      TypeError: ids are no array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 2, 16))
+      >>> ids = jnp.tile(jnp.array([0, 2, -1]), (1, 8, 1, 1))  # everyone looks at keys 0 to 31 and 64 to 95 ...
+      >>> chosen = sl.Selection(ids, block=32, granularity=16)
+      >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen).shape  # ... as far as these are past
+      (1, 128, 2, 16)
+    """
+
+    __slots__ = ("block", "granularity", "ids")
+
+    ids: Any
+    block: int
+    granularity: int
+
+    def __init__(self, ids: Any, *, block: int, granularity: int = 1):
+        block, granularity = checked_sizes(block, granularity)
+        if not (isinstance(ids, jax.Array | np.ndarray) or hasattr(ids, "__jax_array__")):
+            raise TypeError(f"ids must be a JAX or numpy array, got {type(ids).__name__}: {reprlib.repr(ids):.60}")
+        ids = jnp.asarray(ids) if hasattr(ids, "__jax_array__") else ids
+        if ids.ndim < 3 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(
+                "ids must be integers of shape [..., ceil(T / granularity), G, k], "
+                f"got {ids.dtype} of shape {ids.shape}"
+            )
+        seen = known(ids)
+        if seen is None and not np.can_cast(ids.dtype, np.int32):
+            raise ValueError(f"ids must be int32 or smaller inside jit, got {ids.dtype}")
+        if seen is not None and seen.size and not -1 <= int(seen.min()) <= int(seen.max()) < 2**31:
+            raise ValueError(f"ids must be numbers of blocks, or -1 for none, got {seen.min()} to {seen.max()}")
+        self._set(jnp.asarray(ids, jnp.int32), block, granularity)
+
+    def _set(self, ids: Any, block: int, granularity: int) -> None:
+        for name, value in (("ids", ids), ("block", block), ("granularity", granularity)):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: Any):
+        raise AttributeError(f"a Selection is immutable: {name} cannot be set")
+
+    def __delattr__(self, name: str):
+        raise AttributeError(f"a Selection is immutable: {name} cannot be deleted")
+
+    def __reduce__(self):
+        return _restored, (self.ids, self.block, self.granularity)
+
+    def __repr__(self):
+        ids = f"{self.ids.dtype}{list(self.ids.shape)}" if hasattr(self.ids, "shape") else repr(self.ids)
+        return f"Selection({ids}, block={self.block}, granularity={self.granularity})"
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("ids"), self.ids),), (self.block, self.granularity)
+
+    @classmethod
+    def tree_unflatten(cls, static, leaves):
+        return _restored(*leaves, *static)  # anything may stand for ids: axes to map over, shardings, cotangents
+
+
+def _restored(ids: Any, block: int, granularity: int) -> Selection:
+    """A selection of ids that have been looked at before, or by nobody."""
+    selection = object.__new__(Selection)
+    selection._set(ids, block, granularity)
+    return selection
+
+
+def known(x: Any) -> np.ndarray | None:
+    """The numbers of an array, or None if they cannot be seen: inside jit, or with parts on other hosts."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
+def checked_sizes(block: Any, granularity: Any) -> tuple[int, int]:
+    """The sizes of a selection.
+
+    Raises:
+      ValueError: others than `Selection` takes.
+    """
+    size = whole(block)
+    if size is None or size % 16 or not 16 <= size <= 512:
+        raise ValueError(f"block must be a multiple of 16 from 16 to 512, got {block!r}")
+    if whole(granularity) not in GRANULARITIES:
+        raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
+    return size, int(granularity)
+
+
+# --- helpers of scorers ----------------------------------------------------------------------------------------------
+
+
+@overload
+def top_k_blocks(
+    scores: jax.Array,
+    k: int,
+    *,
+    block: int,
+    granularity: int = 1,
+    causal: bool = True,
+    forced: Mask | None = None,
+    start: Any = 0,
+    return_scores: Literal[False] = False,
+) -> Selection: ...
+@overload
+def top_k_blocks(
+    scores: jax.Array,
+    k: int,
+    *,
+    block: int,
+    granularity: int = 1,
+    causal: bool = True,
+    forced: Mask | None = None,
+    start: Any = 0,
+    return_scores: Literal[True],
+) -> tuple[Selection, jax.Array]: ...
+def top_k_blocks(
+    scores: jax.Array,
+    k: int,
+    *,
+    block: int,
+    granularity: int = 1,
+    causal: bool = True,
+    forced: Mask | None = None,
+    start: Any = 0,
+    return_scores: bool = False,
+) -> Selection | tuple[Selection, jax.Array]:
+    """Selects the k key blocks of the highest scores for each row of queries: of equal ones, those that come first.
+
+    Row r stands for queries r * granularity to (r + 1) * granularity - 1. Its own block is that of its last query.
+    Forced blocks come before all others, and count among the k. A score of -inf or NaN is never chosen, unless forced.
+    If there are fewer than k blocks to choose from, the rest is -1. No gradient flows through the choice; through the
+    scores that are returned, it does.
+
+    In published methods: ``forced=Window(0)`` is the own block of MoBA and MSA, ``Prefix(1) | Window(1)`` the first
+    and the last two of NSA, ``Prefix(1) | Window(n - 1)`` the first and n local ones of InfLLM-v2.
+
+    Args:
+      scores: floats [..., ceil(T / granularity), G, blocks]; axes as in `Selection`.
+      k: blocks to choose, >= 0.
+      block: keys in a block.
+      granularity: queries in a row.
+      causal: whether to choose only blocks that begin no later than the row's last query: its own and those before.
+        What of its own block is in the future is still for the mask of the attention to hide.
+      forced: a mask in units of blocks, in which a row's position is its own block: those it allows are chosen;
+        None for none.
+      start: position of the first query among the keys, maybe a JAX array []: for scores made for some queries at a
+        time, and for queries that are the last of the keys.
+      return_scores: also return the scores of the chosen blocks, -inf where there is none.
+
+    Returns:
+      The `Selection`, of k ids in a row; with ``return_scores`` the pair of it and the scores [..., Tq, G, k].
+
+    Raises:
+      ValueError: scores that are no floats or have other axes; k or start below 0, or k below the number of forced
+        blocks of a row; sizes that `Selection` refuses; flags that are no bools.
+      TypeError: scores are no array, or forced is no mask.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> scores = jnp.array([0.5, 2.0, 2.0, 9.0, 1.0]) * jnp.ones((1, 5, 1, 1))  # rows of 64 queries, 5 blocks of 64
+      >>> sl.top_k_blocks(scores, 3, block=64, granularity=64, forced=sl.Window(0)).ids[0, :, 0].tolist()
+      [[0, -1, -1], [1, 0, -1], [2, 1, 0], [3, 1, 2], [4, 3, 1]]
+
+    References:
+      Lu et al. 2025, "MoBA: Mixture of Block Attention"; Yuan et al. 2025, "Native Sparse Attention"; Zhao et al. 2025,
+      "InfLLM-V2".
+    """
+    block, granularity = checked_sizes(block, granularity)
+    k = checked("k", k, Natural)
+    checked("causal", causal, bool)
+    checked("return_scores", return_scores, bool)
+    _check_floats("scores", scores, "[..., ceil(T / granularity), G, blocks]")
+    forced = Empty() if forced is None else forced
+    if not isinstance(forced, Mask):
+        raise TypeError(f"forced must be a mask in units of blocks, got {type(forced).__name__}: {forced!r}")
+    rows, _, blocks = scores.shape[-3:]
+    may, must = _rules(rows, blocks, block, granularity, causal, forced, start)
+    if isinstance(must, np.ndarray) and must.size and must.sum(1).max() > k:
+        raise ValueError(f"k must be at least the number of forced blocks, here up to {must.sum(1).max()}, got {k}")
+    may, must = (jnp.asarray(x)[:, None] for x in (may, must))
+    # A forced block comes before one with a score of infinity.
+    rank = jnp.minimum(jax.lax.stop_gradient(scores), jnp.finfo(scores.dtype).max)
+    rank = jnp.where(must, jnp.inf, jnp.where(may & (rank > -jnp.inf), rank, -jnp.inf))
+    best, ids = jax.lax.top_k(rank, min(k, blocks))
+    ends = [(0, 0)] * (scores.ndim - 1) + [(0, k - ids.shape[-1])]
+    ids = jnp.pad(jnp.where(best > -jnp.inf, ids, -1).astype(jnp.int32), ends, constant_values=-1)
+    chosen = _restored(ids, block, granularity)
+    if not return_scores:
+        return chosen
+    found = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+    return chosen, jnp.where(ids >= 0, found, -jnp.inf)
+
+
+def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
+    """Bools [rows, blocks] each: which may be chosen, and of these, which must be; numpy's if ``start`` is known."""
+    traced = isinstance(start, jax.Array)
+    xp: Any = jnp if traced else np
+    last = (start if traced else checked("start", start, Natural)) + (xp.arange(rows) + 1) * granularity - 1
+    own, other = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
+    may = other <= own if causal else xp.ones((rows, blocks), bool)
+    return may, may & xp.broadcast_to(forced(own, other), may.shape)
+
+
+def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
+    """The mean of each block of tokens, as of keys: ``out[j] = mean(x[j * block : (j + 1) * block])``.
+
+    Args:
+      x: floats [..., S, K, H].
+      block: tokens in a block, >= 1. The last block may be shorter: its mean is that of the tokens there are.
+
+    Returns:
+      [..., ceil(S / block), K, H] in the dtype of x, summed up in float32 (float64 for float64); differentiable.
+
+    Raises:
+      ValueError: x of other axes, or no floats; block no integer >= 1.
+      TypeError: x is no array.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> sl.mean_pool_blocks(jnp.arange(5.0)[:, None, None], 2).ravel().tolist()
+      [0.5, 2.5, 4.0]
+    """
+    _check_floats("x", x, "[..., S, K, H]")
+    block = checked("block", block, Positive)
+    *batch, tokens, heads, size = x.shape
+    blocks = -(-tokens // block)
+    wide = jnp.pad(x, [(0, 0)] * len(batch) + [(0, blocks * block - tokens), (0, 0), (0, 0)])
+    wide = wide.reshape(*batch, blocks, block, heads, size)
+    total = wide.sum(-3, dtype=jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    number = np.minimum(block, tokens - np.arange(blocks) * block)
+    return (total / jnp.asarray(number, total.dtype)[:, None, None]).astype(x.dtype)
+
+
+def _check_floats(name: str, x: Any, shape: str) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be a JAX or numpy array, got {type(x).__name__}: {reprlib.repr(x):.60}")
+    if x.ndim < 3 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floats of shape {shape}, got {x.dtype} of shape {x.shape}")

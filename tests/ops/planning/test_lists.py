@@ -1,0 +1,220 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops.planning import lists
+from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+
+CAUSAL, NEAR, NONE = sl.Causal(), sl.Causal() & sl.Window(20), sl.Empty()
+
+
+def natural(masks, t, s):
+    return [Reordered(mask, RowOrder(t), RowOrder(s)) for mask in masks]
+
+
+def decoded(found, by_key, shape, lengths, tiles, granularity=1, batch=0, head=0):
+    """How often the list of a batch entry and head visits each pair: int [T, S]."""
+    blocks = [-(-length // side) for length, side in zip(lengths, shape, strict=True)]
+    spans, block, tile = (np.asarray(x) for x in (found.spans, found.block, found.tile))
+    assert spans.dtype == block.dtype == tile.dtype == np.int32
+    assert spans.shape[2] == blocks[by_key] and found.minor_blocks == blocks[not by_key]
+    pairs = np.zeros([n * side for n, side in zip(blocks, shape, strict=True)], int)
+    for major, (first, masked, end) in enumerate(spans[batch % len(spans), head // found.group % spans.shape[1]]):
+        assert 0 <= first <= masked <= end <= len(block)
+        for entry in range(first, end):
+            may = np.ones(shape, bool)
+            if entry >= masked and tile[entry] >= 0:
+                may = may & tiles[tile[entry]]
+            if entry >= masked and found.chosen_by is not None:
+                word = int(np.asarray(found.chosen_by)[entry])
+                may = may & np.array([word >> part // granularity & 1 for part in range(shape[0])], bool)[:, None]
+            row, column = (block[entry], major) if by_key else (major, block[entry])
+            pairs[row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] += may
+    return pairs[: lengths[0], : lengths[1]]
+
+
+def unpacked(tiles, columns):
+    return None if tiles is None else lists.unpacked_tiles(tiles, columns)
+
+
+@pytest.mark.parametrize(
+    ("masks", "shape"),
+    [
+        ([CAUSAL], (32, 32)),
+        ([CAUSAL, sl.Window(5, 9), sl.Full(), NONE], (16, 24)),
+        ([sl.Array(np.random.default_rng(0).random((150, 170)) < 0.1)], (32, 16)),
+    ],
+    ids=["causal", "several", "array"],
+)
+def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
+    t, s = 150, 170
+    candidates, tiles = lists.static_candidates(natural(masks, t, s), shape, True)
+    assert candidates.kind.shape[:2] == (1, len(masks))
+    arrays = ("row", "column", "kind", "tile")
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def by_xla(found, by_key):
+        return dataclasses.replace(candidates, **dict(zip(arrays, found, strict=True))).lists(by_key)
+
+    for by_key in (False, True):
+        planned = candidates.lists(by_key)
+        found = by_xla([getattr(candidates, name) for name in arrays], by_key)
+        assert planned.static and not isinstance(found.block, np.ndarray)
+        np.testing.assert_array_equal(found.spans, planned.spans)
+        np.testing.assert_array_equal(planned.counts, planned.spans[..., 1:] - planned.spans[..., :1])
+        entries = len(planned.block)  # XLA's arrays are as long as there are candidates
+        for name in ("block", "tile"):
+            np.testing.assert_array_equal(getattr(found, name)[:entries], getattr(planned, name))
+        for head, mask in enumerate(masks):
+            pairs = decoded(planned, by_key, shape, (t, s), unpacked(tiles, shape[1]), head=head)
+            np.testing.assert_array_equal(pairs, mask.dense(t, s))
+
+
+def test_lists_in_row_orders_of_a_pass():
+    t, shape = 150, (16, 32)
+    for mask, orders in {
+        CAUSAL & sl.Strided(7): (ResidueMajor(t, 7), ResidueMajor(t, 7)),
+        CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), Gathered(t, 12, 8, 12)),
+    }.items():
+        moved = Reordered(mask, *orders)
+        candidates, tiles = lists.static_candidates([moved], shape, True)
+        lengths = tuple(order.rows for order in orders)
+        for by_key in (False, True):
+            pairs = decoded(candidates.lists(by_key), by_key, shape, lengths, unpacked(tiles, shape[1]))
+            np.testing.assert_array_equal(pairs, moved.dense(*lengths))
+
+
+def test_tiles_are_kept_once_and_rules_need_none():
+    masks = natural([CAUSAL, NEAR], 1024, 1024)
+    candidates, tiles = lists.static_candidates(masks, (64, 64), True)
+    assert tiles.shape == (3, 64, 8) and tiles.dtype == np.uint8  # each one's diagonal, and the window's end
+    np.testing.assert_array_equal(lists.packed_tiles(lists.unpacked_tiles(tiles, 64)), tiles)
+    assert lists.static_candidates(masks, (64, 64), True)[0] is candidates, "made once"
+    assert lists.static_candidates(masks, (64, 64), False)[1] is None
+
+
+def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
+    t, s, shape = 96, 128, (16, 16)
+    rng = np.random.default_rng(0)
+    q_ids = np.stack([np.repeat([3, 0, -1], 32), np.sort(rng.integers(-1, 4, t)), np.full(t, -1)]).astype(np.int32)
+    kv_ids = np.stack([np.repeat([3, 0, 7, -1], 32), np.sort(rng.integers(-1, 4, s)), np.full(s, -1)]).astype(np.int32)
+    orders = RowOrder(t), RowOrder(s)
+    candidates, tiles = lists.static_candidates(natural([sl.Full()], t, s), shape, True)
+    for by_key in (False, True):
+        extents = (lists.Extents.of(*x) for x in zip(orders, map(jnp.asarray, (q_ids, kv_ids)), shape, strict=True))
+        found = candidates.with_segments(*extents).lists(by_key)
+        for batch in range(3):
+            may = (q_ids[batch, :, None] == kv_ids[batch]) & (q_ids[batch, :, None] >= 0)
+            pairs = decoded(found, by_key, shape, (t, s), unpacked(tiles, 16), batch=batch)
+            assert (pairs[may] == 1).all(), "no pair that may attend is left out, none comes twice"
+            exact = [batch != 1, True][batch == 2]
+            assert not exact or (pairs == may).all()
+        counts = np.asarray(found.counts)[:, 0].sum(1)
+        assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
+        assert 0 < counts[1, 0] < counts[1, 1] < 48
+
+
+def test_run_time_masks():
+    mask = np.random.default_rng(0).random((2, 70, 90)) < 0.02
+    mask[0, :32], mask[1, :, 32:48] = True, False
+    for by_key in (False, True):
+        found, tiles = jax.jit(lambda mask, by_key=by_key: _listed(mask, by_key))(mask)
+        for head in range(4):
+            pairs = decoded(found, by_key, (16, 16), (70, 90), np.asarray(tiles), head=head)
+            np.testing.assert_array_equal(pairs, mask[head % 2])
+        assert found.counts[0, 0, :, 0].sum() == 2 * 5  # a ragged block is none where every pair may attend
+
+
+def _listed(mask, by_key):
+    candidates, tiles = lists.run_time_candidates(mask, (16, 16))
+    return candidates.lists(by_key), tiles
+
+
+# --- blocks chosen at run time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "granularity", "shape", "groups", "heads", "k"),
+    [
+        ((150, 150), 16, (32, 32), 2, 4, 3),
+        ((150, 170), 1, (32, 16), 1, 4, 3),  # 32 parts, one word's bits
+        ((150, 170), 1, (16, 16), 4, 4, 5),
+        ((130, 130), 64, (16, 32), 2, 4, 2),  # a choice for several blocks of queries
+        ((64, 64), 16, (16, 16), 4, 4, 9),
+        ((40, 40), 16, (16, 16), 1, 1, 0),
+        ((200, 100), 128, (128, 48), 2, 2, 40),  # more than there are
+    ],
+)
+def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
+    """Numbers that come twice, that are none or out of range; masks of one or two kinds of heads, free or not."""
+    t, s = lengths
+    columns = -(-s // shape[1])
+    rng = np.random.default_rng(0)
+    ids = rng.integers(-2, columns + 2, (2, -(-t // granularity), groups, k)).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.1] = np.iinfo(np.int32).max
+    for masks in ([CAUSAL], [CAUSAL, sl.Window(20, 20)], [sl.Full()], [NONE]):
+        if heads % len(masks):
+            continue
+        table, tiles = lists.state_table(natural(masks, t, s), shape, True)
+
+        @jax.jit
+        def both(ids, table=table):
+            candidates = lists.chosen_candidates(ids, granularity, shape, table, heads)
+            return candidates.lists(False), candidates.lists(True)
+
+        found = both(ids)
+        for b, h in np.ndindex(2, heads):
+            right = np.zeros((t, columns * shape[1]), bool)
+            for row, j in ((row, j) for row, js in enumerate(ids[b, :, h * groups // heads]) for j in js):
+                if 0 <= j < columns:
+                    right[row * granularity : (row + 1) * granularity, j * shape[1] : (j + 1) * shape[1]] = True
+            right = right[:, :s] & masks[h % len(masks)].dense(t, s)
+            for by_key in (False, True):
+                pairs = decoded(found[by_key], by_key, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h)
+                np.testing.assert_array_equal(pairs, right)
+
+
+def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole():
+    table, _ = lists.state_table(natural([CAUSAL], 96, 96), (32, 32), True)
+    ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
+    found = lists.chosen_candidates(jnp.asarray(ids), 16, (32, 32), table, 1).lists(False)
+    assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
+    assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
+
+
+def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
+    monkeypatch.setattr(lists, "_TABLE_CELLS", 30)
+    t, shape = 200, (16, 32)
+    mask = CAUSAL & (sl.Window(37) | sl.Strided(5))
+    table, tiles = lists.state_table(natural([mask], t, t), shape, True)
+    assert table.finer == 4 and table.states.size <= 30
+    ids = np.broadcast_to(np.arange(7, dtype=np.int32), (1, 13, 1, 7))
+    found = lists.chosen_candidates(jnp.asarray(ids), 16, shape, table, 1)
+    for by_key in (False, True):
+        pairs = decoded(found.lists(by_key), by_key, shape, (t, t), unpacked(tiles, shape[1]), 16)
+        np.testing.assert_array_equal(pairs, mask.dense(t))
+
+
+def test_chosen_blocks_of_a_run_time_mask():
+    t, shape = 80, (16, 16)
+    mask = np.random.default_rng(0).random((2, t, t)) < 0.5
+    mask[:, :40, :16] = True
+    ids = np.random.default_rng(1).integers(-1, 5, (1, 5, 1, 3)).astype(np.int32)
+
+    @jax.jit
+    def both(mask, ids):
+        table, tiles = lists.run_time_table(mask, shape)
+        found = lists.chosen_candidates(ids, 16, shape, table, 4)
+        return found.lists(False), found.lists(True), tiles
+
+    *found, tiles = both(mask, ids)
+    chosen = (ids[0, :, 0, :, None] == np.arange(5)).any(1).repeat(16, axis=0).repeat(16, axis=1)
+    for head in range(4):
+        for by_key in (False, True):
+            pairs = decoded(found[by_key], by_key, shape, (t, t), np.asarray(tiles), 16, head=head)
+            np.testing.assert_array_equal(pairs, chosen & mask[head % 2])
