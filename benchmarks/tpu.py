@@ -10,7 +10,8 @@ further ones are taken to cost what the second half of these cost.
 
 Splash attention has no chains: it gets the blocks of the whole pattern in natural order, counted, each masked by its
 function for the causal mask or the window, which is cheaper than the true ones. It runs forward, without the lse that
-backward needs, dkv and dq.
+backward needs, dkv and dq. It is measured once for all patterns of which it gets the same blocks; blocks on which its
+compiler takes longer than --timeout are not tried again at other lengths.
 
 Columns. block: rows of q and k in a block; for splash that of --splash-blocks which takes each kernel the fewest cycles
 (fwd, dkv, dq: its block sizes may differ), and all that were tried are in the record. compile: seconds for forward and
@@ -52,7 +53,7 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.pallas_tpu import backward_kernel, forward_kernel
 from sparse_layers.ops.kernels.pallas_tpu.launch import launch
 from sparse_layers.ops.kernels.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
-from sparse_layers.ops.planning.blocks import active_blocks
+from sparse_layers.ops.planning.blocks import BlockGrid, active_blocks
 
 from .record import ROOT, Record, add_option
 
@@ -71,6 +72,7 @@ PATTERNS: dict[str, Any] = {
 }
 HEADS, SIZE, AREA = 2, 128, 512 * 512
 SPLASH = ("fwd", "dkv", "dq")  # its kernels
+FOUND: dict[Any, dict] = {}  # of splash, in this run
 # libtpu neither looks for a device nor locks one.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_SKIP_MDS_QUERY": "1"}
 ENVIRONMENT |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -138,12 +140,15 @@ def needs(chip: str, function: Callable, shapes: list) -> dict[str, float]:
 
 
 class Arithmetic:
-    """A list of steps in place of `Steps` that is computed, by shifts alone: the estimator cannot divide. No tiles."""
+    """A list of steps in place of `Steps` that is computed, by shifts alone: the estimator cannot divide.
+
+    Each masked step has another mask tile than the one before, if there are any.
+    """
 
     def __init__(self, steps: Steps, count: int):
         words, self.scalars, self.count = np.asarray(steps.words), [], count
-        minors = int(((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1)).max()) + 1
-        self.minor_mask = (1 << (minors.bit_length() - 1)) - 1
+        self.minors = within((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
+        self.tiles = None if steps.tiles is None else within(np.asarray(steps.tiles))
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == MASKED))
 
     def at(self, scalars, batch, head, step):
@@ -151,7 +156,18 @@ class Arithmetic:
         row = (step * self.rows) >> 12
         kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, MASKED, FREE)
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
-        return Step(row, step & self.minor_mask, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+        return Step(row, step & self.minors, kind, first.astype(jnp.int32), last.astype(jnp.int32))
+
+    def tile(self, scalars, batch, head, step):
+        return None if self.tiles is None else ((jnp.int32(step) * self.masked) >> 12) & self.tiles
+
+    def parts(self, scalars, batch, head, step):
+        return None
+
+
+def within(numbers: np.ndarray) -> int:
+    """The most bits that are all set in a number up to the largest: what it is masked with is one of the numbers."""
+    return (1 << ((int(numbers.max()) + 1).bit_length() - 1)) - 1
 
 
 def record(function: Callable, operands: list, passes: int) -> list[dict]:
@@ -203,15 +219,23 @@ def ours(chip: str, pattern: str, seq_len: int, block: int | None, limit: int | 
     return result
 
 
+def splash_mask(pattern: str) -> Any:
+    """The function that masks splash's blocks."""
+    return PATTERNS[pattern] if pattern.startswith("window") else sl.Causal()
+
+
+def splash_grid(pattern: str, seq_len: int, block: int) -> BlockGrid:
+    """The blocks that splash lists."""
+    return active_blocks(PATTERNS[pattern], seq_len // block, seq_len // block, block, block)
+
+
 def theirs(chip: str, pattern: str, seq_len: int, block: Any, limit: int | None) -> dict:
     """The same for splash attention: cycles by kernel for a size of blocks, or needs for a size by kernel."""
-    mask = PATTERNS[pattern]
-    function = mask if pattern.startswith("window") else sl.Causal()
+    function = splash_mask(pattern)
 
     def grid_of(name, block):
-        rows = seq_len // block
-        grid = active_blocks(mask, rows, rows, block, block)
-        return grid, rows, int(np.bincount(grid.columns if name == "dkv" else grid.rows).max())
+        grid = splash_grid(pattern, seq_len, block)
+        return grid, grid.num_rows, int(np.bincount(grid.columns if name == "dkv" else grid.rows).max())
 
     if limit is None:
 
@@ -311,10 +335,11 @@ def spawn(timeout: int, **job: Any) -> dict:
 def measured(side: str, job: dict[str, Any], options: argparse.Namespace, record: Record) -> dict[str, Any]:
     """What one side takes and needs for one pattern, length and chip."""
     blocks = [options.block] if side == "ours" else options.splash_blocks
-    tried = [spawn(side=side, block=block, limit=options.steps, **job) for block in blocks]
+    measure = functools.partial(spawn, **job) if side == "ours" else functools.partial(splash_once, job)
+    tried = [measure(side=side, block=block, limit=options.steps) for block in blocks]
     record.add(**job, side=side, tried=dict(zip(map(str, blocks), tried, strict=True)))
     if side == "ours":
-        return tried[0] | {"asked": spawn(side=side, block=options.block, limit=None, **job)}
+        return tried[0] | {"asked": measure(side=side, block=options.block, limit=None)}
     fine = {block: cycles for block, cycles in zip(blocks, tried, strict=True) if "failed" not in cycles}
     if not fine:
         return tried[0] | {"asked": tried[0]}
@@ -327,8 +352,23 @@ def measured(side: str, job: dict[str, Any], options: argparse.Namespace, record
         "fwd_area": areas["fwd"],
         "bwd_area": (areas["dkv"] + areas["dq"]) / 2,
         "blocks": "/".join(map(str, best.values())),
-        "asked": spawn(side=side, block=best, limit=None, **job),
+        "asked": measure(side=side, block=best, limit=None),
     }
+
+
+def splash_once(job: dict[str, Any], **options: Any) -> dict:
+    """What `spawn` finds, once for all patterns of which splash lists the same blocks, or where it takes too long."""
+    block, known = options["block"], FOUND
+    blocks = block if isinstance(block, dict) else {"": block}
+    grids = [splash_grid(job["pattern"], job["seq_len"], size) for size in blocks.values()]
+    listed = [(hash(x.rows.tobytes()), hash(x.columns.tobytes())) for x in grids]
+    size = job["chip"], splash_mask(job["pattern"]), json.dumps(options)
+    key = *size, job["seq_len"], *listed
+    if size not in known and key not in known:
+        known[key] = spawn(**job, **options)
+        if known[key].get("failed", "").startswith("more than"):  # a compiler that hangs does so at any length
+            known[size] = known[key]
+    return known.get(size) or known[key]
 
 
 def cell(job: dict[str, Any], options: argparse.Namespace, record: Record) -> tuple[str, str, str]:
@@ -361,7 +401,7 @@ def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patterns", nargs="+", default=[*PATTERNS], choices=PATTERNS, metavar="PATTERN")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 131072, 1048576])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 131072])
     parser.add_argument("--chips", nargs="+", default=["v6e", "v5e"], choices=CHIPS)
     parser.add_argument("--block", type=int, help="rows of our blocks; otherwise the library chooses")
     parser.add_argument("--splash-blocks", nargs="+", type=int, default=[512, 1024, 2048])

@@ -23,7 +23,7 @@ from ...masks.adapters import MaskLike
 from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
-from .blocks import active_blocks
+from .blocks import BlockGrid, active_blocks
 from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
 from .platforms import TUNING, Tuning, checked_implementation, first_choice
@@ -41,6 +41,8 @@ PAIRS_PER_ROW = 256
 # One cell of a block list costs about as much as this many pairs (a step that looks at it and moves on).
 PAIRS_PER_CELL = 16
 MAX_TERMS = 16
+# Mask tiles are made of up to this many pairs, which takes some two seconds; where there are more, rules are computed.
+MAX_TILED = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -269,8 +271,10 @@ def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: tuple[
 
 def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
     blocks, cells = _count(mask, shape)
-    partial = int(np.count_nonzero(_grid(mask, shape).states == PARTIAL))
-    pairs = shape[0] * shape[1] * (blocks + (tuned.partial - 1) * partial)
+    extra = tuned.partial - 1
+    if tuned.operations is not None and not in_tiles(mask, shape, tuned):
+        extra += tuned.operation * max(0, operations(mask) - tuned.operations)
+    pairs = shape[0] * shape[1] * (blocks + extra * _partial(mask, shape))
     rows = mask.q_order.rows + mask.kv_order.rows
     return round(pairs) + blocks * tuned.pairs_per_step + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
 
@@ -311,7 +315,7 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
 
 def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
     blocks, cells = _count(mask, shape)
-    size = (4 if mask.computable else 8) * (blocks + max(_grid_shape(mask, shape)))
+    size = (8 if in_tiles(mask, shape, tuned) else 4) * (blocks + max(_grid_shape(mask, shape)))
     return cells <= MAX_CELLS and (tuned.list_bytes is None or size <= tuned.list_bytes)
 
 
@@ -324,7 +328,36 @@ def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
     return len(grid.rows), grid.num_rows * widest[0] + grid.num_columns * widest[1]
 
 
-def _grid(mask: Reordered, shape: tuple[int, int]):
+def in_tiles(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
+    """Whether kernels read masked blocks of a shape as tiles that are made beforehand; else they compute the rule."""
+    if not mask.computable or tuned.operations is None:
+        return not mask.computable
+    if operations(mask) <= tuned.operations:
+        return False
+    while math.prod(_grid_shape(mask, shape)) > MAX_CELLS:  # too many to list; larger ones hold no fewer pairs
+        shape = 2 * shape[0], 2 * shape[1]
+    return _partial(mask, shape) * math.prod(shape) <= MAX_TILED
+
+
+@functools.lru_cache(maxsize=256)
+def operations(mask: Mask) -> int:
+    """How many operations a mask's rule takes for each pair, besides those for each query and for each key alone."""
+    sides, pairs = [jax.ShapeDtypeStruct(shape, np.int32) for shape in ((2, 1), (1, 3))], (2, 3)
+
+    def counted(jaxpr):
+        inner = [x.params["jaxpr"].jaxpr for x in jaxpr.eqns if "jaxpr" in x.params]
+        own = sum(x.outvars[0].aval.shape == pairs for x in jaxpr.eqns if "jaxpr" not in x.params)
+        return own + sum(map(counted, inner))
+
+    return counted(jax.make_jaxpr(mask)(*sides).jaxpr)
+
+
+def _partial(mask: Reordered, shape: tuple[int, int]) -> int:
+    """Active blocks that need a mask."""
+    return int(np.count_nonzero(_grid(mask, shape).states == PARTIAL))
+
+
+def _grid(mask: Reordered, shape: tuple[int, int]) -> BlockGrid:
     return active_blocks(mask, *_grid_shape(mask, shape), *shape)
 
 

@@ -17,8 +17,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.pallas_tpu import sides
-from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, MASKED, SEGMENTED, Candidates
-from sparse_layers.ops.planning.mask_info import bind, process_mask, process_mask_dkv
+from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, LIMITED, MASKED, Steps
+from sparse_layers.ops.planning.lists import Candidates, Extents, static_candidates
+from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.ops.cases import SMALL, Case, candidates, check, compiled
 
 HOLES = sl.Causal() & sl.Columns(64, 40)  # queries 0 to 39 and keys 0 to 39 have no partner
@@ -46,36 +47,54 @@ def with_ends(blocks):
     ]
 
 
+def entries(lists):
+    """The lists as (minor block, kind) by (list batch, list head, major block), read one by one."""
+    found = {}
+    for place in np.ndindex(lists.spans.shape[:3]):
+        start, masked, end = map(int, lists.spans[place])
+        kinds = [FREE if i < masked else LIMITED if lists.tile[i] < 0 else MASKED for i in range(start, end)]
+        found[place] = [*zip(map(int, lists.block[start:end]), kinds, strict=True)]
+    return found
+
+
+def as_steps(lists):
+    """What `Steps` must hold, by list: a major block without entries keeps one dead step to write its zeros."""
+    batches, heads, majors, _ = lists.spans.shape
+    found = entries(lists)
+    return [
+        [with_ends([(m, *x) for m in range(majors) for x in found[b, h, m] or [(0, DEAD)]]) for h in range(heads)]
+        for b in range(batches)
+    ]
+
+
+def passes(mask, shape, length=192):
+    return static_candidates([Reordered(mask, RowOrder(length), RowOrder(length))], shape, False)[0]
+
+
 @pytest.mark.parametrize("mask", [*(sl.preset(name, **SMALL[name]) for name in SMALL), HOLES, sl.Empty()], ids=str)
-@pytest.mark.parametrize("dkv", [False, True])
-def test_steps_are_the_active_blocks_in_order(mask, dkv):
+@pytest.mark.parametrize("by_key", [False, True])
+def test_steps_are_the_active_blocks_in_order(mask, by_key):
     for one in sl.as_masks(mask):
-        info, _ = (process_mask_dkv if dkv else process_mask)(bind(one, 1, 192, 192), (16, 32))
-        majors, minors = (6, 12) if dkv else (12, 6)
-        state, data = (x[0].T if dkv else x[0] for x in (info.block_mask, info.data_next))
-        wanted = []
-        for major in range(majors):
-            row = zip(data[major], state[major], strict=True) if major < len(state) else ()
-            # A row without blocks keeps one step, for something has to write its zeros.
-            wanted += [(major, int(minor), int(kind)) for minor, kind in row if kind] or [(major, 0, DEAD)]
-        steps = Candidates.of(info, dkv, majors).steps(minors, "a pass")
-        assert unpacked(steps) == [[with_ends(wanted)]]
-        assert steps.count == len(wanted)
-        assert (sum(kind == DEAD for _, _, kind in wanted) > 0) == (one in (HOLES, sl.Empty()))
+        lists = passes(one, (16, 32)).lists(by_key)
+        steps, wanted = Steps.of(lists, False, "a pass"), as_steps(lists)
+        assert unpacked(steps) == wanted
+        assert steps.count == len(wanted[0][0])
+        assert any(step[2] == DEAD for step in wanted[0][0]) == (one in (HOLES, sl.Empty()))
 
 
 def test_a_word_holds_the_largest_blocks_that_its_bits_allow():
     most = (1 << 14) - 1
-    majors = np.array([0, most], np.int32)
 
     def steps(minors):
-        return Candidates(majors, np.array([0, most], np.int32), np.array([MASKED, FREE]), None).steps(minors, "a pass")
+        one = Candidates(*np.array([most, minors - 1, FREE, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
+        return Steps.of(one.lists(False), False, "a pass")
 
-    assert unpacked(steps(1 << 14)) == [[[(0, 0, MASKED, 1, 1), (most, most, FREE, 1, 1)]]]
+    last = unpacked(steps(most + 1))[0][0][-1]
+    assert last == (most, most, FREE, 1, 1)
     with pytest.raises(
         ValueError, match=r"a pass has 16384 x 16385 blocks, more than a 32-bit word can number.*larger"
     ):
-        steps((1 << 14) + 1)
+        steps(most + 2)
 
 
 def test_lists_that_exceed_scalar_memory_are_refused():
@@ -88,37 +107,35 @@ def test_lists_that_exceed_scalar_memory_are_refused():
     jax.eval_shape(functools.partial(call, fwd_params=sl.FwdParams(q_blocksize=256, kv_blocksize=256)), q, q, q)
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("dkv", [False, True])
-def test_segments_drop_and_free_blocks(ordered, dkv):
-    ids = np.repeat(np.random.default_rng(0).integers(-1, 6, (4, 12)), 8, axis=1)
-    if ordered:
-        ids = np.sort(ids, axis=1)
-    ids[0] = 5
-    ids = ids.reshape(4, 6, 16)
-    info, _ = (process_mask_dkv if dkv else process_mask)(bind(sl.Causal(), 1, 96, 96), (16, 16))
-    before = Candidates.of(info, dkv, 6)
-    after = before.with_segments(jnp.asarray(ids), jnp.asarray(ids))
-    for batch, kinds in zip(ids, np.asarray(after.kind)[:, 0], strict=True):
-        for major, minor, old, new in zip(before.major, before.minor, before.kind, kinds, strict=True):
-            pairs = (batch[major][:, None] == batch[minor]) & (batch[minor] >= 0)
-            wanted = DEAD if not pairs.any() else MASKED if old == MASKED else FREE if pairs.all() else SEGMENTED
-            # Blocks are compared by their ranges of ids: if ids are in no order, some that do not meet are kept.
-            assert new == wanted or (not ordered and wanted == DEAD and new != FREE)
-    assert set(np.asarray(after.kind).ravel()) == {DEAD, MASKED, FREE, SEGMENTED}
+@pytest.mark.parametrize("by_key", [False, True])
+def test_steps_made_at_run_time(by_key):
+    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 6, (4, 12)), axis=1).repeat(8, axis=1))
+    ids = ids.at[0].set(5).at[1].set(-1)
+    candidates = passes(sl.Causal(), (16, 16), 96)
 
+    @jax.jit
+    def made(ids):
+        extents = Extents.of(RowOrder(96), ids, 16)
+        lists = candidates.with_segments(extents, extents).lists(by_key)
+        steps = Steps.of(lists, True, "a pass")
+        return lists, steps.words, steps.tiles, steps.count
 
-def test_lists_of_different_lengths():
-    kinds = [[MASKED, FREE, DEAD, SEGMENTED, MASKED], [DEAD, DEAD, FREE, DEAD, DEAD], [DEAD] * 5]
-    blocks = Candidates(np.array([0, 0, 1, 1, 2]), np.array([0, 1, 1, 2, 2]), jnp.array(kinds)[:, None], None)
-    steps = blocks.steps(3, "a pass")
-    assert steps.count == 4
-    # A row without blocks keeps one step. The rest repeats the last blocks, so nothing moves, and ends no row again.
-    assert [one[:4] for (one,) in unpacked(steps)] == [
-        [(0, 0, MASKED, 1, 0), (0, 1, FREE, 0, 1), (1, 2, SEGMENTED, 1, 1), (2, 2, MASKED, 1, 1)],
-        [(0, 0, DEAD, 1, 1), (1, 1, FREE, 1, 1), (2, 2, DEAD, 1, 1), (2, 2, DEAD, 0, 0)],
-        [(0, 0, DEAD, 1, 1), (1, 1, DEAD, 1, 1), (2, 2, DEAD, 1, 1), (2, 2, DEAD, 0, 0)],
-    ]
+    lists, words, tiles, count = made(ids)
+    wanted = [one[0] for one in as_steps(lists)]
+    assert count == max(map(len, wanted)) and {step[2] for one in wanted for step in one} == {
+        DEAD,
+        MASKED,
+        FREE,
+        LIMITED,
+    }
+    steps = Steps(words, None, None, count, 3, 1)
+    for one, [found] in zip(wanted, unpacked(steps), strict=True):
+        assert found[: len(one)] == one
+        # The rest repeats the last blocks, so nothing moves, and ends no row again.
+        assert set(found[len(one) :]) <= {(*one[-1][:2], DEAD, 0, 0)}
+    # A step without a mask tile keeps the one before, so nothing moves either.
+    kinds = np.asarray(words) & 3
+    assert (tiles >= 0).all() and (np.diff(tiles, axis=-1)[kinds[..., 1:] != MASKED] == 0).all()
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------

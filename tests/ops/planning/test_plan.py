@@ -253,6 +253,31 @@ def test_blocks_for_tpus_follow_the_density():
     assert plans._cheapest(window, tuned) == (512, 512) and plans._cheapest(window, unmasked) == (1024, 1024)
 
 
+def test_tpus_read_masks_of_many_operations_as_tiles():
+    tuned = TUNING["pallas_tpu"]
+    found = {}
+    for name in ("causal", "sliding_window", "bigbird"):
+        mask = draft(sl.preset(name), 8192).mask
+        found[name] = plans.operations(mask), plans.in_tiles(mask, (1024, 1024), tuned)
+    assert found["causal"] == (3, False) and found["sliding_window"] == (5, True)
+    assert found["bigbird"][0] > 15 and found["bigbird"][1]
+    # Where tiles would take too long to make, blocks are chosen that leave less to be masked, or the rule is computed.
+    long = draft(sl.preset("bigbird"), 32768, "pallas_tpu")
+    assert not plans.in_tiles(long.mask, (1024, 1024), tuned)
+    assert long.shape == (256, 256) and plans.in_tiles(long.mask, long.shape, tuned)
+    assert plans._cost(long.mask, (1024, 1024), tuned) > 2 * long.cost
+    # Other implementations compute what they can.
+    assert not plans.in_tiles(long.mask, (256, 256), TUNING["xla"])
+
+
+@pytest.mark.parametrize("name", sorted(set(sl.presets()) - {"bidirectional"}))
+def test_no_pattern_costs_tpus_more_than_causal_attention_with_masks(name):
+    causal, found = (
+        sl.make_plan(one, 8192, implementation="pallas_tpu").candidates[0][0][1] for one in ("causal", name)
+    )
+    assert found <= TUNING["pallas_tpu"].partial * causal
+
+
 def test_lists_for_tpus_fit_scalar_memory():
     tuned = TUNING["pallas_tpu"]
     for length in (131_072, 1_048_576):

@@ -20,7 +20,7 @@ def backward_pass(
     Args:
       link: the pass.
       steps: its active blocks by key block.
-      arrays: its operands; tiles are [tiles, bkv, bq].
+      arrays: its operands; tiles are those of [bkv, bq].
       lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows that attend to nothing.
       delta: the same shape: sum(out * dout) less the gradient of lse.
       dout: [B, heads, rows, Hv].
@@ -68,11 +68,11 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         refs.dk_sum[...] = jnp.zeros_like(refs.dk_sum)
         refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
 
-    def compute(masked, segmented):
+    def compute(masked, limited):
         dq.fetch()
         query, key, dout = refs.query[...], refs.key[...], refs.dout[...]
         logits, slope = scores(link, dot(key, query, (1, 1)))
-        logits = masked_scores(link, refs, step.minor, step.major, logits, masked, segmented, True)
+        logits = masked_scores(link, refs, place, logits, masked, limited, flipped=True)
         weights = jnp.exp2(logits - refs.lse[...] * LOG2E)
         dlogits = weights * (dot(refs.value[...], dout, (1, 1)) - refs.delta[...])
         dlogits = (dlogits if slope is None else dlogits * slope).astype(query.dtype)

@@ -3,29 +3,87 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.mask_info import process_dynamic_mask
-from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.lists import (
+    MOST_PARTS,
+    Extents,
+    chosen_candidates,
+    run_time_candidates,
+    run_time_table,
+    state_table,
+    static_candidates,
+    unpacked_tiles,
+)
+from ...planning.plan import Pass, in_tiles
+from ...planning.platforms import TUNING
+from ...planning.views import Reordered, RowOrder
 from ..call import Call, Operands, joined, merged, over_batches
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
-from .launch import Arrays, Link, by_rows, by_tokens, padded, vector
-from .schedule import Candidates, Steps
+from .launch import Arrays, Link, by_rows, by_tokens, vector
+from .schedule import Steps, TooLong
+from .sides import as_bits
+
+_TUNED = TUNING["pallas_tpu"]
+# Rows of a block of queries that choose for themselves, in parts. By the compiler's estimates for v6e, a forward step
+# of 1024 x 128 takes 1085 cycles, one of 128 x 128 takes 824: where neighbours agree, one does the work of eight; where
+# each chooses 16 of 128 blocks on its own, 84 do that of 128, and backward, at 1611 and 1020, nothing is lost either.
+_CHOOSING_ROWS = 1024
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `pallas_tpu.forward`."""
-    return over_batches(functools.partial(_forward, call), math.inf, operands)
+    function = functools.partial(_as_they_fit, functools.partial(_forward, call), call)
+    return over_batches(function, math.inf, operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
-    return over_batches(functools.partial(_backward, call), math.inf, operands, *by_query)
+    function = functools.partial(_as_they_fit, functools.partial(_backward, call), call)
+    return over_batches(function, math.inf, operands, *by_query)
+
+
+def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
+    """function(operands, *by_query); if scalar memory does not hold the lists of all, of one after the other.
+
+    Lists made at run time differ by batch entry, those of a selection also by key head.
+    """
+    batch, chosen = len(operands.query), operands.chosen
+    several_masks = len(call.chains if operands.mask is None else operands.mask) > 1
+    parts = operands.key.shape[2] if chosen is not None and chosen.shape[2] > 1 and not several_masks else 1
+    try:
+        return function(operands, *by_query)
+    except TooLong:
+        if batch * parts == 1:
+            raise
+
+    def apart(x):  # [B, T, heads, ..] -> [B * parts, 1, T, heads / parts, ..]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], parts, -1, *x.shape[3:]), 2, 1)
+        return x.reshape(batch * parts, 1, *x.shape[2:])
+
+    def together(x):
+        return jnp.moveaxis(x.reshape(batch, parts, *x.shape[2:]), 1, 2).reshape(batch, x.shape[2], -1, *x.shape[4:])
+
+    segments, sinks = operands.segments, operands.sinks
+    each = operands._replace(
+        **{name: apart(getattr(operands, name)) for name in ("query", "key", "value")},
+        segments=None if segments is None else tuple(x[:, None].repeat(parts, axis=0) for x in segments),
+        sinks=None if sinks is None else jnp.tile(sinks.reshape(parts, -1), (batch, 1)),
+        chosen=None if chosen is None else apart(chosen),
+        mask=None,
+    )
+
+    def one(arguments):
+        own, *rest = arguments
+        return function(own._replace(mask=operands.mask), *rest)
+
+    return jax.tree.map(together, jax.lax.map(one, (each, *map(apart, by_query))))
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +133,8 @@ class _Heads:
       call: the call of the op.
       operands: its arrays.
       first, stride: which heads.
-      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask.
+      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask, and for blocks that were
+        chosen at run time.
       query: [B, T, heads, H].
     """
 
@@ -105,8 +164,10 @@ class _Heads:
         link, steps, arrays = self._prepare(one, backward=True)
         bq = link.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
-        # Query heads of one key head are summed inside the kernel if all are here and share their lists.
-        members = link.group // self.stride if link.group % self.stride == 0 and steps.words.shape[1] == 1 else 1
+        # Query heads of one key head are summed inside the kernel if all are here and share their list.
+        members = link.group // self.stride if link.group % self.stride == 0 else 1
+        if steps.words.shape[1] > 1 and steps.group % members:
+            members = 1
         dq, dk, dv = backward_pass(link, steps, arrays, *by_query, members)
         dk, dv = by_tokens(kv_order, dk), by_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
@@ -124,43 +185,74 @@ class _Heads:
 
     def _prepare(self, one: Pass | None, *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
-        q_order, kv_order = self._orders(one)
-        if one is None:
-            assert self.operands.mask is not None
-            shape, mask = self.call.bwd_shape if backward else self.call.fwd_shape, None
-            candidates, tiles = _run_time_lists(self.operands.mask, shape, backward)
-        else:
-            shape, mask = one.bwd_shape if backward else one.fwd_shape, one.mask if one.mask.computable else None
-            info, side = (one.dkv, 1) if backward else (one.fwd, 0)
-            rows = (q_order, kv_order)[side].rows
-            candidates = Candidates.of(info, backward, padded(rows, shape[side]) // shape[side])
-            tiles = info.partial_mask_blocks
-        ids = None, None
-        blocks = [padded(order.rows, block) // block for order, block in zip((q_order, kv_order), shape, strict=True)]
-        if self.operands.segments is not None:
-            sides = zip((q_order, kv_order), self.operands.segments, shape, strict=True)
+        orders = self._orders(one)
+        mask, shape, candidates, tiles = self._candidates(one, backward)
+        segments, ids = self.operands.segments, (None, None)
+        if segments is not None:
+            sides = [*zip(orders, segments, shape, strict=True)]
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
-            by_block = [x[:, 0, :, 0] for x in ids]
-            candidates = candidates.with_segments(*(by_block[::-1] if backward else by_block))
-        steps = candidates.steps(
-            blocks[0 if backward else 1], f"a pass over {blocks[0]} x {blocks[1]} blocks of {shape[0]} x {shape[1]}"
+            candidates = candidates.with_segments(*(Extents.of(*side) for side in sides))
+        rows, columns = candidates.blocks
+        steps = Steps.of(
+            candidates.lists(by_key=backward),
+            tiles is not None,
+            f"a pass over {rows} x {columns} blocks of {shape[0]} x {shape[1]}",
         )
-        arrays = Arrays(
-            by_rows(q_order, self.query, shape[0]),
-            by_rows(kv_order, self.operands.key, shape[1]),
-            by_rows(kv_order, self.operands.value, shape[1]),
-            None if tiles is None else jnp.asarray(tiles, jnp.int8),
-            *ids,
-        )
+        if tiles is not None:
+            tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
+        (q_order, kv_order), (bq, bkv) = orders, shape
+        key, value = (by_rows(kv_order, x, bkv) for x in (self.operands.key, self.operands.value))
+        arrays = Arrays(by_rows(q_order, self.query, bq), key, value, tiles, *ids)
         group = self.operands.query.shape[2] // self.operands.key.shape[2]
-        segmented = self.operands.segments is not None
-        link = Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, segmented)
-        return link, steps, arrays
+        limited = segments is not None or candidates.chosen_by is not None
+        return Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, limited), steps, arrays
+
+    def _candidates(self, one: Pass | None, backward: bool):
+        """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
+        mask, shape = None, self.call.bwd_shape if backward else self.call.fwd_shape
+        if one is not None:
+            mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
+            candidates, tiles = static_candidates((mask,), shape, in_tiles(mask, shape, _TUNED))
+        elif self.operands.chosen is not None:
+            assert self.call.selection is not None
+            block, granularity = self.call.selection
+            shape = _choosing_rows(self.call, backward, self.operands.chosen.shape[1]), block
+            if self.operands.mask is None:
+                assert self.call.plan is not None
+                mask = Reordered(self.call.plan.masks[self.first], *self._orders(one))
+                table, tiles = state_table((mask,), shape, in_tiles(mask, shape, _TUNED))
+            else:
+                table, tiles = run_time_table(self.operands.mask, shape)
+            candidates = chosen_candidates(self._ids(), granularity, shape, table, self.query.shape[2])
+        else:
+            assert self.operands.mask is not None
+            candidates, tiles = run_time_candidates(self.operands.mask, shape)
+        if isinstance(tiles, np.ndarray):
+            mask, tiles = None, unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+        return mask, shape, candidates, tiles
+
+    def _ids(self) -> jax.Array:
+        """What these heads chose: int32 [B, Tq, G, k], where G divides their number."""
+        ids = self.operands.chosen
+        assert ids is not None
+        each = self.operands.query.shape[2] // ids.shape[2]
+        if ids.shape[2] == 1 or each % self.stride == 0:
+            return ids
+        return jnp.repeat(ids, each, axis=2)[:, :, self.first :: self.stride]
+
+
+def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
+    """Queries in a block of a selection: as many as asked for or `_CHOOSING_ROWS`, in parts that choose together."""
+    assert call.selection is not None
+    granularity, wanted = call.selection[1], call.params[backward].q_blocksize or _CHOOSING_ROWS
+    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
 
 
 def _classes(call: Call, operands: Operands) -> list[_Heads]:
     """The heads by chain: heads h, h + C, h + 2C, ... share chain h of C."""
     chains = ((None,),) if operands.mask is not None else call.chains
+    if operands.chosen is not None:
+        chains = ((None,),) * len(chains)
     if not operands.query.size:
         chains = ((),)  # no batch entries: nothing to compute
     stride = len(chains)
@@ -168,14 +260,6 @@ def _classes(call: Call, operands: Operands) -> list[_Heads]:
         _Heads(call, operands, first, stride, chain, operands.query[:, :, first::stride])
         for first, chain in enumerate(chains)
     ]
-
-
-def _run_time_lists(mask: jax.Array, shape: tuple[int, int], flipped: bool):
-    """(blocks, tiles) of a run-time mask [C, T, S]."""
-    ends = [(0, -length % block) for length, block in zip(mask.shape[1:], shape, strict=True)]
-    info, _ = process_dynamic_mask(jnp.pad(mask, [(0, 0), *ends]), shape, downcast_smem_data=False)
-    tiles = info.partial_mask_blocks.reshape(-1, *shape)
-    return Candidates.every(info.block_mask, info.mask_next, flipped), tiles.swapaxes(1, 2) if flipped else tiles
 
 
 def _no_float16(operands: Operands) -> Operands:

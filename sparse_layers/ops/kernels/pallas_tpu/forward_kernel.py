@@ -65,13 +65,13 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         refs.total[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
         refs.sum[...] = jnp.zeros_like(refs.sum) if refs.start is None else refs.start[...]
 
-    def compute(masked, segmented):
+    def compute(masked, limited):
         logits, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
-        logits = masked_scores(link, refs, place.step.major, place.step.minor, logits, masked, segmented, False)
+        logits = masked_scores(link, refs, place, logits, masked, limited, flipped=False)
         old = refs.best[...]
         best = jnp.maximum(old, logits.max(1, keepdims=True))
         # Where nothing was allowed so far, any finite shift gives 2^-inf = 0, and no -inf - -inf.
-        shift = jnp.where(best == -jnp.inf, 0.0, best) if masked or segmented else best
+        shift = jnp.where(best == -jnp.inf, 0.0, best) if masked or limited else best
         weights = jnp.exp2(logits - lanes(shift, bkv))
         decay = jnp.exp2(old - shift)
         refs.best[...] = best

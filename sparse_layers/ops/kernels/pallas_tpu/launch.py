@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...planning.views import RowOrder
 from ..call import Call
-from .schedule import FREE, MASKED, SEGMENTED, Step, Steps
-from .sides import LANES, allowed_pairs, column
+from .schedule import FREE, LIMITED, MASKED, Step, Steps
+from .sides import LANES, allowed_pairs, column, from_bits
 
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
 LOG2E = math.log2(math.e)
@@ -41,7 +41,7 @@ class Link:
       group: query heads that share a key head.
       shape: (bq, bkv).
       mask: computes a partial block from row indices; None if its tiles are given, or if there are no partial blocks.
-      segmented: whether there are segment ids.
+      limited: whether segment ids or the choices of parts of a block of queries limit blocks, too.
     """
 
     call: Call
@@ -51,7 +51,7 @@ class Link:
     group: int
     shape: tuple[int, int]
     mask: Callable[[Any, Any], Any] | None
-    segmented: bool
+    limited: bool
 
     def kv_head(self, index: Any) -> Any:
         """The key head of the index-th query head."""
@@ -64,6 +64,7 @@ class Place(NamedTuple):
     batch: Any  # the batch entry
     head: Any  # the query head
     step: Step
+    parts: Any  # which parts of the block of queries chose the block of keys, bit by bit; or None
     begins: Any  # whether this is the first visit of the output block
     ends: Any  # whether it is the last
     starts: Any  # whether it is the first of this batch entry and group of heads
@@ -77,7 +78,7 @@ class Arrays(NamedTuple):
     query: jax.Array  # [B, heads, rows, H]
     key: jax.Array  # [B, K, columns, H]
     value: jax.Array  # [B, K, columns, Hv]
-    tiles: jax.Array | None = None  # int8 [tiles, bq, bkv], where a kernel is flipped [tiles, bkv, bq]
+    tiles: jax.Array | None = None  # of [bq, bkv], where a kernel is flipped [bkv, bq]; see `as_bits`
     q_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bq]
     kv_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bkv]
 
@@ -122,7 +123,7 @@ class Blocks:
     def operands(self, arrays: Arrays) -> dict[str, Block | None]:
         """Of all that a pass reads."""
         bq, bkv = self.link.shape
-        tile = (bkv, bq) if self.flipped else (bq, bkv)
+        tile = () if arrays.tiles is None else arrays.tiles.shape[1:]
         return {
             "query": self.by_query(arrays.query),
             "key": self.by_key(arrays.key),
@@ -179,8 +180,8 @@ def launch(
             return pl.BlockSpec(memory_space=pl.ANY)
 
         def index(b, h, s, member, *refs):
-            tile = steps.tile(refs, b, h, s) if len(refs) > 1 else None
-            return choose(b, h * members + member, steps.at(refs, b, h, s), tile)
+            head = h * members + member
+            return choose(b, head, steps.at(refs, b, head, s), steps.tile(refs, b, head, s))
 
         return pl.BlockSpec(block.block, index)
 
@@ -223,19 +224,22 @@ def launch(
 
 def _place(steps: Steps, scalars: Any, members: int) -> Place:
     batch, group, s, member = (pl.program_id(axis) for axis in range(4))
-    step, final, last_member = steps.at(scalars, batch, group, s), pl.num_programs(2) - 1, member == members - 1
+    head, final, last_member = group * members + member, pl.num_programs(2) - 1, member == members - 1
+    step = steps.at(scalars, batch, head, s)
 
     def following():
         next_s, next_member = (
             jnp.where(last_member, jnp.minimum(s + 1, final), s),
             jnp.where(last_member, 0, member + 1),
         )
-        return group * members + next_member, steps.at(scalars, batch, group, next_s)
+        next_head = group * members + next_member
+        return next_head, steps.at(scalars, batch, next_head, next_s)
 
     return Place(
         batch,
-        group * members + member,
+        head,
         step,
+        steps.parts(scalars, batch, head, s),
         begins=(step.first == 1) & (member == 0),
         ends=(step.last == 1) & last_member,
         starts=(s == 0) & (member == 0),
@@ -272,11 +276,11 @@ def padded(n: int, block: int) -> int:
 
 
 def by_kind(step: Step, link: Link, compute: Callable[[bool, bool], None]) -> None:
-    """Calls compute(masked, segmented) as the kind of a step asks for, and not at all in a dead step."""
+    """Calls compute(masked, limited) as the kind of a step asks for, and not at all in a dead step."""
     pl.when(step.kind == FREE)(lambda: compute(False, False))
-    pl.when(step.kind == MASKED)(lambda: compute(True, link.segmented))
-    if link.segmented:
-        pl.when(step.kind == SEGMENTED)(lambda: compute(False, True))
+    pl.when(step.kind == MASKED)(lambda: compute(True, link.limited))
+    if link.limited:
+        pl.when(step.kind == LIMITED)(lambda: compute(False, True))
 
 
 def scores(link: Link, product: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -289,16 +293,21 @@ def scores(link: Link, product: jax.Array) -> tuple[jax.Array, jax.Array | None]
 
 
 def masked_scores(
-    link: Link, refs: Any, q_block: Any, kv_block: Any, s: jax.Array, masked: bool, segmented: bool, flipped: bool
+    link: Link, refs: Any, place: Place, s: jax.Array, masked: bool, limited: bool, flipped: bool
 ) -> jax.Array:
     """Scores [bq, bkv] (``flipped``: [bkv, bq]) with -inf where a pair may not attend."""
     allowed = []
+    q_block, kv_block = (place.step.minor, place.step.major) if flipped else (place.step.major, place.step.minor)
     if masked and link.mask is not None:
         starts = q_block * link.shape[0], kv_block * link.shape[1]
         allowed.append(allowed_pairs(link.mask, starts, link.shape, flipped))
     elif masked and refs.tile is not None:
-        allowed.append(refs.tile[...].astype(jnp.int32) != 0)
-    if segmented:
+        allowed.append(from_bits(refs.tile[...], s.shape[0]))
+    if limited and place.parts is not None:
+        assert link.call.selection is not None
+        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.call.selection[1].bit_length() - 1
+        allowed.append((place.parts >> part) & 1 != 0)
+    if limited and refs.q_ids is not None:
         q, k = refs.q_ids[...], refs.kv_ids[...]
         q, k = (q, column(k)) if flipped else (column(q), k)
         allowed.append((q == k) & (q >= 0))

@@ -1,15 +1,17 @@
-"""Masks inside kernels: what concerns one side only may be computed along lanes.
+"""Masks inside kernels: computed from positions, or read as bits.
 
 A mask is called with positions [n, 1] and [1, m]. On a TPU, an [n, 1] array fills one lane in 128 of its registers, so
-a draw of random numbers by query costs 16 times what it costs as [1, n]. A mask with many such operations does them
-along lanes, and stands only their results up to meet the other side.
+a draw of random numbers by query costs 16 times what it costs as [1, n]. A mask with many operations that concern one
+side only does them along lanes, and stands only their results up to meet the other side.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 LANES = 128  # of a vector register
@@ -40,6 +42,25 @@ def allowed_pairs(
         return function(start + lax.broadcasted_iota(jnp.int32, (n, 1), 0), along)
     (allowed,) = _evaluate(traced, [_Lying(start + lax.broadcasted_iota(jnp.int32, (1, n), 1)), along], (n, 1))
     return _standing(allowed)
+
+
+def as_bits(tiles: Any) -> Any:
+    """Bools [n, rows, columns] as int32 [n, rows / p, columns] whose bit i is of the i-th of p parts of the rows.
+
+    A part is as many rows as a kernel's word has, so that it reads all bits of a word where they stand.
+    """
+    parts = math.gcd(tiles.shape[1] // 8, 32)
+    tiles = tiles.reshape(len(tiles), parts, -1, tiles.shape[2])
+    words = tiles[:, 0].astype(np.int32)
+    for i in range(1, parts):
+        words |= tiles[:, i].astype(np.int32) << i
+    return words
+
+
+def from_bits(words: jax.Array, rows: int) -> jax.Array:
+    """The inverse of `as_bits`, of one tile in a kernel: bool [rows, columns]."""
+    bits = np.left_shift(np.int32(1), np.arange(rows // words.shape[0], dtype=np.int32))
+    return jnp.concatenate([words & bit for bit in bits], axis=0) != 0
 
 
 def column(row: jax.Array) -> jax.Array:
