@@ -16,9 +16,14 @@ if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
 # Programs run once here, to compare numbers: most of the time is XLA's, which on CPUs goes without its slower passes.
 if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd"))):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # Programs are small: parts that could be compiled side by side cost more to separate, loops more to unroll.
+    quick = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling,xla_cpu_disable_slp_vectorizer"
     # By way of MLIR, fusions take twice as long to compile. Later versions know no other way.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+        quick += " --xla_cpu_parallel_codegen_split_count=1 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
+    # Threads of numpy's products spin while they wait for each other, on cores that others use.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import pytest

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pathlib
+import signal
 
 import jax
 import pytest
@@ -49,6 +50,17 @@ def compiled_once(tmp_path_factory):
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C interrupts, and does so in processes started meanwhile.
+
+    What shells start in the background ignores it, and hands that on.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -315,6 +315,7 @@ def test_prefetch_that_is_dropped_ends_its_thread():
     assert not prefetching()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_prefetch_can_be_interrupted_while_it_is_waited_for():
     waiting = threading.Event()
 

@@ -61,6 +61,7 @@ def at_row(monkeypatch, number, action):
 
 # The row of step 1 is written when step 2 has begun, which is then saved; that of step 4, itself saved, before step 5.
 @pytest.mark.parametrize(("step", "saved"), [(1, 2), (4, 4)])
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, monkeypatch, capsys, step, saved):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
@@ -91,6 +92,7 @@ def test_crashed_and_resumed_equals_uninterrupted(finished, corpus, tmp_path, mo
     assert losses(tmp_path / "run") == losses(finished)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_of_a_process(corpus, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "examples.train_lm.train"]
@@ -111,6 +113,7 @@ def test_ctrl_c_of_a_process(corpus, tmp_path):
     assert checkpoint.latest(out / "checkpoints")[0] == len(rows(out)) > 0
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "both"
     options = {name: value for name, value in TINY.items() if name != "pattern"} | {"sample_tokens": 0}
@@ -405,6 +408,7 @@ class Writer(contextlib.AbstractContextManager):
         self._told.append("closed")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_tensorboard_gets_every_number(corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
     out = tmp_path / "run"
