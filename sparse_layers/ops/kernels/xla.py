@@ -470,7 +470,7 @@ class _Blocks:
     @property
     def spans(self) -> Any:
         """[lines, 3], see `BlockLists`."""
-        return self.lists.spans[..., [0, 1, 3]].reshape(-1, 3)
+        return self.lists.spans.reshape(-1, 3)
 
     @property
     def lines(self) -> _Line:

@@ -18,8 +18,8 @@ from ...masks.algebra import FULL, PARTIAL
 from .blocks import active_blocks, masked_tiles
 from .views import Reordered, RowOrder
 
-# What a pair of blocks is: as the states of a grid, and what segment ids limit, whether or not a mask does.
-DEAD, MASKED, FREE, LIMITED = 0, PARTIAL, FULL, 3
+# What a pair of blocks is: as the states of a grid.
+DEAD, MASKED, FREE = 0, PARTIAL, FULL
 
 
 @functools.partial(
@@ -29,18 +29,16 @@ DEAD, MASKED, FREE, LIMITED = 0, PARTIAL, FULL, 3
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The list of each block of the major side: its free entries first, then the masked, then the limited ones.
+    """The list of each block of the major side: its free entries first, then the masked ones.
 
     Arrays are numpy's if all was known when they were made. Batch entry b and query head h have list
     ``(b % LB, h // group % LH)``; a major block without entries has an empty list.
 
     Attributes:
-      spans: int32 [LB, LH, blocks, 4], of each major block the first of its entries, the first masked one, the first
-        limited one, and the end. Of free entries, which come before, every pair may attend; masked ones have a mask
-        tile or are chosen by some queries only; limited ones are looked at for segment ids, too. Lists may lie
-        anywhere, in any order.
+      spans: int32 [LB, LH, blocks, 3], of each major block the first of its entries, the first masked one, and the end.
+        Entries from first to masked are free: every pair of theirs may attend. Lists may lie anywhere, in any order.
       block: int32 [entries], the minor block of each.
-      tile: int32 [entries], which mask tile an entry has that is not free; -1 for none.
+      tile: int32 [entries], which mask tile a masked entry has; -1 for none, if only segment ids limit it.
       chosen_by: int32 [entries], or None: bit i says whether the i-th part of the block of queries chose this entry.
       minor_blocks: number of blocks on the minor side.
       group: how many neighbouring query heads share a list.
@@ -56,7 +54,7 @@ class BlockLists:
     @property
     def counts(self) -> Any:
         """[LB, LH, blocks, 2], of the free entries and of all."""
-        return self.spans[..., 1::2] - self.spans[..., :1]
+        return self.spans[..., 1:] - self.spans[..., :1]
 
     @property
     def static(self) -> bool:
@@ -71,8 +69,8 @@ class Candidates:
     Attributes:
       row: int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB.
       column: int32 [LB, LH, n], the block of keys.
-      kind: integers [LB, LH, n], DEAD, MASKED, FREE or LIMITED.
-      tile: int32 [LB, LH, n], the mask tile of MASKED and LIMITED ones; -1 for none.
+      kind: integers [LB, LH, n], DEAD, MASKED or FREE.
+      tile: int32 [LB, LH, n], the mask tile of MASKED ones; -1 for none.
       chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
@@ -130,17 +128,17 @@ class Candidates:
         blocks = self.blocks[by_key]
         lines = batches * heads * blocks
         first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
-        place = (self.kind == MASKED).astype(np.int32) + 2 * (self.kind == LIMITED).astype(np.int32)
-        key = xp.where(self.kind == DEAD, 3 * lines, 3 * (first + major) + place).ravel()
+        key = xp.where(
+            self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED).astype(np.int32)
+        ).ravel()
         order = xp.argsort(key, stable=True)
         if xp is np:
-            number = np.bincount(key, minlength=3 * lines + 1)
+            number = np.bincount(key, minlength=2 * lines + 1)
             order = order[: len(key) - number[-1]]
         else:
-            number = jnp.zeros(3 * lines + 1, jnp.int32).at[key].add(1)
+            number = jnp.zeros(2 * lines + 1, jnp.int32).at[key].add(1)
         ends = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(number[:-1])]).astype(np.int32)
-        spans = xp.stack([ends[:-1:3], ends[1::3], ends[2::3], ends[3::3]], axis=-1)
-        spans = spans.reshape(batches, heads, blocks, 4)
+        spans = xp.stack([ends[:-1:2], ends[1::2], ends[2::2]], axis=-1).reshape(batches, heads, blocks, 3)
 
         def sorted_(x):
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
@@ -149,11 +147,12 @@ class Candidates:
         return BlockLists(spans, *entries, self.blocks[not by_key], self.group)
 
     def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
-        """Drops pairs whose segments cannot meet; a pair that lies in one segment only stays what it is."""
+        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
         a, b = q_ids.at(self.row), kv_ids.at(self.column)
         meet = (a.least <= b.largest) & (b.least <= a.largest)
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
-        kind = jnp.where((self.kind != DEAD) & meet, jnp.where(same, self.kind, LIMITED), DEAD)
+        kind = jnp.where((self.kind == FREE) & ~same, MASKED, self.kind)
+        kind = jnp.where(meet, kind, DEAD)
         return dataclasses.replace(self, kind=kind)
 
 

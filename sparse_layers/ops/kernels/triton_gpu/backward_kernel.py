@@ -19,7 +19,7 @@ from .tiles import (
     logits,
     may_attend,
     row_of,
-    shares_of,
+    share_of,
     store_rows,
     token_of,
     zeros,
@@ -79,7 +79,7 @@ def _walk(
     KV: tl.constexpr,
     L: tl.constexpr,
     BEFORE_KV: tl.constexpr,
-    KIND: tl.constexpr,  # of the entries: 0 free, 1 masked, 2 limited by segment ids
+    MASKED: tl.constexpr,
     WITH_DKV: tl.constexpr,
 ):
     """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
@@ -89,19 +89,19 @@ def _walk(
         row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
         token = token_of(row, KV)
         exists_kv = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
-        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, KIND > 0)
-        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, KIND > 0)
+        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
+        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
         scores = logits(tl.dot(queries, tl.trans(key), input_precision="ieee"), A)
         may = 0
-        if KIND > 0:
+        if MASKED:
             may = may_attend(lists, slot, part, within, Q, KV)
             if L.CHOSEN > 0:
                 may = may & chose(lists, slot, within, L)[:, None]
-            if KIND == 2:
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists_kv, other=-1)
                 may = may & (segment[:, None] == other[None, :])
         dweights = tl.dot(douts, tl.trans(value), input_precision="ieee")
-        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, A, KIND > 0)
+        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, A, MASKED)
         dscores = dscores.to(key.dtype)
         result = tl.dot(dscores, key, result, input_precision="ieee")
         if WITH_DKV:
@@ -145,18 +145,20 @@ def _walk_pass(
     WITH_DKV: tl.constexpr,
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
-    bounds = shares_of(span, begin, end, passed, KV)
-    lists = lists[0] + span[0], lists[1] + span[0], lists[2] + span[0], lists[3]
-    for KIND in tl.static_range(3):
-        if L.ANY_FREE if KIND == 0 else (L.ANY_MASKED if KIND == 1 else L.ANY_LIMITED):
+    first, free, count = span
+    low, high = share_of(begin, end, passed, count * KV.PARTS)
+    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
+    for MASKED in tl.static_range(2):
+        if L.ANY_MASKED if MASKED else L.ANY_FREE:
             result = _walk(
                 result,
                 queries,
                 douts,
                 base,
                 deltas,
-                bounds[KIND],
-                bounds[KIND + 1],
+                middle if MASKED else low,
+                high if MASKED else middle,
                 keys,
                 values,
                 lists,
@@ -170,7 +172,7 @@ def _walk_pass(
                 KV,
                 L,
                 BEFORE_KV,
-                KIND,
+                MASKED,
                 WITH_DKV,
             )
     return result
@@ -275,7 +277,7 @@ def dq_kernel(
         WITH_DKV,
     )
     if KV2.ROWS > 0:
-        passed = span[3] * KV.PARTS
+        passed = span[2] * KV.PARTS
         lists = more_entries, more_tiles, more_chosen_by, more_bits
         span = list_of(more_spans, b, head, block, L2, W)
         result = _walk_pass(
@@ -338,7 +340,7 @@ def _walk_queries(
     Q: tl.constexpr,
     KV: tl.constexpr,
     L: tl.constexpr,
-    KIND: tl.constexpr,  # of the entries: 0 free, 1 masked, 2 limited by segment ids
+    MASKED: tl.constexpr,
 ):
     """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give."""
     column = tl.arange(0, Q.TILE)
@@ -347,8 +349,8 @@ def _walk_queries(
         row = tl.load(lists[0] + slot) * Q.BLOCK + part * Q.TILE + column
         token = token_of(row, Q)
         exists = (row < Q.ROWS) & (token < A.T) & (part * Q.TILE + column < Q.BLOCK)
-        queries = load_rows(addresses(sources[0], token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, KIND > 0)
-        if KIND > 0:
+        queries = load_rows(addresses(sources[0], token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        if MASKED:
             base = tl.load(sources[2] + token, mask=exists, other=float("inf"))
             deltas = tl.load(sources[3] + token, mask=exists, other=0.0)
         else:
@@ -356,16 +358,16 @@ def _walk_queries(
         base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
         scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), A)
         may = 0
-        if KIND > 0:
+        if MASKED:
             may = may_attend(lists, slot, part, within, KV, Q)
             if L.CHOSEN > 0:
                 may = may & chose(lists, slot, part * Q.TILE + column, L)[None, :]
-            if KIND == 2:
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-2)
                 may = may & (segment[:, None] == other[None, :])
-        douts = load_rows(addresses(sources[1], token, A.HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, KIND > 0)
+        douts = load_rows(addresses(sources[1], token, A.HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
-        weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, KIND > 0)
+        weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, MASKED)
         dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
         dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
     return dkeys, dvalues
@@ -425,25 +427,26 @@ def dkv_kernel(
     last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
     for own in tl.range(first_own, last_own):
         head = A.FIRST_HEAD + own * A.HEAD_STEP
-        span = list_of(spans, b, head, block, L, W)
+        first, free, count = list_of(spans, b, head, block, L, W)
         # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
         passed = 0
         if W.PIECES:
             passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) * W.BLOCKS + block)
-        bounds = shares_of(span, begin, end, passed, Q)
+        low, high = share_of(begin, end, passed, count * Q.PARTS)
+        middle = tl.minimum(tl.maximum(free * Q.PARTS, low), high)
         at = b * A.T * A.HEADS + head
         scalars = (b * A.HEADS + head) * A.T
         sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars
-        lists = entries + span[0], tiles + span[0], chosen_by + span[0], bits
-        for KIND in tl.static_range(3):
-            if L.ANY_FREE if KIND == 0 else (L.ANY_MASKED if KIND == 1 else L.ANY_LIMITED):
+        lists = entries + first, tiles + first, chosen_by + first, bits
+        for MASKED in tl.static_range(2):
+            if L.ANY_MASKED if MASKED else L.ANY_FREE:
                 dkeys, dvalues = _walk_queries(
                     dkeys,
                     dvalues,
                     keys,
                     values,
-                    bounds[KIND],
-                    bounds[KIND + 1],
+                    middle if MASKED else low,
+                    high if MASKED else middle,
                     sources,
                     lists,
                     within,
@@ -453,7 +456,7 @@ def dkv_kernel(
                     Q,
                     KV,
                     L,
-                    KIND,
+                    MASKED,
                 )
 
     if W.PIECES:

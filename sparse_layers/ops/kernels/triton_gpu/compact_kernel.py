@@ -25,8 +25,7 @@ class Sizes(NamedTuple):
     TILE_BATCHES: int
     CHUNK: int
     CHOSEN: bool  # whether there is ``chosen_by``
-    FREE: int  # this and the next: what ``kind`` says of an entry
-    MASKED: int
+    FREE: int
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def compact_kernel(
     block,  # int32 [BATCHES, HEADS, N]
     tile,  # int32 [TILE_BATCHES, HEADS, N]
     chosen_by,  # int32 [LB, HEADS, N]
-    spans,  # int32 [LB, HEADS, BLOCKS, 4]
+    spans,  # int32 [LB, HEADS, BLOCKS, 3]
     out_block,  # int32 [LB, HEADS, N]; this and the next two are written where there are live ones only
     out_tile,
     out_chosen_by,
@@ -49,24 +48,23 @@ def compact_kernel(
     at = (b * Z.HEADS + head) * Z.N
     shared, shared_tile = (b % Z.BATCHES * Z.HEADS + head) * Z.N, (b % Z.TILE_BATCHES * Z.HEADS + head) * Z.N
     place = tl.arange(0, Z.CHUNK)
-    free, masked, live = first * 0, first * 0, first * 0
+    free, live = first * 0, first * 0
     for start in tl.range(first, end, Z.CHUNK):
         kinds = tl.load(kind + at + start + place, mask=start + place < end, other=0)
         free += tl.sum((kinds == Z.FREE).to(tl.int32), 0)
-        masked += tl.sum((kinds == Z.MASKED).to(tl.int32), 0)
         live += tl.sum((kinds != 0).to(tl.int32), 0)
-    line = spans + ((b * Z.HEADS + head) * Z.BLOCKS + major) * 4
+    line = spans + ((b * Z.HEADS + head) * Z.BLOCKS + major) * 3
     tl.store(line, at + first)
     tl.store(line + 1, at + first + free)
-    tl.store(line + 2, at + first + free + masked)
-    tl.store(line + 3, at + first + live)
-    next_free, next_masked, next_limited = at + first, at + first + free, at + first + free + masked
+    tl.store(line + 2, at + first + live)
+    next_free, next_masked = at + first, at + first + free
     before = place[None, :] < place[:, None]
     for start in tl.range(first, end, Z.CHUNK):
         exists = start + place < end
         kinds = tl.load(kind + at + start + place, mask=exists, other=0)
-        rank = tl.sum(tl.where(before & (kinds[None, :] == kinds[:, None]), 1, 0), 1)
-        to = rank + tl.where(kinds == Z.FREE, next_free, tl.where(kinds == Z.MASKED, next_masked, next_limited))
+        is_free, is_masked = (kinds == Z.FREE).to(tl.int32), ((kinds != Z.FREE) & (kinds != 0)).to(tl.int32)
+        ranks = tl.sum(tl.where(before, is_free[None, :], 0), 1), tl.sum(tl.where(before, is_masked[None, :], 0), 1)
+        to = tl.where(is_free != 0, next_free + ranks[0], next_masked + ranks[1])
         found = tl.load(block + shared + start + place, mask=exists, other=0)
         tl.store(out_block + to, found, mask=kinds != 0)
         found = tl.load(tile + shared_tile + start + place, mask=exists, other=0)
@@ -74,6 +72,5 @@ def compact_kernel(
         if Z.CHOSEN:
             found = tl.load(chosen_by + at + start + place, mask=exists, other=0)
             tl.store(out_chosen_by + to, found, mask=kinds != 0)
-        next_free += tl.sum((kinds == Z.FREE).to(tl.int32), 0)
-        next_masked += tl.sum((kinds == Z.MASKED).to(tl.int32), 0)
-        next_limited += tl.sum(((kinds != 0) & (kinds != Z.FREE) & (kinds != Z.MASKED)).to(tl.int32), 0)
+        next_free += tl.sum(is_free, 0)
+        next_masked += tl.sum(is_masked, 0)

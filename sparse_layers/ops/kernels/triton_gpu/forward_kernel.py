@@ -16,7 +16,7 @@ from .tiles import (
     logits,
     may_attend,
     row_of,
-    shares_of,
+    share_of,
     store_rows,
     token_of,
     zeros,
@@ -39,7 +39,7 @@ def _walk(
     Q: tl.constexpr,
     KV: tl.constexpr,
     L: tl.constexpr,
-    KIND: tl.constexpr,  # of the entries: 0 free, 1 masked, 2 limited by segment ids
+    MASKED: tl.constexpr,
 ):
     """Goes on from state = (out before division, largest logit, sum of weights) over steps first .. last - 1."""
     out, top, total = state
@@ -49,33 +49,33 @@ def _walk(
         row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
         token = token_of(row, KV)
         exists = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
-        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, KIND > 0)
+        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         products = tl.dot(queries, tl.trans(key), input_precision="ieee")
-        if KIND > 0:
+        if MASKED:
             may = may_attend(lists, slot, part, within, Q, KV)
             if L.CHOSEN > 0:
                 may = may & chose(lists, slot, within, L)[:, None]
-            if KIND == 2:
+            if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-1)
                 may = may & (segment[:, None] == other[None, :])
         if A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
-            if KIND > 0:
+            if MASKED:
                 products = tl.where(may, products, float("-inf"))
             raised = tl.maximum(top, tl.max(products, 1) * (A.SCALE * 1.4426950408889634))
             scores = products * (A.SCALE * 1.4426950408889634)
         else:
             scores = logits(products, A)
-            if KIND > 0:
+            if MASKED:
                 scores = tl.where(may, scores, float("-inf"))
             raised = tl.maximum(top, tl.max(scores, 1))
         shift = raised
-        if KIND > 0:
+        if MASKED:
             shift = tl.where(raised == float("-inf"), 0.0, raised)  # a row that has seen no key yet
         weights = tl.exp2(scores - shift[:, None])
         old = tl.exp2(top - shift)
         total = total * old + tl.sum(weights, 1)
-        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, KIND > 0)
+        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         out = tl.dot(weights.to(value.dtype), value, out * old[:, None], input_precision="ieee")
         top = raised
     return out, top, total
@@ -101,27 +101,14 @@ def _walk_pass(
     L: tl.constexpr,
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
-    bounds = shares_of(span, begin, end, passed, KV)
-    lists = lists[0] + span[0], lists[1] + span[0], lists[2] + span[0], lists[3]
-    for KIND in tl.static_range(3):
-        if L.ANY_FREE if KIND == 0 else (L.ANY_MASKED if KIND == 1 else L.ANY_LIMITED):
-            state = _walk(
-                state,
-                queries,
-                keys,
-                values,
-                bounds[KIND],
-                bounds[KIND + 1],
-                lists,
-                within,
-                segment,
-                segments,
-                A,
-                Q,
-                KV,
-                L,
-                KIND,
-            )
+    first, free, count = span
+    low, high = share_of(begin, end, passed, count * KV.PARTS)
+    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
+    if L.ANY_FREE:
+        state = _walk(state, queries, keys, values, low, middle, lists, within, segment, segments, A, Q, KV, L, False)
+    if L.ANY_MASKED:
+        state = _walk(state, queries, keys, values, middle, high, lists, within, segment, segments, A, Q, KV, L, True)
     return state
 
 
@@ -212,7 +199,7 @@ def forward_kernel(
     span = list_of(spans, b, head, block, L, W)
     state = _walk_pass(state, 0, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV, L)
     if KV2.ROWS > 0:
-        passed = span[3] * KV.PARTS
+        passed = span[2] * KV.PARTS
         lists = more_entries, more_tiles, more_chosen_by, more_bits
         span = list_of(more_spans, b, head, block, L2, W)
         state = _walk_pass(

@@ -401,9 +401,7 @@ def _arrays_of(lists: Lists) -> list[Any]:
 
 def _walk(lists: Lists) -> tiles.Walk:
     batches, heads = lists.lists.spans.shape[:2]
-    return tiles.Walk(
-        batches, heads, lists.lists.group, lists.any_free, lists.any_masked, lists.any_limited, lists.chosen
-    )
+    return tiles.Walk(batches, heads, lists.lists.group, lists.any_free, lists.any_masked, lists.chosen)
 
 
 def _rows(rows: Rows | None) -> tiles.Rows:

@@ -77,14 +77,12 @@ class Lists:
         side. The first tile lets everything pass, the others are those that ``lists`` number from 0 on.
       longest: a bound, known beforehand, of the entries of a list.
       chosen: queries in a part of a block that chose for itself; 0 if none did.
-      any_limited: whether there may be entries that segment ids limit.
     """
 
     lists: BlockLists
     bits: Any
     longest: int
     chosen: int = 0
-    any_limited: bool = False
 
     @functools.cached_property
     def any_free(self) -> bool:
@@ -149,7 +147,7 @@ def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Si
     candidates = _only_whole(candidates, minor)
     starts = candidates.starts(dkv)
     lists = candidates.lists(dkv) if starts is None else _compacted(candidates, starts, dkv)
-    return Lists(lists, bits, candidates.longest(dkv), parts, operands.segments is not None)
+    return Lists(lists, bits, candidates.longest(dkv), parts)
 
 
 def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLists:
@@ -162,9 +160,9 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
     tile, chosen_by = candidates.tile, candidates.chosen_by
     arrays = starts, candidates.kind, minor, tile, starts if chosen_by is None else chosen_by
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
-    outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 4), jnp.int32), entries, entries, entries]
+    outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
     outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE, MASKED)
+    sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
     spans, block, tile, by = launch.call(compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1)
     by = None if chosen_by is None else by

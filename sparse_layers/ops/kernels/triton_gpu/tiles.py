@@ -57,7 +57,6 @@ class Walk(NamedTuple):
     GROUP: int  # neighbouring query heads that share a list
     ANY_FREE: bool
     ANY_MASKED: bool
-    ANY_LIMITED: bool
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
 
@@ -116,24 +115,16 @@ def job_of(work, pieces, b, W: tl.constexpr, PARTS: tl.constexpr, JOBS: tl.const
 
 @triton.jit
 def list_of(spans, b, head, block, L: tl.constexpr, W: tl.constexpr):
-    """Of the list of a query head and a major block the first entry, and how many come before each kind's end."""
+    """(first entry, number of the free ones, number of all) of the list of a query head and a major block."""
     line = ((b % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
-    first = tl.load(spans + line * 4)
-    line = spans + line * 4
-    return first, tl.load(line + 1) - first, tl.load(line + 2) - first, tl.load(line + 3) - first
+    first = tl.load(spans + line * 3)
+    return first, tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
 
 
 @triton.jit
-def shares_of(span, begin, end, passed, MINOR: tl.constexpr):
-    """Of the steps from begin to end those of a list that comes after ``passed`` others: where each kind begins.
-
-    Four bounds, between which steps are free, masked, and limited.
-    """
-    low = tl.minimum(tl.maximum(begin - passed, 0), span[3] * MINOR.PARTS)
-    high = tl.minimum(tl.maximum(end - passed, 0), span[3] * MINOR.PARTS)
-    masked = tl.minimum(tl.maximum(span[1] * MINOR.PARTS, low), high)
-    limited = tl.minimum(tl.maximum(span[2] * MINOR.PARTS, low), high)
-    return low, masked, limited, high
+def share_of(begin, end, passed, count):
+    """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others."""
+    return tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
 
 
 @triton.jit
