@@ -158,10 +158,10 @@ def block_sparse_attention(
       [B, T, N] in float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: shapes, dtypes, lengths, heads, block sizes or names that do not fit, with the value and the rule;
+      ValueError: shapes, dtypes, lengths, heads, ids, block sizes or names that do not fit, with the value and rule;
         arrays sharded over Explicit axes otherwise than by batch and heads; a query_sharding of other axes, or none
         where TPU kernels need it; on TPUs, block lists that exceed scalar memory, with their size.
-      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array.
+      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
     Example:

@@ -75,7 +75,7 @@ class Share:
         kv_heads = self._own_kv_heads()
         key, value = (jnp.take(x, kv_heads, axis=2) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
-        if self.chosen_by_key_head:
+        if self.chosen_by_key_head and operands.chosen is not None:
             own = own._replace(chosen=jnp.take(operands.chosen, kv_heads, axis=2))
         results = self._under_own_masks(function, call, own, *by_query)
         if not by_query:

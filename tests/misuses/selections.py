@@ -46,6 +46,7 @@ MISUSES = [
     Misuse("choose(granularity=32)", ValueError, "granularity", "got 32", "must be one of (1, 16, 64, 128)"),
     Misuse("choose(granularity=True)", ValueError, "granularity", "got True", "must be one of (1, 16, 64, 128)"),
     Misuse("sl.Selection(ids)", TypeError, "Selection.__init__()", "'block'", "missing 1 required"),
+    Misuse("choose(granularty=16)", TypeError, "Selection: unknown argument", "'granularty'", "mean 'granularity'?"),
     # In a call of the op.
     Misuse("op(q, k, v, mask, selection=ids)", TypeError, "selection", "int32 of", "must be a Selection or None"),
     Misuse("op(q, k, v, mask, selection=(ids, 16))", TypeError, "selection", "tuple", "must be a Selection or None"),
@@ -80,6 +81,7 @@ MISUSES = [
     Misuse("top(scores, return_scores=1)", ValueError, "return_scores", "got 1", "must be true or false"),
     Misuse("top(scores, start=-1)", ValueError, "start", "got -1", "must be an integer >= 0"),
     Misuse("top(scores, start=1.5)", ValueError, "start", "got 1.5", "must be an integer >= 0"),
+    Misuse("top(scores, force=1)", TypeError, "top_k_blocks: unknown argument", "'force'", "did you mean 'forced'?"),
     Misuse("top(scores, block=8)", ValueError, "block", "got 8", BLOCK),
     Misuse("top(scores, granularity=2)", ValueError, "granularity", "got 2", "must be one of"),
     Misuse("sl.mean_pool_blocks(k, 0)", ValueError, "block", "got 0", "must be an integer >= 1"),

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import Mask
-from ...masks.options import Natural, Positive, checked, whole
+from ...masks.options import Natural, Positive, checked, own_keywords, whole
 from ...masks.primitives import Empty
 
 GRANULARITIES = (1, 16, 64, 128)
 
 
+@own_keywords
 @jax.tree_util.register_pytree_with_keys_class
 class Selection:
     """The key blocks that queries look at, chosen at run time: ``selection=`` of `block_sparse_attention`.
@@ -153,6 +154,7 @@ def top_k_blocks(
     start: Any = 0,
     return_scores: Literal[True],
 ) -> tuple[Selection, jax.Array]: ...
+@own_keywords
 def top_k_blocks(
     scores: jax.Array,
     k: int,
@@ -241,6 +243,7 @@ def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any
     return may, may & xp.broadcast_to(forced(own, other), may.shape)
 
 
+@own_keywords
 def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     """The mean of each block of tokens, as of keys: ``out[j] = mean(x[j * block : (j + 1) * block])``.
 
