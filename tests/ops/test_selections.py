@@ -17,9 +17,14 @@ from tests.ops import cases
 from tests.ops.cases import SMALL, compiled, oracle
 from tests.programs import USUAL, largest
 
-IMPLEMENTATIONS = ["triton", "xla", "reference"]
+IMPLEMENTATIONS = ["pallas_tpu", "triton", "xla", "reference"]
 # What computes blocks, and so must not read others.
 BY_BLOCKS = [name for name in IMPLEMENTATIONS if name != "reference"]
+
+
+def calls(names, *granularities):
+    """Who answers for which granularity: TPU kernels want queries that choose together."""
+    return [(name, each) for name in names for each in granularities if each >= 16 or name != "pallas_tpu"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +92,12 @@ def _table():
 
 CASES = list(_table())
 COMPILED = {"xla", *cases.COMPILED}
-CALLS = [(name, case) for case in CASES for name in IMPLEMENTATIONS if case.core or name in COMPILED]
+CALLS = [
+    (name, case)
+    for case in CASES
+    for name, _ in calls(IMPLEMENTATIONS, case.granularity)
+    if case.core or name in COMPILED
+]
 
 
 @pytest.mark.parametrize(("implementation", "case"), CALLS, ids=[f"{name}-{case}" for name, case in CALLS])
@@ -134,8 +144,7 @@ def same(found, wanted):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("implementation", BY_BLOCKS)
-@pytest.mark.parametrize("granularity", [1, 16, 64])
+@pytest.mark.parametrize(("implementation", "granularity"), calls(BY_BLOCKS, 1, 16, 64))
 def test_random_selections(granularity, implementation):
     """Ten each: sparse and crowded ones, agreeing and independent neighbours, rows without a block."""
     rng = np.random.default_rng(granularity)
@@ -153,8 +162,7 @@ def test_random_selections(granularity, implementation):
             assert not np.asarray(ours)[nothing].any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("granularity", [1, 16])
+@pytest.mark.parametrize(("implementation", "granularity"), calls(IMPLEMENTATIONS, 1, 16))
 def test_duplicates_order_and_numbers_without_a_block(granularity, implementation):
     """None of these changes a bit: kernels see sets."""
     call = functools.partial(answers, *arrays(), granularity=granularity, implementation=implementation)
@@ -171,8 +179,7 @@ def test_duplicates_order_and_numbers_without_a_block(granularity, implementatio
         same(call(np.where(ids < 0, np.int32(number), ids)), wanted)
 
 
-@pytest.mark.parametrize("implementation", BY_BLOCKS)
-@pytest.mark.parametrize("granularity", [1, 16])
+@pytest.mark.parametrize(("implementation", "granularity"), calls(BY_BLOCKS, 1, 16))
 def test_poisoned_tails(granularity, implementation):
     """What nobody chose is never read."""
     q, k, v, dout, dlse = arrays()
@@ -291,7 +298,7 @@ def test_numbers_without_a_block_are_refused_where_they_are_seen():
 def test_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         for mask in (WINDOW, sl.Full(), (sl.Causal(), WINDOW), jnp.ones((T, S), bool)):
-            for name, granularity in ((name, g) for name in IMPLEMENTATIONS for g in (1, 16)):
+            for name, granularity in calls(IMPLEMENTATIONS, 1, 16):
                 chosen = sl.Selection(jnp.asarray(ids_of(granularity), jnp.int8), block=BLOCK, granularity=granularity)
                 q, k, v = (x.astype(jnp.bfloat16) for x in arrays()[:3])
                 segments = jnp.zeros((B, T), jnp.int8), jnp.zeros((B, S), jnp.int8)

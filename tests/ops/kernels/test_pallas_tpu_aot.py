@@ -5,6 +5,7 @@ programs that exceed its vector or scalar memory.
 """
 
 import collections
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 
 import sparse_layers as sl
+from sparse_layers.ops.planning import plan as plans
 from tests.ops.cases import candidates
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
@@ -33,21 +35,23 @@ def kernels(
     segments=False,
     sinks=None,
     backward=True,
+    chosen=None,
     **options,
 ):
     """How many kernels of each name the program of out, lse and their gradients holds, compiled.
 
-    A `jax.ShapeDtypeStruct` as mask is one known at run time.
+    A `jax.ShapeDtypeStruct` as mask is one known at run time; ``chosen`` are (granularity, block, G, k) of a selection.
     """
     device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
 
-    def program(arrays, mask_array, ids, sink_logits, dout, dlse):
+    def program(arrays, mask_array, ids, selection, sink_logits, dout, dlse):
         def call(arrays):
             return sl.block_sparse_attention(
                 *arrays,
                 mask_array if dynamic else mask,
                 segment_ids=ids,
+                selection=selection,
                 sinks=sink_logits,
                 implementation="pallas_tpu",
                 return_lse=True,
@@ -60,10 +64,16 @@ def kernels(
         return answers, pullback((dout, dlse))
 
     (n, k), (h, hv) = heads, sizes
+    selection = None
+    if chosen is not None:
+        granularity, block, lists, most = chosen
+        ids = jax.ShapeDtypeStruct((1, -(-t // granularity), lists, most), jnp.int32)
+        selection = jax.eval_shape(functools.partial(sl.Selection, block=block, granularity=granularity), ids)
     operands = (
         [jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, t, n, h), (1, t, k, h), (1, t, k, hv))],
         mask if dynamic else None,
         jax.ShapeDtypeStruct((1, t), jnp.int32) if segments else None,
+        selection,
         sinks,
         jax.ShapeDtypeStruct((1, t, n, hv), dtype),
         jax.ShapeDtypeStruct((1, t, n), jnp.float32),
@@ -141,10 +151,20 @@ TWO_KINDS = sl.Causal(), sl.Causal() & sl.Window(100)
         pytest.param("tpu7x", jax.ShapeDtypeStruct((512, 512), bool), 1, {}, id="run-time mask"),
         pytest.param("v5e", jax.ShapeDtypeStruct((2, 512, 512), bool), 1, {"segments": True}, id="run-time heads"),
         pytest.param("v5p", sl.Causal(), 1, {"heads": (4, 1), "segments": True}, id="MQA, segments"),
+        pytest.param("v5e", sl.Causal(), 1, {"chosen": (16, 64, 1, 4)}, id="16 together choose"),
+        pytest.param("v6e", sl.Causal(), 1, {"chosen": (64, 16, 2, 4), "heads": (4, 2)}, id="64, by key head"),
+        pytest.param("tpu7x", sl.Causal(), 1, {"chosen": (128, 512, 4, 1), "heads": (4, 2)}, id="128, by head"),
+        pytest.param("v5p", sl.Array(TABLE), 1, {"chosen": (16, 48, 1, 4), "segments": True}, id="choices, tiles"),
     ],
 )
 def test_compiles_also(generation, mask, passes, options):
     assert kernels(generation, mask, fwd_params=SMALL, **options) == both(passes)
+
+
+@pytest.mark.parametrize("name", ["strided", "bigbird"])
+def test_compiles_rules_too_long_for_tiles(name, monkeypatch):
+    monkeypatch.setattr(plans, "MAX_TILED", 0)
+    assert kernels("v5e", sl.preset(name), fwd_params=SMALL) == both(1)
 
 
 def test_64_bits_enabled():

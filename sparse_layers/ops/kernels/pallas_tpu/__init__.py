@@ -18,14 +18,12 @@ LEAST_GRANULARITY = 16
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
-    if call.selection is not None:
-        return "it does not know selections"
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     if call.selection is not None and call.selection[1] < LEAST_GRANULARITY:
         return (
-            f"it takes selections of granularity {call.selection[1]} not, but of at least {LEAST_GRANULARITY}: a TPU "
-            "reads and multiplies whole blocks of queries, and single ones agree on hardly a block of keys"
+            f"it takes no selection of granularity {call.selection[1]}, only of at least {LEAST_GRANULARITY}: a TPU "
+            "reads and multiplies whole blocks, and queries that choose for themselves agree on hardly a block of keys"
         )
     return None
 

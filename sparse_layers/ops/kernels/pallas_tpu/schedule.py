@@ -72,8 +72,8 @@ class Steps:
             )
         xp: Any = np if lists.static else jnp
         # A major block without entries has one dead step, for its output has to be written.
-        empty = lists.counts[..., 1] == 0
-        ends = xp.cumsum(lists.counts[..., 1] + empty, axis=-1, dtype=np.int32)
+        counts = lists.counts[..., 1]
+        ends = xp.cumsum(xp.maximum(counts, 1), axis=-1, dtype=np.int32)
         starts, total = xp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)]), ends[..., -1:]
         if lists.static:
             count = steps = int(total.max())
@@ -100,10 +100,11 @@ class Steps:
         def of_entry(x):
             return xp.append(x, np.zeros(1, np.int32))[entry]
 
-        tile, empty = of_entry(lists.tile), of_major(empty)
+        tile, empty = of_entry(lists.tile), of_major(counts) == 0
         kind = xp.where(within < of_major(lists.counts[..., 0]), FREE, xp.where(tile < 0, LIMITED, MASKED))
         kind = xp.where(live & ~empty, kind, DEAD)
-        flags = kind + 4 * (live & (within == 0)) + 8 * (live & (step == of_major(ends) - 1))
+        first, last = ((live & (within == x)).astype(np.int32) for x in (0, of_major(ends - starts) - 1))
+        flags = kind + 4 * first + 8 * last
         minor = xp.where(empty, 0, of_entry(lists.block))
         words = (((major << minor_bits) | minor) << FLAG_BITS) | flags
         tiles = None
