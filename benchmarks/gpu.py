@@ -201,7 +201,8 @@ class Contender:
     fetch: Callable[[Any], np.ndarray]
 
 
-def _in_jax(attention: Callable, arrays: list[jax.Array], *more: jax.Array) -> Contender:
+def in_jax(attention: Callable, arrays: list[jax.Array], *more: Any) -> Contender:
+    """A function of q, k, v and more."""
     q, k, v, dout = arrays
     forward, both = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
     return Contender(
@@ -231,9 +232,9 @@ def ours(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, 
     """Our op; with ``segments``, the pattern's table is given as segment ids, and the mask is causal."""
     batch, seq_len = arrays[0].shape[:2]
     if not segments:
-        return _in_jax(op(pattern.mask, seq_len, implementation), arrays)
+        return in_jax(op(pattern.mask, seq_len, implementation), arrays)
     ids = jnp.asarray(np.tile(np.asarray(pattern.table), (batch, 1)))
-    return _in_jax(op(sl.Causal(), seq_len, implementation), arrays, ids)
+    return in_jax(op(sl.Causal(), seq_len, implementation), arrays, ids)
 
 
 def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
@@ -250,7 +251,7 @@ def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
 def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
     """CuDNN's attention through jax.nn."""
     options: Any = {"implementation": "cudnn"} | (pattern.cudnn or {})
-    return _in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
+    return in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
 
 
 def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:

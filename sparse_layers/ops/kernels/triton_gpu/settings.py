@@ -31,12 +31,12 @@ class Settings:
 _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 2): {
         64: (Settings(64, 64, 4, 3),),
-        128: (Settings(128, 64, 4, 2), Settings(64, 32, 4, 2)),
+        128: (Settings(128, 64, 4, 2), Settings(64, 32, 4, 2), Settings(32, 64, 2, 2)),
         256: (Settings(64, 32, 4, 2),),
     },
     ("dq", 2): {
         64: (Settings(64, 64, 4, 3),),
-        128: (Settings(64, 64, 4, 2),),
+        128: (Settings(64, 64, 4, 2), Settings(32, 64, 2, 2)),
         256: (Settings(128, 32, 8, 1),),
     },
     ("dkv", 2): {
