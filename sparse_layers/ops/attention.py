@@ -193,9 +193,12 @@ def block_sparse_attention(
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
+    segments = _segments(segment_ids, b, t, s, n, unbatched)
     chosen, sizes = _chosen(selection, query, key, unbatched)
+    if not b:  # nothing is limited, and lists of each batch entry would be none
+        segments = chosen = sizes = None
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse, selection=sizes)
-    operands = Operands(query, key, value, sinks, _segments(segment_ids, b, t, s, n, unbatched), mask, chosen)
+    operands = Operands(query, key, value, sinks, segments, mask, chosen)
     if implementation is None:
         call = dataclasses.replace(call, chosen_for=platform())
     lse: Any  # None if nobody asked for it
@@ -441,6 +444,4 @@ def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[i
         raise ValueError(
             f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {seen.max()}"
         )
-    if not b:  # nobody chooses, and kernels want lists that are not empty
-        return None, None
     return jnp.asarray(ids).reshape(b, tq, *ids.shape[-2:]), (block, granularity)

@@ -262,7 +262,10 @@ def test_no_batch_entries():
     empty = [x[:0] for x in arrays()]
     out, lse = sl.block_sparse_attention(*empty, CHAIN, return_lse=True)
     assert out.shape == (0, T, 2, 16) and lse.shape == (0, T, 2)
-    assert [g.shape for g in jax.grad(loss, (0, 1, 2))(*empty)] == [x.shape for x in empty]
+    ids = jnp.zeros((0, T), int)
+    for options in ({}, {"segment_ids": ids}):
+        found = jax.grad(functools.partial(loss, **options), (0, 1, 2))(*empty)
+        assert [g.shape for g in found] == [x.shape for x in empty]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -143,8 +143,8 @@ class Candidates:
         def sorted_(x):
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
 
-        entries = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
-        return BlockLists(spans, *entries, self.blocks[not by_key], self.group)
+        block, tile, chosen_by = map(sorted_, (minor, self.tile, self.chosen_by))
+        return BlockLists(spans, block, tile, chosen_by, self.blocks[not by_key], self.group)
 
     def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
         """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
@@ -308,9 +308,11 @@ def chosen_candidates(
     ids = jnp.moveaxis(ids.reshape(batch, together, parts, lists, k), 3, 1).reshape(batch, lists, together, parts * k)
     part = np.repeat(np.arange(parts, dtype=np.int32), k)
     codes = jnp.sort(ids * parts + part, axis=-1)
+    column: Any
     column, part = jnp.divmod(codes, parts)
-    live = _differs(codes) & (column < columns)
-    chosen_by, everyone = None, True
+    live: Any = _differs(codes) & (column < columns)
+    chosen_by: Any = None
+    everyone: Any = True
     if parts > 1:
         chosen_by = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
         live = live & _differs(column)
