@@ -219,7 +219,10 @@ class Link:
         else:
             number, most = self._run_time_pieces(walks, steps, programs, device.processors, dkv)
         found = cut(steps, number, most)
-        heads, rest = self.operands.key.shape[2] if dkv else self.heads, (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0)
+        heads, rest = (
+            self.operands.key.shape[2] if dkv else self.heads,
+            (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0),
+        )
         order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * device.processors)
         return _Prepared(self, q, kv, major, walks, settings, order, found, passed, steps.shape[1])
 
