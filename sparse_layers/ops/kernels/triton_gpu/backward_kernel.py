@@ -18,10 +18,12 @@ from .tiles import (
     load_rows,
     logits,
     may_attend,
+    of_heads,
     row_of,
     share_of,
     store_rows,
     token_of,
+    vectors_of,
     zeros,
 )
 
@@ -96,7 +98,7 @@ def _walk(
         if MASKED:
             may = may_attend(lists, slot, part, within, Q, KV)
             if L.CHOSEN > 0:
-                may = may & chose(lists, slot, within, L)[:, None]
+                may = may & chose(lists, slot, within, Q, L)[:, None]
             if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists_kv, other=-1)
                 may = may & (segment[:, None] == other[None, :])
@@ -221,20 +223,23 @@ def dq_kernel(
 ):
     """dq of one tile of queries of one head; grid as that of `forward_kernel`."""
     b = tl.program_id(1).to(tl.int64)
-    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, A.OWN_HEADS * W.BLOCKS)
-    own, block = job // W.BLOCKS, job % W.BLOCKS
+    jobs: tl.constexpr = A.OWN_HEADS // Q.PACK * W.BLOCKS
+    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
+    own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
     head = A.FIRST_HEAD + own * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
-    row = block * Q.BLOCK + within
+    row = block * Q.BLOCK + within // Q.PACK
     token = token_of(row, Q)
-    exists = (within < Q.BLOCK) & (row < Q.ROWS) & (token < A.T)
+    exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
 
-    pointers = addresses(q + (b * A.T * A.HEADS + head) * A.H, token, A.HEADS * A.H, A.D, A.WIDE)
+    base = q + (b * A.T * A.HEADS + head) * A.H
+    pointers = vectors_of(base, token, within, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
     queries = load_rows(pointers, exists, A.H, A.D, True)
-    pointers = addresses(dout + (b * A.T * A.HEADS + head) * A.HV, token, A.HEADS * A.HV, A.DV, A.WIDE)
+    base = dout + (b * A.T * A.HEADS + head) * A.HV
+    pointers = vectors_of(base, token, within, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
     douts = load_rows(pointers, exists, A.HV, A.DV, True)
-    scalars = (b * A.HEADS + head) * A.T + token
+    scalars = of_heads((b * A.HEADS + head) * A.T, within, A.T, Q) + token
     # A row without keys has lse -inf; with +inf its weights are 0, as are those of rows that do not exist.
     base = tl.load(lse + scalars, mask=exists, other=float("inf")) * 1.4426950408889634
     base = tl.where(base == float("-inf"), float("inf"), base)[:, None]
@@ -319,7 +324,8 @@ def dq_kernel(
             )
             result += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
         place = token if OUT.BY_TOKEN else row
-        pointers = addresses(dq + (b * OUT.ROWS * A.OWN_HEADS + own) * A.H, place, A.OWN_HEADS * A.H, A.D, True)
+        base = dq + (b * OUT.ROWS * A.OWN_HEADS + own) * A.H
+        pointers = vectors_of(base, place, within, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
         store_rows(pointers, result, exists, A.H, A.D)
 
 
@@ -346,26 +352,30 @@ def _walk_queries(
     column = tl.arange(0, Q.TILE)
     for step in tl.range(first, last):
         slot, part = step // Q.PARTS, step % Q.PARTS
-        row = tl.load(lists[0] + slot) * Q.BLOCK + part * Q.TILE + column
+        place = part * Q.TILE + column
+        row = tl.load(lists[0] + slot) * Q.BLOCK + place // Q.PACK
         token = token_of(row, Q)
-        exists = (row < Q.ROWS) & (token < A.T) & (part * Q.TILE + column < Q.BLOCK)
-        queries = load_rows(addresses(sources[0], token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        exists = (row < Q.ROWS) & (token < A.T) & (place < Q.BLOCK * Q.PACK)
+        pointers = vectors_of(sources[0], token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
+        queries = load_rows(pointers, exists, A.H, A.D, MASKED)
+        scalars = of_heads(token, place, A.T, Q)
         if MASKED:
-            base = tl.load(sources[2] + token, mask=exists, other=float("inf"))
-            deltas = tl.load(sources[3] + token, mask=exists, other=0.0)
+            base = tl.load(sources[2] + scalars, mask=exists, other=float("inf"))
+            deltas = tl.load(sources[3] + scalars, mask=exists, other=0.0)
         else:
-            base, deltas = tl.load(sources[2] + token), tl.load(sources[3] + token)
+            base, deltas = tl.load(sources[2] + scalars), tl.load(sources[3] + scalars)
         base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
         scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), A)
         may = 0
         if MASKED:
             may = may_attend(lists, slot, part, within, KV, Q)
             if L.CHOSEN > 0:
-                may = may & chose(lists, slot, part * Q.TILE + column, L)[None, :]
+                may = may & chose(lists, slot, part * Q.TILE + column, Q, L)[None, :]
             if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-2)
                 may = may & (segment[:, None] == other[None, :])
-        douts = load_rows(addresses(sources[1], token, A.HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
+        pointers = vectors_of(sources[1], token, place, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
+        douts = load_rows(pointers, exists, A.HV, A.DV, MASKED)
         dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
         weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, MASKED)
         dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
@@ -425,13 +435,13 @@ def dkv_kernel(
     # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
     first_own = tl.cdiv(kv_head * group - A.FIRST_HEAD, A.HEAD_STEP)
     last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
-    for own in tl.range(first_own, last_own):
+    for own in tl.range(first_own, last_own, Q.PACK):
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         first, free, count = list_of(spans, b, head, block, L, W)
         # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
         passed = 0
         if W.PIECES:
-            passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) * W.BLOCKS + block)
+            passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) // Q.PACK * W.BLOCKS + block)
         low, high = share_of(begin, end, passed, count * Q.PARTS)
         middle = tl.minimum(tl.maximum(free * Q.PARTS, low), high)
         at = b * A.T * A.HEADS + head

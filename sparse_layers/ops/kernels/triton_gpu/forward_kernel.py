@@ -15,10 +15,12 @@ from .tiles import (
     load_rows,
     logits,
     may_attend,
+    of_heads,
     row_of,
     share_of,
     store_rows,
     token_of,
+    vectors_of,
     zeros,
 )
 
@@ -54,7 +56,7 @@ def _walk(
         if MASKED:
             may = may_attend(lists, slot, part, within, Q, KV)
             if L.CHOSEN > 0:
-                may = may & chose(lists, slot, within, L)[:, None]
+                may = may & chose(lists, slot, within, Q, L)[:, None]
             if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-1)
                 may = may & (segment[:, None] == other[None, :])
@@ -151,17 +153,18 @@ def forward_kernel(
 ):
     """Attention of one tile of queries of one head; grid (jobs or pieces, times tiles of a block, B)."""
     b = tl.program_id(1).to(tl.int64)
-    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, A.OWN_HEADS * W.BLOCKS)
-    own, block = job // W.BLOCKS, job % W.BLOCKS
+    jobs: tl.constexpr = A.OWN_HEADS // Q.PACK * W.BLOCKS
+    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
+    own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
     head = A.FIRST_HEAD + own * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
-    row = block * Q.BLOCK + within
+    row = block * Q.BLOCK + within // Q.PACK
     token = token_of(row, Q)
-    exists = (within < Q.BLOCK) & (row < Q.ROWS) & (token < A.T)
+    exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
 
     base = q + (b * A.T * A.HEADS + head) * A.H
-    queries = load_rows(addresses(base, token, A.HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
+    queries = load_rows(vectors_of(base, token, within, A.HEADS * A.H, A.H, Q, A.D, A.WIDE), exists, A.H, A.D, True)
     segment = token
     if A.SEGMENTED:
         segment = tl.load(q_segments + b * A.T + token, mask=exists, other=-2)
@@ -169,7 +172,7 @@ def forward_kernel(
     result = zeros(Q.TILE, A.DV)
     top = full(Q.TILE, float("-inf"))
     if SINKS:
-        top = full(Q.TILE, 0.0) + tl.load(sinks + head) * 1.4426950408889634
+        top = full(Q.TILE, 0.0) + tl.load(of_heads(sinks + head, within, 1, Q)) * 1.4426950408889634
     if BEFORE.GIVEN:
         early, known = row_of(token, exists, BEFORE)
         at = b * A.OWN_HEADS + own
@@ -218,5 +221,6 @@ def forward_kernel(
     else:
         place = token if OUT.BY_TOKEN else row
         base = out + (b * OUT.ROWS * A.OWN_HEADS + own) * A.HV
-        store_rows(addresses(base, place, A.OWN_HEADS * A.HV, A.DV, True), result, exists, A.HV, A.DV)
-        tl.store(lse + (b * A.OWN_HEADS + own) * OUT.ROWS + place, natural, mask=exists)
+        store_rows(vectors_of(base, place, within, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True), result, exists, A.HV, A.DV)
+        at = of_heads((b * A.OWN_HEADS + own) * OUT.ROWS, within, OUT.ROWS, Q)
+        tl.store(lse + at + place, natural, mask=exists)

@@ -71,6 +71,20 @@ class Link:
         """Number of query heads."""
         return len(range(self.first, self.operands.query.shape[2], self.step))
 
+    @functools.cached_property
+    def pack(self) -> int:
+        """How many query heads of a key head a program takes together: all of them if they choose alike, else 1.
+
+        What a few queries choose together is less than what many do, so tiles are filled with their heads.
+        """
+        if self.call.selection is None or self.operands.chosen is None:
+            return 1
+        heads, kv_heads, choices = (x.shape[2] for x in (self.operands.query, self.operands.key, self.operands.chosen))
+        masks = self.operands.mask if self.call.plan is None else self.call.plan.masks
+        group, alike = heads // kv_heads, choices <= kv_heads and (masks is None or len(masks) == 1)
+        small = self.call.selection[1] <= 16 and group <= 64 and group & (group - 1) == 0
+        return group if alike and small else 1
+
     @property
     def q_order(self) -> RowOrder:
         """Token of each query row."""
@@ -178,7 +192,7 @@ class Link:
         """(bq, bkv) of the lists."""
         if self.call.selection is not None:
             block, granularity = self.call.selection
-            return max(granularity, min(64, MOST_PARTS * granularity)), block
+            return max(granularity, min(64 // self.pack, MOST_PARTS * granularity)), block
         if not self.passes:
             return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
         if kernel == "dkv":
@@ -200,9 +214,10 @@ class Link:
         device = launch.device()
         assert isinstance(device, launch.Device)
         dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
-        settings = choose(kernel, *self._sizes, (shape[1], shape[0]) if dkv else shape, params, device)
+        rows = shape[0] * self.pack
+        settings = choose(kernel, *self._sizes, (shape[1], rows) if dkv else (rows, shape[1]), params, device)
         held = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
-        q, kv = (Side(*x) for x in zip((self.q_order, self.kv_order), shape, held, strict=True))
+        q, kv = Side(self.q_order, shape[0], held[0], self.pack), Side(self.kv_order, shape[1], held[1])
         major, minor = (kv, q) if dkv else (q, kv)
         walks = [(minor, self._lists(major, minor, dkv))]
         if self.also is not None and not dkv:
@@ -219,16 +234,14 @@ class Link:
         else:
             number, most = self._run_time_pieces(walks, steps, programs, device.processors, dkv)
         found = cut(steps, number, most)
-        heads, rest = (
-            self.operands.key.shape[2] if dkv else self.heads,
-            (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0),
-        )
+        heads = self.operands.key.shape[2] if dkv else self.heads // self.pack
+        rest = (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0)
         order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * device.processors)
         return _Prepared(self, q, kv, major, walks, settings, order, found, passed, steps.shape[1])
 
     def _jobs(self, dkv: bool) -> tuple[np.ndarray, np.ndarray]:
         """(the pass' query heads, bool [heads of a job's kind, query heads]: which of them a job walks for)."""
-        heads = self.first + self.step * np.arange(self.heads)
+        heads = self.first + self.step * np.arange(0, self.heads, self.pack)
         if not dkv:
             return heads, np.eye(len(heads), dtype=bool)
         kv_heads = self.operands.key.shape[2]

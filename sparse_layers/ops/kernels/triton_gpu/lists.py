@@ -40,16 +40,18 @@ class Side:
       order: token of each row.
       block: rows in a block of the lists.
       tile: rows in a tile of a kernel, a power of two; a block is walked in ``parts`` tiles.
+      pack: query heads whose vectors at a token are rows of one tile; a power of two. Blocks are as long in tokens.
     """
 
     order: RowOrder
     block: int
     tile: int
+    pack: int = 1
 
     @property
     def parts(self) -> int:
         """Tiles in a block."""
-        return -(-self.block // self.tile)
+        return -(-self.block * self.pack // self.tile)
 
     @property
     def blocks(self) -> int:
@@ -59,12 +61,12 @@ class Side:
     @property
     def axis(self) -> Axis:
         """What kernels know of it."""
-        return Axis(self.order.rows, *self.order.numbers, self.block, self.tile, self.parts)
+        return Axis(self.order.rows, *self.order.numbers, self.block, self.tile, self.parts, self.pack)
 
     @property
     def exact(self) -> bool:
         """Whether tiles fill a block, so that no row of a tile has to be left out."""
-        return self.block % self.tile == 0
+        return self.block * self.pack % self.tile == 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,7 +196,10 @@ def _only_whole(candidates: Candidates, minor: Side) -> Candidates:
 
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
     """Tiles, bool [n, bq, bkv] of JAX or as `packed_tiles` has them, as the bits of `Lists`."""
-    ends = [(0, side.parts * side.tile - side.block) for side in (major, minor)]
+    # Heads that are packed have a bit in common, and those of a block of queries then fit a word.
+    rows, words = (side.parts * side.tile // side.pack for side in (major, minor))
+    words = max(words, 32)
+    ends = [(0, rows - major.block), (0, words - minor.block)]
     if isinstance(tiles, np.ndarray):
         everything = np.ones((1, major.block, minor.block), bool)
         columns, parts = (major if dkv else minor).block, [everything]
@@ -205,7 +210,7 @@ def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
         return np.concatenate(words).view(np.int32)
     tiles = tiles.swapaxes(1, 2) if dkv else tiles
     tiles = jnp.concatenate([jnp.ones((1, *tiles.shape[1:]), bool), tiles])
-    words = jnp.pad(tiles, [(0, 0), *ends]).reshape(len(tiles), major.parts * major.tile, -1, 32)
+    words = jnp.pad(tiles, [(0, 0), *ends]).reshape(len(tiles), rows, -1, 32)
     return jax.lax.bitcast_convert_type(
         (words.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32), jnp.int32
     )

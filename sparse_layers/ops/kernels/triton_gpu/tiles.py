@@ -47,6 +47,7 @@ class Axis(NamedTuple):
     BLOCK: int  # rows of a block of the lists
     TILE: int  # rows of a tile, a power of two
     PARTS: int  # tiles in a block
+    PACK: int  # query heads of a key head whose vectors at a token are neighbouring rows of one tile; 1 on the key side
 
 
 class Walk(NamedTuple):
@@ -179,10 +180,13 @@ def store_rows(pointers, values, exists, LENGTH: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
     """The mask tile [rows, MINOR.TILE] of an entry: bits of words, which hold the minor rows of each major one."""
-    words: tl.constexpr = MINOR.PARTS * MINOR.TILE // 32
+    words: tl.constexpr = 1 if MINOR.PACK > 1 else MINOR.PARTS * MINOR.TILE // 32
     tile = tl.load(lists[1] + slot).to(tl.int64) + 1  # the first lets everything pass
-    bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE * words) + part * (MINOR.TILE // 32) + row * words
+    bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE // MAJOR.PACK * words) + row // MAJOR.PACK * words
     column = tl.arange(0, MINOR.TILE)
+    if MINOR.PACK > 1:
+        return ((tl.load(bits)[:, None] >> ((part * MINOR.TILE + column) // MINOR.PACK)[None, :]) & 1) != 0
+    bits += part * (MINOR.TILE // 32)
     word = tl.load(bits)[:, None]
     if MINOR.TILE > 32:
         word = tl.where(column[None, :] < 32, word, tl.load(bits + 1)[:, None])
@@ -193,9 +197,36 @@ def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr)
 
 
 @triton.jit
-def chose(lists, slot, query, L: tl.constexpr):
-    """Whether queries, counted within their block, chose an entry."""
-    return ((tl.load(lists[2] + slot) >> (query // L.CHOSEN)) & 1) != 0
+def chose(lists, slot, row, Q: tl.constexpr, L: tl.constexpr):
+    """Whether the queries of rows, counted within their block, chose an entry."""
+    return ((tl.load(lists[2] + slot) >> (row // Q.PACK // L.CHOSEN)) & 1) != 0
+
+
+@triton.jit
+def of_heads(base, row, STRIDE: tl.constexpr, Q: tl.constexpr):
+    """``base`` of a program's first query head, or for each row that of its head, each STRIDE elements further."""
+    if Q.PACK == 1:
+        return base
+    else:
+        return base + row % Q.PACK * STRIDE
+
+
+@triton.jit
+def vectors_of(
+    base,
+    token,
+    row,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    Q: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`addresses` of the vectors of query rows, LENGTH elements each, which lie by token and by head."""
+    if Q.PACK == 1:
+        return addresses(base, token, STRIDE, SIZE, WIDE)
+    else:
+        return addresses(base + (row % Q.PACK * LENGTH)[:, None], token, STRIDE, SIZE, WIDE)
 
 
 @triton.jit
