@@ -10,8 +10,8 @@ further ones are taken to cost what the second half of these cost.
 
 Splash attention has no chains: it gets the blocks of the whole pattern in natural order, counted, each masked by its
 function for the causal mask or the window, which is cheaper than the true ones. It runs forward, without the lse that
-backward needs, dkv and dq. It is measured once for all patterns of which it gets the same blocks; blocks on which its
-compiler takes longer than --timeout are not tried again at other lengths.
+backward needs, dkv and dq. It is measured once for all patterns of which it gets the same blocks; a block size on which
+its compiler takes longer than --timeout is not tried again for this chip.
 
 Columns. block: rows of q and k in a block; for splash that of --splash-blocks which takes each kernel the fewest cycles
 (fwd, dkv, dq: its block sizes may differ), and all that were tried are in the record. compile: seconds for forward and
@@ -362,8 +362,8 @@ def splash_once(job: dict[str, Any], **options: Any) -> dict:
     blocks = block if isinstance(block, dict) else {"": block}
     grids = [splash_grid(job["pattern"], job["seq_len"], size) for size in blocks.values()]
     listed = [(hash(x.rows.tobytes()), hash(x.columns.tobytes())) for x in grids]
-    size = job["chip"], splash_mask(job["pattern"]), json.dumps(options)
-    key = *size, job["seq_len"], *listed
+    size = job["chip"], json.dumps(options)
+    key = *size, splash_mask(job["pattern"]), job["seq_len"], *listed
     if size not in known and key not in known:
         known[key] = spawn(**job, **options)
         if known[key].get("failed", "").startswith("more than"):  # a compiler that hangs does so at any length

@@ -41,8 +41,8 @@ PAIRS_PER_ROW = 256
 # One cell of a block list costs about as much as this many pairs (a step that looks at it and moves on).
 PAIRS_PER_CELL = 16
 MAX_TERMS = 16
-# Mask tiles are made of up to this many pairs, which takes some two seconds; where there are more, rules are computed.
-MAX_TILED = 1 << 27
+# Mask tiles are made of up to this many pairs, which takes seconds; where there are more, rules are computed.
+MAX_TILED = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -262,7 +262,7 @@ def test_tpus_read_masks_of_many_operations_as_tiles():
     assert found["causal"] == (3, False) and found["sliding_window"] == (5, True)
     assert found["bigbird"][0] > 15 and found["bigbird"][1]
     # Where tiles would take too long to make, blocks are chosen that leave less to be masked, or the rule is computed.
-    long = draft(sl.preset("bigbird"), 32768, "pallas_tpu")
+    long = draft(sl.preset("bigbird"), 131072, "pallas_tpu")
     assert not plans.in_tiles(long.mask, (1024, 1024), tuned)
     assert long.shape == (256, 256) and plans.in_tiles(long.mask, long.shape, tuned)
     assert plans._cost(long.mask, (1024, 1024), tuned) > 2 * long.cost
