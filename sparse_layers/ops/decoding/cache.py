@@ -206,7 +206,7 @@ class KVCache:
 
     @property
     def num_reads(self) -> int:
-        """Keys that a step reads for a query head, of the mask that reads the most."""
+        """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
         return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
 
     @property
@@ -384,9 +384,7 @@ class KVCache:
         tokens = start[..., None] + jnp.arange(width)
         seen = ~twice[..., None] & (tokens // block == ids[..., None])
         tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
-        at = position[:, None, None]
-        seen = seen & (tokens <= at)
-        turn = (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
+        at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
         rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
 
         def blocks(array: jax.Array) -> jax.Array:
