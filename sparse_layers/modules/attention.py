@@ -385,12 +385,15 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             qkv_sharding=qkv_sharding,
         )
 
-    def prefill(self, inputs: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
+    def prefill(
+        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, and keeps their keys and values for `decode_step`.
 
         Args:
           inputs: [B, T, F] with T <= seq_len.
           lengths: int [B], tokens of each prompt, what follows is padding; None for T.
+          selection: as of a call.
 
         Returns:
           (out [B, T, out_features] as of a call, the cache). The output of padding means nothing.
@@ -398,8 +401,9 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         Raises:
           ValueError: as a call's, inputs that are not three-dimensional, lengths (outside of jit) that are not in 0..T,
             and a pattern that is not causal.
+          TypeError: as a call's.
         """
-        check_inputs(inputs, None, self.in_features, self.seq_len)
+        check_inputs(inputs, None, self.in_features, self.seq_len, selection=selection)
         if inputs.ndim != 3:
             raise ValueError(f"inputs must have shape [B, T, {self.in_features}], got {inputs.shape}")
         lengths = checked_lengths(lengths, *inputs.shape[:2])
@@ -415,16 +419,19 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             head_size=self.head_dim,
             dtype=key.dtype,
         ).filled(key, value, lengths)
-        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks)
+        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks, selection=selection)
         return self.out(out), cache
 
-    def decode_step(self, inputs: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+    def decode_step(
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one more token of each sequence, at the cost of the pattern's row.
 
         Args:
           inputs: [B, F].
           cache: of `prefill` or an earlier step.
           position: int [B], the position of each token: the number of tokens before it.
+          selection: the key blocks that the tokens look at, a `Selection` of ids [B, 1, G, k], see `KVCache.attend`.
 
         Returns:
           (out [B, out_features], the new cache).
@@ -432,7 +439,8 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         Raises:
           ValueError: shapes that do not fit, positions (outside of jit) that are not below seq_len, or the cache of
             a layer with another pattern, length or number of heads.
-          TypeError: inputs that are no array, or a cache that is none.
+          TypeError: inputs that are no array, or a cache or selection that is none.
+          NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
         shape = f"[B, {self.in_features}], one token a sequence"
         check_features("inputs", inputs, shape, self.in_features)
@@ -447,7 +455,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         position = checked_positions(position, len(inputs), self.seq_len)
         query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], position[:, None]))
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
-        out, cache = cache.step(query, key, value, position, **options)
+        out, cache = cache.step(query, key, value, position, selection=selection, **options)
         return self.out(out[:, None])[:, 0], cache
 
     @property

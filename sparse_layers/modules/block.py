@@ -150,17 +150,21 @@ class SparseTransformerBlock(nnx.Module):
         check_input(self.features, x, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection)
 
-    def prefill(self, x: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
+    def prefill(
+        self, x: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
         check_input(self.features, x)
-        attended, cache = self.attention.prefill(self.attention_norm(x), lengths)
+        attended, cache = self.attention.prefill(self.attention_norm(x), lengths, selection=selection)
         return _rest(self, x, attended, True), cache
 
-    def decode_step(self, x: jax.Array, cache: KVCache, position: jax.Array) -> tuple[jax.Array, KVCache]:
+    def decode_step(
+        self, x: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
         check_input(self.features, x, shape="[B, {}]")
         check_cache(cache)
-        attended, cache = self.attention.decode_step(self.attention_norm(x), cache, position)
+        attended, cache = self.attention.decode_step(self.attention_norm(x), cache, position, selection=selection)
         return _rest(self, x, attended, True), cache
 
 

@@ -24,8 +24,8 @@ from .kernels.call import (
     checked_array,
     checked_numbers,
     checked_scalars,
+    checked_selection,
     checked_sinks,
-    described,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -38,7 +38,7 @@ from .planning.platforms import (
     first_choice,
     platform,
 )
-from .planning.selection import Selection, known
+from .planning.selection import Selection
 
 _log = logging.getLogger(__name__)
 
@@ -427,21 +427,6 @@ def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[i
     """The ids of a selection [B, Tq, G, k], and its sizes."""
     if selection is None:
         return None, None
-    if not isinstance(selection, Selection):
-        raise TypeError(f"selection must be a Selection or None, got {described(selection)}")
     (b, t, n, _), (s, k) = query.shape, key.shape[1:3]
-    ids, block, granularity = selection.ids, selection.block, selection.granularity
-    tq, heads = -(-t // granularity), sorted({1, k, n})
-    rows = ids.shape[:-2] if hasattr(ids, "shape") else None
-    if rows != ((tq,) if unbatched else (b, tq)) or ids.shape[-2] not in heads:
-        axes = f"[{tq}, G, k]" if unbatched else f"[{b}, {tq}, G, k]"
-        raise ValueError(
-            f"selection: ids must have shape {axes}, one row for each {granularity} of T = {t} queries, with G one of "
-            f"{heads} (1, key heads or query heads), got {described(ids)}"
-        )
-    blocks, seen = -(-s // block), known(ids)
-    if seen is not None and seen.size and seen.max() >= blocks:
-        raise ValueError(
-            f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {seen.max()}"
-        )
-    return jnp.asarray(ids).reshape(b, tq, *ids.shape[-2:]), (block, granularity)
+    ids = checked_selection(selection, () if unbatched else (b,), (t, s), (n, k))
+    return ids.reshape(b, *ids.shape[-3:]), (selection.block, selection.granularity)

@@ -11,6 +11,8 @@ def names():
     mask = sl.Causal() & sl.Window(7)
     return {
         "empty": sl.KVCache.empty,
+        "whole": sl.KVCache.empty(sl.Causal(), 32, batch=2, num_heads=4, head_size=16),
+        "choose": lambda *shape: sl.Selection(jnp.ones(shape, int), block=16),
         "cache": sl.KVCache.empty(mask, 32, batch=2, num_heads=4, head_size=16),
         "x": jnp.ones((2, 4, 16)),
         "at": jnp.zeros(2, int),
@@ -24,6 +26,8 @@ FLOATS = "must be floats of shape (2, 4, 16)"
 INTEGERS = "must be integers of shape (2,)"
 PLACE = "must lie in 0..seq_len - 1 = 31"
 NUMBER = "must be a finite Python number"
+CHOSEN = "must have shape [2, 1, G, k], one row for each 1 of T = 1 queries, with G one of [1, 4]"
+WHOLE = "where the cache keeps all keys in a row, as that of Causal() does, and masks are computed from positions"
 
 MISUSES = [
     # KVCache.empty, and what it is mistaken for.
@@ -79,6 +83,25 @@ MISUSES = [
     Misuse("cache.step(x, x, x, at, segment_ids=at)", TypeError, "segment_ids", "KVCache.step()", "unexpected keyword"),
     Misuse("cache.written(x, x, at > 0)", ValueError, "position", "bool", INTEGERS),
     Misuse("cache.attend(x.swapaxes(0, 1), at)", ValueError, "query", "(4, 2, 16)", "axes are [B, N, H]"),
+    # A selection.
+    Misuse("whole.step(x, x, x, at, selection=at)", TypeError, "selection", "int32 of", "must be a Selection or None"),
+    Misuse("whole.attend(x, at, selection=choose(2, 32, 1, 3))", ValueError, "ids", "(2, 32, 1, 3)", CHOSEN),
+    Misuse("whole.attend(x, at, selection=choose(2, 1, 2, 3))", ValueError, "ids", "(2, 1, 2, 3)", CHOSEN),
+    Misuse(
+        "empty(sl.Causal(), 16, **sizes).attend(x, at, selection=choose(2, 1, 1, 3))",
+        ValueError,
+        "selection: ids",
+        "got 1",
+        "below 1, the number of blocks of 16 in S = 16 keys",
+    ),
+    Misuse("cache.step(x, x, x, at, selection=choose(2, 1, 1, 3))", NotImplementedError, "selection", "left=7", WHOLE),
+    Misuse(
+        "empty(jnp.tri(32, dtype=bool), 32, **sizes).attend(x, at, selection=choose(2, 1, 1, 3))",
+        NotImplementedError,
+        "selection",
+        "Array",
+        WHOLE,
+    ),
     # A prompt.
     Misuse("cache.filled(k.swapaxes(1, 2), v)", ValueError, "key", "(2, 4, 32, 16)", "axes are [B, P, K, H]"),
     Misuse("cache.filled(k[0], v[0])", ValueError, "key", "(32, 4, 16)", "axes are [B, P, K, H]"),

@@ -80,15 +80,23 @@ def test_decoding_equals_the_full_forward(name):
     np.testing.assert_allclose(later, full[rows, positions], atol=2e-5)
 
 
-def test_a_layer_and_a_block_decode_as_they_compute():
-    block = sl.SparseTransformerBlock(N, F, pattern="local:local_attn_ctx=5", seq_len=T, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("choosing", [False, True])
+def test_a_layer_and_a_block_decode_as_they_compute(choosing):
+    pattern = "all" if choosing else "local:local_attn_ctx=5"
+    block = sl.SparseTransformerBlock(N, F, pattern=pattern, seq_len=T, rngs=nnx.Rngs(0))
+    ids = np.random.default_rng(2).integers(-1, 3, (B, T, N, 1))
+
+    def chosen(at):
+        return sl.Selection(ids[:, at], block=16) if choosing else None
+
     x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, F)), jnp.float32)
     for layer in (block, block.attention):
-        want = layer(x)
-        out, cache = layer.prefill(x[:, :30])
-        np.testing.assert_allclose(out, want[:, :30], atol=2e-6)
-        for position in range(30, 33):
-            out, cache = layer.decode_step(x[:, position], cache, jnp.full(B, position))
+        want = layer(x, selection=chosen(slice(T)))
+        out, cache = layer.prefill(x[:, :33], selection=chosen(slice(33)))
+        np.testing.assert_allclose(out, want[:, :33], atol=2e-6)
+        for position in range(33, 36):
+            own = chosen(slice(position, position + 1))
+            out, cache = layer.decode_step(x[:, position], cache, jnp.full(B, position), selection=own)
             np.testing.assert_allclose(out, want[:, position], atol=2e-6)
 
 

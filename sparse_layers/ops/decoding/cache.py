@@ -16,8 +16,18 @@ from jax.typing import ArrayLike, DTypeLike
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
 from ...masks.options import Length, Positive, checked, own_keywords
-from ..kernels.call import accumulator, checked_array, checked_numbers, checked_scalars, checked_sinks, is_floating
+from ..kernels.call import (
+    accumulator,
+    checked_array,
+    checked_numbers,
+    checked_scalars,
+    checked_selection,
+    checked_sinks,
+    is_floating,
+)
 from ..planning.mask_info import masks_for
+from ..planning.selection import Selection
+from ..planning.views import RowOrder
 from .reads import Part, Store, parts
 
 
@@ -89,7 +99,8 @@ class KVCache:
 
     Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds one token and attends from it. A window keeps
     as many rows as it is wide, a stride reads one residue class, summary columns keep nothing else: a step costs what
-    the pattern's row costs, and the result is that of `block_sparse_attention` in that row.
+    the pattern's row costs, or with a selection what its blocks cost, and the result is that of
+    `block_sparse_attention` in that row.
 
     Args:
       *given: none, see `KVCache.empty`.
@@ -195,7 +206,7 @@ class KVCache:
 
     @property
     def num_reads(self) -> int:
-        """Keys that a step reads for a query head, of the mask that reads the most."""
+        """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
         return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
 
     @property
@@ -251,6 +262,7 @@ class KVCache:
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
+        selection: Selection | None = None,
     ) -> tuple[jax.Array, "KVCache"]:
         """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
 
@@ -258,11 +270,12 @@ class KVCache:
           (out [B, N, Hv] in the dtype of query, the new cache).
 
         Raises:
-          ValueError, TypeError: as these.
+          ValueError, TypeError, NotImplementedError: as these.
         """
         # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
         cache = jax.lax.optimization_barrier(self.written(key, value, position))
-        return cache.attend(query, position, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks), cache
+        options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
+        return cache.attend(query, position, **options), cache
 
     def written(self, key: jax.Array, value: jax.Array, position: Integers) -> "KVCache":
         """The cache with one more token in each sequence.
@@ -300,50 +313,114 @@ class KVCache:
         scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
+        selection: Selection | None = None,
     ) -> jax.Array:
-        """Attention of one query a sequence, over the pattern's row.
+        """Attention of one query a sequence, over the pattern's row, or over what it has of the blocks chosen.
 
         Args:
           query: [B, N, H].
           position: int [B], the queries' positions, those of the tokens written last.
           scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
+          selection: the key blocks that the queries look at, a `Selection` of ids [B, 1, G, k]; of the keys, only those
+            in its blocks are read. The cache must hold all: see Raises.
 
         Returns:
           [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
 
         Raises:
-          ValueError: as `written`; a scale, soft cap or sinks that `block_sparse_attention` refuses.
-          TypeError: query is no array.
+          ValueError: as `written`; a scale, soft cap, sinks or selection that `block_sparse_attention` refuses.
+          TypeError: query is no array, or selection is none.
+          NotImplementedError: a selection where the cache does not keep all keys in a row, as that of `Causal` does and
+            that of a window does not, or where a mask is a table.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparse_layers as sl
+          >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
+          >>> cache = sl.KVCache.empty(sl.Causal(), 64, batch=1, num_heads=2, head_size=16).filled(k, v)
+          >>> chosen = sl.Selection(jnp.array([[[[0, 3]]]]), block=16)  # of the last token: keys 0 to 15 and 48 to 63
+          >>> cache.attend(q[:, 63], jnp.array([63]), selection=chosen).shape
+          (1, 2, 16)
         """
         query = checked_array("query", query)
         self._check("B, N", None, query=(query, self.num_heads, self.keys))
         position, given = self._positions(position), checked_sinks(sinks, self.num_heads)
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
-        outs = [self._attend(heads, query, position, scale, cap, given) for heads in self._layout.heads]
-        order = [head for heads in self._layout.heads for head in heads.queries]
+        if selection is None:
+            found = [(heads, self._row(heads, position)) for heads in self._layout.heads]
+        else:
+            lengths, heads = (1, self.seq_len), (self.num_heads, self.num_kv_heads)
+            ids = checked_selection(selection, (len(query),), lengths, heads)[:, 0]
+            found = [self._chosen(position, ids, selection.block)]
+        outs = [self._attend(heads, query, reads, scale, cap, given) for heads, reads in found]
+        order = [head for heads, _ in found for head in heads.queries]
         out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
         return out.astype(query.dtype)
 
-    def _attend(self, heads, query, position, scale, cap, sinks):
-        """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least."""
-        dtype = accumulator(query.dtype)
-        query = _some(query, heads.queries)
-        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
-        logits, gathered = [], []
+    def _row(self, heads: Heads, position: jax.Array) -> list[tuple[jax.Array, ...]]:
+        """What the heads of one mask read, by part: keys, values, and which of them they see; see `_attend`."""
+        reads = []
         for part in heads.parts:
             index, held = self._layout.find(part.store)
             pieces, allowed = part.places(position)
             chosen = [held.index(h) for h in heads.keys]
             k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
+            reads.append((k, v, allowed[:, None, None]))
+        return reads
+
+    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
+        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
+        length, kv_heads = self.seq_len, self.num_kv_heads
+        whole = Store(RowOrder(length), length, length)
+        if dict(self._layout.stores).get(whole) != tuple(range(kv_heads)) or not all(m.computable for m in self.masks):
+            raise NotImplementedError(
+                "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
+                f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
+            )
+        (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
+        ids = jnp.broadcast_to(ids, (batch, lists, k))
+        twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
+        # The last block may be shorter: it is read with keys before it. Who chose none reads one, and sees none of it.
+        start = jnp.minimum(jnp.clip(ids, 0, length // block) * block, length - width)
+        tokens = start[..., None] + jnp.arange(width)
+        seen = ~twice[..., None] & (tokens // block == ids[..., None])
+        tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
+        at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
+        rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
+
+        def blocks(array: jax.Array) -> jax.Array:
+            def one(x, first):
+                return jax.lax.dynamic_slice(x, (0, first, 0), (1, width, x.shape[-1]))
+
+            each = start.reshape(batch, kv_heads, lists // kv_heads * k)
+            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, each)
+            return found.reshape(batch, lists, k * width, array.shape[-1])
+
+        index, _ = self._layout.find(whole)
+        # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+        values = jnp.where(seen[..., None], blocks(self.values[index]), 0)
+        reads = blocks(self.keys[index]), values, functools.reduce(jnp.logical_or, rules)
+        return Heads(tuple(range(self.num_heads)), tuple(range(lists)), ()), [reads]
+
+    def _attend(self, heads, query, reads, scale, cap, sinks):
+        """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least.
+
+        Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.keys), and bools [B, n or 1, query
+        heads of each or 1, L].
+        """
+        dtype = accumulator(query.dtype)
+        query = _some(query, heads.queries)
+        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
+        logits, gathered = [], []
+        for k, v, allowed in reads:
             x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
             x = x if cap is None else cap * jnp.tanh(x / cap)
-            logits.append(jnp.where(allowed[:, None, None], x, -jnp.inf))
+            logits.append(jnp.where(allowed, x, -jnp.inf))
             gathered.append(v)
         start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
         if sinks is not None:
             of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(1, *query.shape[1:3], 1)
             start = jnp.broadcast_to(of_heads, start.shape)
-        highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits), start)
+        highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True, initial=-jnp.inf) for x in logits), start)
         highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
         weights = [jnp.exp(x - highest) for x in logits]
         total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))

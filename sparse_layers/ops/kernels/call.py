@@ -16,6 +16,7 @@ from jax.custom_batching import custom_vmap
 from ...masks.options import real
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
+from ..planning.selection import Selection, known
 
 
 def accumulator(dtype: Any) -> Any:
@@ -110,6 +111,31 @@ def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
         return None
     rule = f"floats of shape [N] = ({heads},)"
     return jnp.asarray(checked_numbers("sinks", sinks, (heads,), jnp.floating, rule))
+
+
+def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: tuple[int, int]) -> Any:
+    """The ids of a selection [*batch, Tq, G, k], for lengths (T, S) and heads (N, K).
+
+    Raises:
+      TypeError: it is no `Selection`.
+      ValueError: ids of other axes, or (outside of jit) of blocks that there are not.
+    """
+    if not isinstance(selection, Selection):
+        raise TypeError(f"selection must be a Selection or None, got {described(selection)}")
+    ids, block, granularity = selection.ids, selection.block, selection.granularity
+    (t, s), choosing = lengths, sorted({1, *heads})
+    rows = *batch, -(-t // granularity)
+    if not hasattr(ids, "shape") or ids.shape[:-2] != rows or ids.shape[-2] not in choosing:
+        raise ValueError(
+            f"selection: ids must have shape [{', '.join(map(str, rows))}, G, k], one row for each {granularity} of "
+            f"T = {t} queries, with G one of {choosing} (1, key heads or query heads), got {described(ids)}"
+        )
+    blocks, seen = -(-s // block), known(ids)
+    if seen is not None and seen.size and seen.max() >= blocks:
+        raise ValueError(
+            f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {seen.max()}"
+        )
+    return jnp.asarray(ids)
 
 
 def checked_array(name: str, x: Any) -> jax.Array:

@@ -14,6 +14,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
 from tests.ops.cases import TINY
+from tests.programs import USUAL
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
@@ -51,10 +52,11 @@ def arrays(dtype=jnp.float32, heads=(N, K, K)):
     return [jax.random.normal(key, (B, T, n, h), dtype) for key, n, h in zip(keys, heads, sizes, strict=True)]
 
 
-def compared(mask, arrays, start, prompt=None, exactly=False, **options):
+def compared(mask, arrays, start, prompt=None, exactly=False, chosen=None, **options):
     """(steps, reference), both [T, B, N, Hv]: each sequence goes from its start to the end, and stays there.
 
-    With ``exactly``, the reference computes in float32, whatever the arrays are.
+    With ``exactly``, the reference computes in float32, whatever the arrays are. Of the selection ``chosen``, a step
+    takes its own row.
     """
 
     @jax.jit
@@ -64,11 +66,13 @@ def compared(mask, arrays, start, prompt=None, exactly=False, **options):
         cache = cache if prompt is None else cache.filled(*prompt, start)
 
         def step(cache, at):
-            out, cache = cache.step(q[batch, at], k[batch, at], v[batch, at], at, **options)
+            own = jax.tree.map(lambda ids: ids[batch, at // chosen.granularity][:, None], chosen)
+            out, cache = cache.step(q[batch, at], k[batch, at], v[batch, at], at, selection=own, **options)
             return cache, out
 
         exact = [x.astype(jnp.float32 if exactly else x.dtype) for x in (q, k, v)]
-        return jax.lax.scan(step, cache, position)[1], reference(*exact, mask, **options)[batch, position]
+        want = reference(*exact, mask, selection=chosen, **options)
+        return jax.lax.scan(step, cache, position)[1], want[batch, position]
 
     return run(*arrays, start, prompt)
 
@@ -94,6 +98,50 @@ def test_steps_equal_the_full_forward(name):
     poisoned = [jnp.where(padding[..., None, None], 1e6, x) for x in (k, v)]
     out, want = compared(mask, (q, k, v), start, poisoned, **options)
     np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+WHOLE = {  # mask, key heads, heads that choose, block, granularity; of 12 query heads and 70 tokens
+    "one choice": (sl.Causal(), K, 1, 16, 1),
+    "by key head": (sl.Causal() & ~sl.Window(3), 4, 4, 32, 16),
+    "by query head": (sl.Causal() & ~sl.Columns(9, 4, 6), 4, N, 48, 1),
+    "one block": (sl.Causal(), 1, N, 128, 64),
+    "heads in turn": ((sl.Causal(), sl.Causal() & ~sl.Window(3), sl.Causal() & ~sl.Columns(9, 4, 6)), 4, 4, 16, 1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_steps_that_choose_blocks_equal_the_full_forward(name):
+    """Random choices: some come twice, some are none, some lie in the future."""
+    mask, kv_heads, choosing, block, granularity = WHOLE[name]
+    shape = B, -(-T // granularity), choosing, 4
+    ids = np.random.default_rng(1).integers(-1, -(-T // block), shape)
+    chosen = sl.Selection(ids, block=block, granularity=granularity)
+    q, k, v = arrays(heads=(N, kv_heads, kv_heads))
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+    out, want = compared(mask, (q, k, v), jnp.array([0, T // 3, T - 2]), (k, v), chosen=chosen, **options)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+
+
+def test_a_choice_is_a_set_of_blocks_and_nothing_else_is_read():
+    q, k, v = arrays()
+    ids = np.array([[2, -1, 0, 2], [4, 1, -1, -1], [3, -1, 3, 3]], np.int32)[:, None, None]
+    used = (ids[:, 0, 0, :, None] == np.arange(T) // 16).any(1)[..., None, None]
+    clean, poisoned = (empty(sl.Causal()).filled(k * x, v * x) for x in (1.0, jnp.where(used, 1, jnp.nan)))
+
+    @jax.jit
+    def attend(cache, ids):
+        return cache.attend(q[:, -1], jnp.full(B, T - 1), selection=sl.Selection(ids, block=16))
+
+    want = attend(clean, ids)
+    np.testing.assert_array_equal(attend(poisoned, ids), want)
+    np.testing.assert_array_equal(
+        attend(clean, np.where(np.array([0, 0, 0, 1]) > 0, np.sort(ids)[..., -1:], ids)), want
+    )
+    for number in (5, 2**31 - 1, -2, -(2**31)):  # nobody can see these inside jit
+        np.testing.assert_array_equal(attend(clean, np.where(ids < 0, np.int32(number), ids)), want)
+    mapped = jax.vmap(attend, (None, 0))(clean, np.stack([ids, ids[::-1]]))
+    np.testing.assert_allclose(mapped, [want, attend(clean, ids[::-1])], atol=1e-6)
+    np.testing.assert_array_equal(attend(clean, ids[..., :0]), 0)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
@@ -184,6 +232,21 @@ def test_bytes_of_a_step():
     assert 20 * bytes_read("bigbird", 16384) < bytes_read("all", 16384)
 
 
+def test_bytes_of_a_step_that_chooses():
+    """What the compiler counts and sets aside follows the blocks, not the length: nor is the cache copied."""
+    x, chosen = jnp.ones((1, 2, 64)), sl.Selection(jnp.zeros((1, 1, 2, 4), int), block=64)
+
+    def lowered(method, length, *tokens, **options):
+        cache = jax.eval_shape(lambda: sl.KVCache.empty(sl.Causal(), length, batch=1, num_heads=2, head_size=64))
+        return jax.jit(method, **options).lower(cache, *tokens, jnp.zeros(1, int), selection=chosen)
+
+    few, many = (lowered(sl.KVCache.attend, length, x).cost_analysis() for length in (2048, 16384))
+    assert few["bytes accessed"] == many["bytes accessed"]
+    memory = lowered(sl.KVCache.step, 16384, x, x, x, donate_argnums=0).compile(USUAL).memory_analysis()
+    read = 2 * 2 * 4 * 64 * x[0, 0].nbytes  # keys and values, heads, blocks, keys of a block
+    assert memory.temp_size_in_bytes < 1.1 * read
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"pattern: decoding needs a causal one.*Window\(left=2, right=1\)"):
         sl.KVCache.empty(sl.Window(2, 1), 64, batch=1, num_heads=2, head_size=8)
@@ -265,10 +328,11 @@ def test_heads_or_sequences_may_lie_on_several_devices(axes):
 import jax, jax.numpy as jnp, sparse_layers as sl
 mesh = jax.sharding.Mesh(jax.devices(), ("x",))
 split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec({axes}))
-for mask in (sl.Causal() & sl.Window(63), sl.Causal() & (sl.Window(7) | sl.Strided(16))):
+masks = sl.Causal() & sl.Window(63), sl.Causal() & (sl.Window(7) | sl.Strided(16)), sl.Causal()
+for mask, chosen in zip(masks, (None, None, sl.Selection(jnp.zeros((4, 1, 4, 2), int), block=16))):
     cache, x = sl.KVCache.empty(mask, 1024, batch=4, num_heads=4, head_size=8), jnp.ones((4, 4, 8))
     cache, x = (jax.tree.map(lambda leaf: jax.device_put(leaf, split), tree) for tree in (cache, x))
-    compiled = jax.jit(sl.KVCache.step).lower(cache, x, x, x, jnp.zeros(4, int)).compile()
+    compiled = jax.jit(sl.KVCache.step).lower(cache, x, x, x, jnp.zeros(4, int), selection=chosen).compile()
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in compiled.as_text(), collective
 """
