@@ -24,10 +24,8 @@ def decoded(found, by_key, shape, lengths, tiles, granularity=1, batch=0, head=0
     assert spans.dtype == block.dtype == tile.dtype == np.int32
     assert spans.shape[2] == blocks[by_key] and found.minor_blocks == blocks[not by_key]
     pairs = np.zeros([n * side for n, side in zip(blocks, shape, strict=True)], int)
-    for major, (first, masked, limited, end) in enumerate(
-        spans[batch % len(spans), head // found.group % spans.shape[1]]
-    ):
-        assert 0 <= first <= masked <= limited <= end <= len(block)
+    for major, (first, masked, end) in enumerate(spans[batch % len(spans), head // found.group % spans.shape[1]]):
+        assert 0 <= first <= masked <= end <= len(block)
         for entry in range(first, end):
             may = np.ones(shape, bool)
             if entry >= masked and tile[entry] >= 0:
@@ -68,8 +66,7 @@ def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
         found = by_xla([getattr(candidates, name) for name in arrays], by_key)
         assert planned.static and not isinstance(found.block, np.ndarray)
         np.testing.assert_array_equal(found.spans, planned.spans)
-        np.testing.assert_array_equal(planned.counts, planned.spans[..., [1, 3]] - planned.spans[..., :1])
-        np.testing.assert_array_equal(planned.spans[..., 2], planned.spans[..., 3])  # no segment ids, no limits
+        np.testing.assert_array_equal(planned.counts, planned.spans[..., 1:] - planned.spans[..., :1])
         entries = len(planned.block)  # XLA's arrays are as long as there are candidates
         for name in ("block", "tile"):
             np.testing.assert_array_equal(getattr(found, name)[:entries], getattr(planned, name))
@@ -120,8 +117,6 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         counts = np.asarray(found.counts)[:, 0].sum(1)
         assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
         assert 0 < counts[1, 0] < counts[1, 1] < 48
-        limited = np.asarray(found.spans[..., 3] - found.spans[..., 2]).sum((1, 2))
-        assert limited.tolist() == [0, counts[1, 1] - counts[1, 0], 0], "ids are looked at where segments end"
 
 
 def test_run_time_masks():
@@ -189,7 +184,7 @@ def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole
     ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
     found = lists.chosen_candidates(jnp.asarray(ids), 16, (32, 32), table, 1).lists(False)
     assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
-    assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 3]].tolist() == [0b11, 0b01]
+    assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
 
 
 def test_a_large_table_has_cells_of_several_blocks(monkeypatch):

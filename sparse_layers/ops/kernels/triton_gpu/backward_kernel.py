@@ -6,6 +6,7 @@ additions: what the pieces of a list gave is added in their order, and results a
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

@@ -6,6 +6,7 @@ and the blocks that a query chose are few.
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 

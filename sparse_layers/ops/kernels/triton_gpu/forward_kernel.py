@@ -2,6 +2,7 @@
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

@@ -8,6 +8,7 @@ those of the pass; a row order turns a row into a token by four integers, of whi
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 
