@@ -143,7 +143,7 @@ class Candidates:
         def sorted_(x):
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
 
-        block, tile, chosen_by = map(sorted_, (minor, self.tile, self.chosen_by))
+        block, tile, chosen_by = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
         return BlockLists(spans, block, tile, chosen_by, self.blocks[not by_key], self.group)
 
     def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
@@ -320,10 +320,8 @@ def chosen_candidates(
         some = np.minimum(parts, tq - np.arange(together) * parts)
         all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
         everyone = chosen_by == all_of_them[:, None]
-    live, column, chosen_by, everyone = (
-        x if finer == 1 or x is None or x is True else jnp.repeat(x, finer, axis=2)[:, :, :rows]
-        for x in (live, column, chosen_by, everyone)
-    )
+    if finer > 1:  # there are no parts then
+        live, column = (jnp.repeat(x, finer, axis=2)[:, :, :rows] for x in (live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
     column = jnp.minimum(column, columns - 1)
     states = table.at(np.arange(lists)[:, None, None] % classes, row, column)

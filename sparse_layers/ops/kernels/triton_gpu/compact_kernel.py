@@ -5,7 +5,9 @@ and the blocks that a query chose are few.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 

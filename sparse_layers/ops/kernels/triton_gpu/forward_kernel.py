@@ -1,7 +1,9 @@
 """The forward kernel: one program holds a tile of queries and walks over the key blocks listed for it."""
 
 # Triton compiles these functions, and its types are not those that Python sees.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

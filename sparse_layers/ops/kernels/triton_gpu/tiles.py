@@ -7,7 +7,9 @@ those of the pass; a row order turns a row into a token by four integers, of whi
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 
@@ -180,7 +182,7 @@ def store_rows(pointers, values, exists, LENGTH: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
     """The mask tile [rows, MINOR.TILE] of an entry: bits of words, which hold the minor rows of each major one."""
-    words: tl.constexpr = 1 if MINOR.PACK > 1 else MINOR.PARTS * MINOR.TILE // 32
+    words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.PARTS * MINOR.TILE // 32
     tile = tl.load(lists[1] + slot).to(tl.int64) + 1  # the first lets everything pass
     bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE // MAJOR.PACK * words) + row // MAJOR.PACK * words
     column = tl.arange(0, MINOR.TILE)
