@@ -7,7 +7,6 @@ additions: what the pieces of a list gave is added in their order, and results a
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
-# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

@@ -7,7 +7,6 @@ and the blocks that a query chose are few.
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
-# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 

@@ -3,7 +3,6 @@
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
-# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl

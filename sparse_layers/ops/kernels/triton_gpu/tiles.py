@@ -9,7 +9,6 @@ those of the pass; a row order turns a row into a token by four integers, of whi
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
-# pyright: reportAttributeAccessIssue=false
 
 from typing import NamedTuple
 
