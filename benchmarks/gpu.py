@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu speed --head-size 128 --patterns causal strided --record speed.json
 
-Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``density`` at which block-random masks
-cost as much as dense causal attention; ``lengths``, time against T. Needs jax[cuda13]; FlexAttention is left out where
+Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``grouped``, keys that everybody attends
+to under grouped heads; ``density`` at which block-random masks cost as much as dense causal attention; ``lengths``, time
+against T. Needs jax[cuda13]; FlexAttention is left out where
 there is no torch.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
@@ -417,8 +418,11 @@ class Case:
         result = call()
         contender.wait(result)
         first = time.monotonic() - start
-        errors = self.exact.check(map(contender.fetch, result if direction == "fwd+bwd" else (result,)))
-        del result
+        answers = result if direction == "fwd+bwd" else (result,)
+        if self.arrays[0].shape != self.arrays[1].shape:  # dk and dv are sums over heads that are not in the sample
+            answers = answers[:2]
+        errors = self.exact.check(map(contender.fetch, answers))
+        del result, answers
         return {"ms": median_ms(call, contender.wait, self.report.options), "first_call_s": first, "errors": errors}
 
 
@@ -495,6 +499,30 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
         report.table(title, ["T", *map(str, sorted(options.lengths))], rows)
     report.plot("lengths", "T", {f"{x}, {shape}": found for x, found in points.items()}, xscale="log", yscale="log",
                 xticks=options.lengths, xticklabels=[f"{n / 1024:g}k" for n in options.lengths])  # fmt: skip
+
+
+def grouped(report: Report, options: argparse.Namespace) -> None:
+    """Keys that everybody attends to, under grouped heads: their key blocks have lists far longer than the others'."""
+    causal, head_size = sl.Causal(), options.head_size[0]
+    masks = {
+        "window 512 + 4 sinks": Pattern(
+            causal & (sl.Window(511) | sl.Prefix(4)), lambda q, k, _: (k <= q) & ((q - k < 512) | (k < 4))
+        ),
+        "window 256 + 16 of 1024 + first 128": Pattern(
+            causal & (sl.Window(255) | sl.Columns(1024, 0, 16) | sl.Prefix(128)),
+            lambda q, k, _: (k <= q) & ((q - k < 256) | (k % 1024 < 16) | (k < 128)),
+        ),
+    }
+    q, k, v, dout = inputs(options.seq_len, options.batch, options.heads, head_size)
+    rows = []
+    for name, pattern in masks.items():
+        for key_heads in (options.heads, options.heads // 4, 1):
+            arrays = [q, k[:, :, :key_heads], v[:, :, :key_heads], dout]
+            case = Case(report, pattern, arrays, {"D": head_size, "pattern": name, "key_heads": key_heads})
+            found = case.run(options.implementation, ours, options.implementation)
+            rows.append([name, f"{options.heads}:{key_heads}", *(digits(found.get(x)) for x in DIRECTIONS)])
+    shape = f"B={options.batch}, T={options.seq_len}, D={head_size}, bfloat16"
+    report.table(f"{shape}; ms; {options.implementation!r}", ["pattern", "query:key heads", *DIRECTIONS], rows)
 
 
 def memory(report: Report, options: argparse.Namespace) -> None:
@@ -574,7 +602,13 @@ def break_even(times: dict[float, float], dense: float | None) -> str:
     return f"> {known[-1][0]:.0%}"
 
 
-SECTIONS = {"memory": memory, "speed": speed, "density": density, "lengths": lengths}  # memory: before others' peaks
+SECTIONS = {
+    "memory": memory,
+    "speed": speed,
+    "grouped": grouped,
+    "density": density,
+    "lengths": lengths,
+}  # memory: before others' peaks
 
 
 def main() -> int:
