@@ -228,7 +228,6 @@ def dq_kernel(
     item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
     own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
     head = A.FIRST_HEAD + own * A.HEAD_STEP
-    span = list_of(spans, b, head, block, L, W)  # early: what comes first in it is waited for
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
     row = block * Q.BLOCK + within // Q.PACK
@@ -257,6 +256,7 @@ def dq_kernel(
     dkv = dk + at * A.H, dv + at * A.HV
     result = zeros(Q.TILE, A.D)
     lists = entries, tiles, chosen_by, bits
+    span = list_of(spans, b, head, block, L, W)
     result = _walk_pass(
         result,
         0,

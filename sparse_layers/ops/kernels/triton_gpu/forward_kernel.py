@@ -158,7 +158,6 @@ def forward_kernel(
     item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
     own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
     head = A.FIRST_HEAD + own * A.HEAD_STEP
-    span = list_of(spans, b, head, block, L, W)  # early: what comes first in it is waited for
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
     row = block * Q.BLOCK + within // Q.PACK
@@ -201,6 +200,7 @@ def forward_kernel(
     segments = kv_segments + b * A.S
     state = result, top, total
     lists = entries, tiles, chosen_by, bits
+    span = list_of(spans, b, head, block, L, W)
     state = _walk_pass(state, 0, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV, L)
     if KV2.ROWS > 0:
         passed = span[2] * KV.PARTS
