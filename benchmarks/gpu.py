@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu speed --head-size 128 --patterns causal strided --record speed.json
 
-Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``grouped``, keys that everybody attends
-to under grouped heads; ``density`` at which block-random masks cost as much as dense causal attention; ``lengths``, time
-against T. Needs jax[cuda13]; FlexAttention is left out where
+Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``grouped``, keys that all attend to,
+under grouped heads; ``density`` at which block-random masks cost as much as dense causal attention; ``lengths``
+of sequences. Needs jax[cuda13]; FlexAttention is left out where
 there is no torch.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
