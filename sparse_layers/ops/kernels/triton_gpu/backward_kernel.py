@@ -63,20 +63,13 @@ def _store_piece(results, item, result, b, within, BATCH: tl.constexpr, SIZE: tl
 @triton.jit
 def _walk(
     result,
-    queries,
-    douts,
-    base,
-    deltas,
+    held,  # tiles of q and dout, and of lse and delta
     first,
     last,
-    keys,
-    values,
+    sources,  # pointers to k and v of a head
     lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
-    within,
-    segment,
-    segments,
-    earlier,  # pointers to dk and dv of earlier passes
-    dkv,  # pointers to dk and dv
+    rows,  # places in the block, segment ids of the queries, pointer to those of the keys
+    dkv,  # pointers to dk and dv, and to these of earlier passes
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -86,14 +79,16 @@ def _walk(
     WITH_DKV: tl.constexpr,
 ):
     """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
+    queries, douts, base, deltas = held
+    within, segment, segments = rows
     column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
         slot, part = step // KV.PARTS, step % KV.PARTS
         row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
         token = token_of(row, KV)
         exists_kv = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
-        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
-        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
+        key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
+        value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
         scores = logits(tl.dot(queries, tl.trans(key), input_precision="ieee"), A)
         may = 0
         if MASKED:
@@ -112,9 +107,9 @@ def _walk(
             dkeys = tl.dot(tl.trans(dscores), queries, input_precision="ieee") * A.SCALE
             if BEFORE_KV.GIVEN:
                 early, known = row_of(token, exists_kv, BEFORE_KV)
-                pointers = addresses(earlier[0], early, A.KV_HEADS * A.H, A.D, True)
+                pointers = addresses(dkv[2], early, A.KV_HEADS * A.H, A.D, True)
                 dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
-                pointers = addresses(earlier[1], early, A.KV_HEADS * A.HV, A.DV, True)
+                pointers = addresses(dkv[3], early, A.KV_HEADS * A.HV, A.DV, True)
                 dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
             store_rows(addresses(dkv[0], token, A.KV_HEADS * A.H, A.D, True), dkeys, exists_kv, A.H, A.D)
             store_rows(addresses(dkv[1], token, A.KV_HEADS * A.HV, A.DV, True), dvalues, exists_kv, A.HV, A.DV)
@@ -125,20 +120,13 @@ def _walk(
 def _walk_pass(
     result,
     passed,  # steps of the pass before
-    queries,
-    douts,
-    base,
-    deltas,
+    held,
     begin,
     end,
-    keys,
-    values,
+    sources,
     span,  # of `list_of`
     lists,
-    within,
-    segment,
-    segments,
-    earlier,
+    rows,
     dkv,
     A: tl.constexpr,
     Q: tl.constexpr,
@@ -156,19 +144,12 @@ def _walk_pass(
         if L.ANY_MASKED if MASKED else L.ANY_FREE:
             result = _walk(
                 result,
-                queries,
-                douts,
-                base,
-                deltas,
+                held,
                 middle if MASKED else low,
                 high if MASKED else middle,
-                keys,
-                values,
+                sources,
                 lists,
-                within,
-                segment,
-                segments,
-                earlier,
+                rows,
                 dkv,
                 A,
                 Q,
@@ -251,65 +232,19 @@ def dq_kernel(
 
     at = b * A.S * A.KV_HEADS + kv_head
     early_at = b * BEFORE_KV.ROWS * A.KV_HEADS + kv_head
-    keys, values, segments = k + at * A.H, v + at * A.HV, kv_segments + b * A.S
-    earlier = before_k + early_at * A.H, before_v + early_at * A.HV
-    dkv = dk + at * A.H, dv + at * A.HV
+    held, rows = (queries, douts, base, deltas), (within, segment, kv_segments + b * A.S)
+    sources = k + at * A.H, v + at * A.HV
+    dkv = dk + at * A.H, dv + at * A.HV, before_k + early_at * A.H, before_v + early_at * A.HV
     result = zeros(Q.TILE, A.D)
     lists = entries, tiles, chosen_by, bits
     span = list_of(spans, b, head, block, L, W)
-    result = _walk_pass(
-        result,
-        0,
-        queries,
-        douts,
-        base,
-        deltas,
-        begin,
-        end,
-        keys,
-        values,
-        span,
-        lists,
-        within,
-        segment,
-        segments,
-        earlier,
-        dkv,
-        A,
-        Q,
-        KV,
-        L,
-        BEFORE_KV,
-        WITH_DKV,
-    )
+    result = _walk_pass(result, 0, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
     if KV2.ROWS > 0:
         passed = span[2] * KV.PARTS
         lists = more_entries, more_tiles, more_chosen_by, more_bits
         span = list_of(more_spans, b, head, block, L2, W)
         result = _walk_pass(
-            result,
-            passed,
-            queries,
-            douts,
-            base,
-            deltas,
-            begin,
-            end,
-            keys,
-            values,
-            span,
-            lists,
-            within,
-            segment,
-            segments,
-            earlier,
-            dkv,
-            A,
-            Q,
-            KV2,
-            L2,
-            BEFORE_KV,
-            False,
+            result, passed, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV2, L2, BEFORE_KV, False
         )
 
     if W.PIECES:
@@ -340,9 +275,7 @@ def _walk_queries(
     last,
     sources,  # pointers to q and dout, lse and delta, of a head
     lists,
-    within,
-    segment,
-    segments,
+    rows,  # places in the block, segment ids of the keys, pointer to those of the queries
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -350,6 +283,7 @@ def _walk_queries(
     MASKED: tl.constexpr,
 ):
     """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give."""
+    within, segment, segments = rows
     column = tl.arange(0, Q.TILE)
     for step in tl.range(first, last):
         slot, part = step // Q.PARTS, step % Q.PARTS
@@ -430,7 +364,7 @@ def dkv_kernel(
     segment = token
     if A.SEGMENTED:
         segment = tl.load(kv_segments + b * A.S + token, mask=exists, other=-1)
-    segments = q_segments + b * A.T
+    rows = within, segment, q_segments + b * A.T
     dkeys, dvalues = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)
     group: tl.constexpr = A.HEADS // A.KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
@@ -460,9 +394,7 @@ def dkv_kernel(
                     high if MASKED else middle,
                     sources,
                     lists,
-                    within,
-                    segment,
-                    segments,
+                    rows,
                     A,
                     Q,
                     KV,

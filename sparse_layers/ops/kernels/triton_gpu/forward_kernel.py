@@ -30,14 +30,11 @@ from .tiles import (
 def _walk(
     state,
     queries,
-    keys,
-    values,
+    sources,  # pointers to k and v of a head
     first,
     last,
     lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
-    within,
-    segment,
-    segments,
+    rows,  # places in the block, segment ids of the queries, pointer to those of the keys
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -46,13 +43,14 @@ def _walk(
 ):
     """Goes on from state = (out before division, largest logit, sum of weights) over steps first .. last - 1."""
     out, top, total = state
+    within, segment, segments = rows
     column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
         slot, part = step // KV.PARTS, step % KV.PARTS
         row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
         token = token_of(row, KV)
         exists = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
-        key = load_rows(addresses(keys, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         products = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
             may = may_attend(lists, slot, part, within, Q, KV)
@@ -78,7 +76,7 @@ def _walk(
         weights = tl.exp2(scores - shift[:, None])
         old = tl.exp2(top - shift)
         total = total * old + tl.sum(weights, 1)
-        value = load_rows(addresses(values, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
+        value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         out = tl.dot(weights.to(value.dtype), value, out * old[:, None], input_precision="ieee")
         top = raised
     return out, top, total
@@ -89,15 +87,12 @@ def _walk_pass(
     state,
     passed,  # steps of the pass before
     queries,
-    keys,
-    values,
+    sources,
     begin,
     end,
     span,  # of `list_of`
     lists,
-    within,
-    segment,
-    segments,
+    rows,
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -109,9 +104,9 @@ def _walk_pass(
     middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
     lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
     if L.ANY_FREE:
-        state = _walk(state, queries, keys, values, low, middle, lists, within, segment, segments, A, Q, KV, L, False)
+        state = _walk(state, queries, sources, low, middle, lists, rows, A, Q, KV, L, False)
     if L.ANY_MASKED:
-        state = _walk(state, queries, keys, values, middle, high, lists, within, segment, segments, A, Q, KV, L, True)
+        state = _walk(state, queries, sources, middle, high, lists, rows, A, Q, KV, L, True)
     return state
 
 
@@ -195,20 +190,17 @@ def forward_kernel(
             total = total * old + new
             top = raised
 
-    keys = k + (b * A.S * A.KV_HEADS + kv_head) * A.H
-    values = v + (b * A.S * A.KV_HEADS + kv_head) * A.HV
-    segments = kv_segments + b * A.S
+    at = b * A.S * A.KV_HEADS + kv_head
+    sources, rows = (k + at * A.H, v + at * A.HV), (within, segment, kv_segments + b * A.S)
     state = result, top, total
     lists = entries, tiles, chosen_by, bits
     span = list_of(spans, b, head, block, L, W)
-    state = _walk_pass(state, 0, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV, L)
+    state = _walk_pass(state, 0, queries, sources, begin, end, span, lists, rows, A, Q, KV, L)
     if KV2.ROWS > 0:
         passed = span[2] * KV.PARTS
         lists = more_entries, more_tiles, more_chosen_by, more_bits
         span = list_of(more_spans, b, head, block, L2, W)
-        state = _walk_pass(
-            state, passed, queries, keys, values, begin, end, span, lists, within, segment, segments, A, Q, KV2, L2
-        )
+        state = _walk_pass(state, passed, queries, sources, begin, end, span, lists, rows, A, Q, KV2, L2)
     result, top, total = state
 
     nothing = total == 0
