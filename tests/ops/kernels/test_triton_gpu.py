@@ -545,33 +545,67 @@ def test_settings_do_not_change_results(values):
     close(answers(q, k, v, WINDOW, **params), wanted)
 
 
-def test_chains_may_be_split():
-    (q, k, v), sinks = arrays(), jnp.asarray([0.5, -1.0])
-    params = both(num_key_splits=3)
-    plan = dataclasses.replace(FIXED, **params)
-    close(answers(q, k, v, plan, sinks), answers(q, k, v, plan, sinks, "reference"))
+@pytest.fixture
+def cut_kernels(monkeypatch):
+    """The kernels that are launched for pieces, from now on."""
+    found = set()
+
+    def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
+        if "W" in constants and constants["W"].PIECES:
+            found.add(kernel.fn.__name__.removesuffix("_kernel"))
+        return call(kernel, grid, arrays, outputs, constants, *rest)
+
+    monkeypatch.setattr(launch, "call", watched)
+    return found
 
 
-def test_a_single_long_row(monkeypatch):
+def test_a_single_long_row(cut_kernels):
     q, k, v = arrays(t=1, s=1500)
-    grids = []
-
-    def counting(kernel, grid, *args, call=launch.call):
-        grids.append((kernel.fn.__name__, grid[0]))
-        return call(kernel, grid, *args)
-
-    monkeypatch.setattr(launch, "call", counting)
     close(answers(q, k, v, sl.Full()), answers(q, k, v, sl.Full(), implementation="reference"))
-    programs = dict(grids)
-    assert programs["forward_kernel"] > 2 and programs["dq_kernel"] > 2  # heads x splits: one row fills the device
+    assert cut_kernels == {"forward", "dq"}  # one row fills the device
 
 
-def test_runs_are_equal_to_the_bit():
-    q, k, v = arrays(dtype="bfloat16")
-    plan = dataclasses.replace(FIXED, **both(num_key_splits=2))
-    first, second = (jax.jit(lambda *x: answers(*x, plan))(q, k, v) for _ in range(2))
+LONG_T, LONG = 300, {"q_blocksize": 32, "kv_blocksize": 32}
+
+
+@pytest.mark.parametrize(
+    "masks",
+    # Lists differ within the group of a key head, and some are empty.
+    [SINKS, (sl.Empty(), SINKS, sl.Causal() & sl.Window(30), sl.Full())],
+    ids=["sinks", "heads"],
+)
+def test_long_lists_are_cut(masks, cut_kernels):
+    (q, k, v), sinks = arrays(t=LONG_T, heads=(4, 1)), jnp.linspace(-1.0, 1.0, 4)
+    whole = answers(q, k, v, masks, sinks, **both(**LONG, num_key_splits=1))
+    assert not cut_kernels
+    by_itself = answers(q, k, v, masks, sinks, **both(**LONG))
+    assert cut_kernels == ({"dkv"} if masks is SINKS else {"forward", "dq", "dkv"})
+    close(by_itself, whole)
+    close(whole, answers(q, k, v, masks, sinks, "reference"))
+
+
+def test_two_passes_in_one_kernel_are_cut_together(cut_kernels):
+    """Neither is long by itself: one piece begins in the first and ends in the second."""
+    masks = sl.Causal() & (sl.Window(150) | sl.Columns(32, 16, 32))
+    plan = candidates(masks, LONG_T, None, *both(**LONG).values())[-1]
+    plan = dataclasses.replace(plan, fwd_params=sl.FwdParams())  # `candidates` asks for splits
+    (q, k, v), sinks = arrays(t=LONG_T), jnp.asarray([0.5, -1.0])
+    close(answers(q, k, v, plan, sinks), answers(q, k, v, masks, sinks, "reference"))
+    assert cut_kernels >= {"forward", "dq"}
+
+
+def test_what_is_cut_at_run_time(cut_kernels):
+    """A block that everybody chose, and queries that chose many: the same to the bit in every run."""
+    q, k, v = arrays(t=LONG_T, heads=(4, 1))
+    ids = np.random.default_rng(0).integers(1, 19, (1, 19, 1, 12)).astype(np.int32)
+    ids[..., 0] = 0
+    chosen = sl.Selection(ids, block=16, granularity=16)
+    run = jax.jit(lambda *x: answers(*x, sl.Causal(), selection=chosen))
+    first, second = run(q, k, v), run(q, k, v)
+    assert cut_kernels == {"forward", "dq", "dkv"}
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    close(first, answers(q, k, v, sl.Causal(), implementation="reference", selection=chosen))
 
 
 def equals_a_loop(function, *args, levels=1):
