@@ -23,6 +23,7 @@ from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_o
 from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, Candidates
 from sparse_layers.ops.planning.views import RowOrder
+from tests.ops import cases
 from tests.ops.cases import CHAINS, SMALL, candidates
 
 DEFAULTS = sl.FwdParams(), sl.BwdParams()
@@ -513,6 +514,14 @@ def test_vmap_beyond_the_grid_and_over_nothing(monkeypatch):
         close(jax.tree.map(lambda x: x[i], mapped), answers(q[i], k[i], v[i], WINDOW))  # noqa: B023
     nothing = jax.vmap(functools.partial(answers, plan=WINDOW))(q[:0], k[:0], v[:0])
     assert nothing[0].shape == (0, *q.shape[1:])
+
+
+def test_dk_and_dv_go_on_from_few_keys():
+    """Of all keys, by the kernel of dq, after a pass of some keys only."""
+    corner = sl.BlockDiagonal(32) | (sl.Prefix(70) & sl.Prefix(70).T)
+    options = {"dtype": "bfloat16", "split": True, "fwd": (32, 32), "scale": 0.02, "heads": (2, 2), "batch": 1}
+    case = cases.Case("corner", corner, 150, sizes=(128, 72), **options)
+    cases.check(case, case.call("triton"))
 
 
 def test_many_chains_round_once():
