@@ -113,7 +113,9 @@ def test_compiles_and_fits(case):
         assert found.shared <= one.device.shared_memory, settings
         assert found.shared <= one.estimate, f"{settings}: the estimate is no upper bound"
         assert (found.copies > 0) == (one.num_stages > 1), f"{settings}: pipelined, or not"
-        assert set(found.products) == ({PRODUCTS[case.target]} if case.dtype != "float32" else set()), settings
+        # A group of four warps multiplies 64 rows at once.
+        product = PRODUCTS[case.target if one.tiles[one.name == "dkv"] >= 64 else 80]
+        assert set(found.products) == ({product} if case.dtype != "float32" else set()), settings
         if case.target in (80, 90, 100) and case.dtype != "float32" and max(case.sizes) <= 128:
             assert one.num_stages > 1, settings
 
