@@ -56,7 +56,9 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
     lists = found.lists
     spans, block, tile, words = (np.asarray(x) for x in (lists.spans, lists.block, lists.tile, found.bits))
     assert {x.dtype for x in (spans, block, tile, words)} == {np.dtype(np.int32)}
-    assert words.shape[1:] == (major.parts * major.tile, minor.parts * minor.tile // 32)
+    # Heads that are packed have a bit in common, and a block of queries one word.
+    wide = minor.parts * minor.tile // 32 if minor.pack == 1 else 1
+    assert words.shape[1:] == (major.parts * major.tile // major.pack, wide)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:2], -1)
     assert bits[0].sum() == major.block * minor.block, "the first lets everything pass"
     assert not bits[:, major.block :].any() and not bits[:, :, minor.block :].any()
@@ -192,16 +194,19 @@ def test_lists_of_run_time_masks(shape, tiles, dkv):
 
 
 @pytest.mark.parametrize("dkv", [False, True])
-@pytest.mark.parametrize(("granularity", "block", "tiles"), [(1, 64, (32, 32)), (16, 48, (64, 32))])
-def test_lists_of_selections(granularity, block, tiles, dkv):
-    """Bits of masks and of parts together, in both directions."""
-    t, s, bq = 150, 170, 32 if granularity == 1 else 64
+@pytest.mark.parametrize(
+    ("granularity", "block", "tiles", "pack"),
+    [(1, 64, (32, 32), 1), (16, 48, (64, 32), 1), (1, 32, (64, 32), 2), (1, 32, (128, 32), 2), (16, 48, (32, 32), 2)],
+)
+def test_lists_of_selections(granularity, block, tiles, pack, dkv):
+    """Bits of masks and of parts together, in both directions; heads of one tile share them."""
+    t, s, bq = 150, 170, 32 if granularity == 1 or pack > 1 else 64
     ids = np.random.default_rng(0).integers(-1, -(-s // block), (2, -(-t // granularity), 2, 2)).astype(np.int32)
     chosen = sl.Selection(ids, block=block, granularity=granularity)
     plan = sl.make_plan(sl.Window(100, 20), t, s)
-    major, minor = sides((t, s), (bq, block), tiles, dkv)
-    operands = given(t, s, (4, 2), chosen=chosen.ids)
-    found = lists_of(called(plan, chosen), operands, (), major, minor, dkv)
+    q, kv = Side(RowOrder(t), bq, tiles[0], pack), Side(RowOrder(s), block, tiles[1])
+    major, minor = (kv, q) if dkv else (q, kv)
+    found = lists_of(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
     assert found.chosen == granularity and not found.single
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
@@ -314,8 +319,8 @@ def test_pieces_are_all_of_a_long_list():
 
 CUT_T, CUT_HEADS = 300, (8, 2)
 SINKS = sl.Causal() & (sl.Window(20) | sl.Prefix(4))
-# Each query block of 16 looks at 9 others, and at the first.
-POPULAR = np.random.default_rng(0).integers(1, 19, (2, 19, 1, 10)).astype(np.int32)
+# Each 16 queries look at up to 13 blocks, and at the first.
+POPULAR = np.random.default_rng(0).integers(1, 19, (2, 19, 1, 14)).astype(np.int32)
 POPULAR[..., 0] = 0
 WORKS = {
     "sinks": SINKS,
@@ -356,7 +361,7 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
 
 def check_work(prepared, dkv):
     """Into how many pieces each job is cut, int [LB, jobs], after a look at all that says what programs do."""
-    heads = range(prepared.link.first, CUT_HEADS[0], prepared.link.step)
+    heads = range(prepared.link.first, CUT_HEADS[0], prepared.link.step * prepared.link.pack)
     batches = max(len(lists.lists.spans) for _, lists in prepared.walks)
     steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.blocks), int)
     passed = np.zeros((batches, len(heads), prepared.major.blocks), int)
@@ -443,12 +448,15 @@ def test_tiles_are_no_larger_than_blocks_need():
 
 
 def test_settings_say_how_often_to_cut():
-    side = Side(RowOrder(1000), 128, 64)
-    asked = [settings.pieces_asked(sl.FwdParams(**x), side) for x in ({}, {"num_key_splits": 1}, {"num_key_splits": 5})]
-    assert asked == [None, 0, 5]
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=256), side) == 4
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=256, num_key_splits=2), side) == 2
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=16), Side(RowOrder(10**6), 64, 64)) == MOST_PIECES
+    for number, rows, given in (
+        (None, 1000, {}),
+        (0, 1000, {"num_key_splits": 1}),
+        (5, 1000, {"num_key_splits": 5}),
+        (4, 1000, {"blocksize_keys": 256}),
+        (2, 1000, {"blocksize_keys": 256, "num_key_splits": 2}),
+        (MOST_PIECES, 10**6, {"blocksize_keys": 16}),
+    ):
+        assert settings.pieces_asked(sl.FwdParams(**given), rows) == number
 
 
 # --- ways to call ----------------------------------------------------------------------------------------------------
@@ -615,6 +623,16 @@ def test_what_is_cut_at_run_time(cut_kernels):
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     close(first, answers(q, k, v, sl.Causal(), implementation="reference", selection=chosen))
+
+
+def test_heads_of_one_tile_in_tiles_of_any_size():
+    """In the kernel of dk and dv, tiles may be longer than all that a block of queries has."""
+    q, k, v = arrays(t=70)
+    chosen = sl.Selection(np.random.default_rng(0).integers(0, 5, (1, 70, 1, 2)).astype(np.int32), block=16)
+    wanted = answers(q, k, v, sl.Causal(), implementation="reference", selection=chosen)
+    for rows in (16, 128):
+        params = {"fwd_params": sl.FwdParams(blocksize_m=rows), "bwd_params": sl.BwdParams(blocksize_n=max(32, rows))}
+        close(answers(q, k, v, sl.Causal(), selection=chosen, **params), wanted)
 
 
 def equals_a_loop(function, *args, levels=1):
