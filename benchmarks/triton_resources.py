@@ -185,9 +185,8 @@ def launches(
     def op(query, key, value, mask_array, ids, sink_logits, chosen):
         plan_or_mask = mask_array if dynamic else mask
         arrays = {"segment_ids": ids, "sinks": sink_logits, "selection": chosen}
-        return attention.block_sparse_attention(
-            query, key, value, plan_or_mask, **({"implementation": "triton"} | arrays | options)
-        )
+        call_options: dict[str, Any] = {"implementation": "triton"} | arrays | options
+        return attention.block_sparse_attention(query, key, value, plan_or_mask, **call_options)
 
     (t, s), (n, k), (h, hv) = lengths, heads, sizes
     operands = (
