@@ -132,9 +132,9 @@ def test_tiles_that_are_too_large_do_not_fit():
 
 
 # Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
-OFF = {"COUNT": 0, "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "PARTS": 1}
-# But for these: where results go is always given, and looked up by token or by row.
-NO_SWITCHES = {"OUT.GIVEN", "OUT.COUNT"}
+OFF = {"COUNT": 0, "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "PARTS": 1, "PACK": 1}
+# But for these: where results go is always given, and looked up by token or by row; key heads are never packed.
+NO_SWITCHES = {"OUT.GIVEN", "OUT.COUNT", "KV.PACK"}
 
 
 def switches(constants):
