@@ -90,17 +90,21 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """As `settings.choose` calls it: forward, dq, dkv or fused."""
+        """As `settings.choose` calls it: forward, dq, dkv or fused; or compact, the kernel that makes lists."""
         return "fused" if self.constants.get("WITH_DKV") else self.kernel.fn.__name__.removesuffix("_kernel")
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Rows of a tile of q, and of k."""
+        """Rows of a tile of q, and of k; 0 if the kernel has none."""
+        if self.name == "compact":
+            return 0, 0
         return self.constants["Q"].TILE, self.constants["KV"].TILE
 
     @property
     def estimate(self) -> int:
-        """The bytes of shared memory that the library reckons with."""
+        """The bytes of shared memory that the library reckons with; 0 if it does not."""
+        if self.name == "compact":
+            return 0
         major, minor = reversed(self.tiles) if self.name == "dkv" else self.tiles
         sizes = self.constants["A"].D, self.constants["A"].DV
         chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
@@ -145,6 +149,7 @@ def launches(
     dtype: str = "bfloat16",
     segments: bool = False,
     sinks: bool = False,
+    selection: Any = None,
     **options: Any,
 ) -> list[Launch]:
     """The different launches of forward and backward of a call, on a device that need not be there.
@@ -159,6 +164,7 @@ def launches(
       dtype: of query, key and value.
       segments: whether there are segment ids.
       sinks: whether there are sinks.
+      selection: a `Selection`, with a `jax.ShapeDtypeStruct` for its ids; or None.
       **options: of `block_sparse_attention`.
     """
     found: dict[tuple, Launch] = {}
@@ -176,9 +182,10 @@ def launches(
 
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
 
-    def op(query, key, value, mask_array, ids, sink_logits):
+    def op(query, key, value, mask_array, ids, sink_logits, chosen):
         plan_or_mask = mask_array if dynamic else mask
-        call_options = {"segment_ids": ids, "sinks": sink_logits, "implementation": "triton"} | options
+        arrays = {"segment_ids": ids, "sinks": sink_logits, "selection": chosen}
+        call_options: dict[str, Any] = {"implementation": "triton"} | arrays | options
         return attention.block_sparse_attention(query, key, value, plan_or_mask, **call_options)
 
     (t, s), (n, k), (h, hv) = lengths, heads, sizes
@@ -187,6 +194,7 @@ def launches(
         mask if dynamic else None,
         tuple(jax.ShapeDtypeStruct((batch, length), jnp.int32) for length in lengths) if segments else None,
         jax.ShapeDtypeStruct((n,), jnp.float32) if sinks else None,
+        selection,
     )
     with (
         mock.patch.object(launch, "call", call),

@@ -146,10 +146,13 @@ def same(found, wanted):
 
 @pytest.mark.parametrize(("implementation", "granularity"), calls(BY_BLOCKS, 1, 16, 64))
 def test_random_selections(granularity, implementation):
-    """Ten each: sparse and crowded ones, agreeing and independent neighbours, rows without a block."""
+    """Ten each: sparse and crowded ones, agreeing and independent neighbours, rows without a block.
+
+    Interpreted kernels take the first four.
+    """
     rng = np.random.default_rng(granularity)
     q, k, v, dout, dlse = arrays()
-    for seed in range(10):
+    for seed in range(10 if implementation in COMPILED else 4):
         ids = ids_of(granularity, seed=seed, least=-1 - 2 * int(rng.integers(3)))
         ids = np.where(rng.random(ids.shape) < rng.random(), ids, ids[:, :1])
         ids = np.where(rng.random(ids.shape[:3])[..., None] < 0.1, -1, np.maximum(ids, -1)).astype(np.int32)
@@ -175,8 +178,8 @@ def test_duplicates_order_and_numbers_without_a_block(granularity, implementatio
     wanted = call(np.where(np.arange(4) == 3, -1, ids))
     same(call(ids), wanted)
     same(call(rng.permuted(ids, axis=-1)), wanted)
-    for number in (COLUMNS, COLUMNS + 1, 2**31 - 1, -2, -(2**31)):  # nobody can see these inside jit
-        same(call(np.where(ids < 0, np.int32(number), ids)), wanted)
+    none = np.array([COLUMNS, COLUMNS + 1, 2**31 - 1, -2, -(2**31)], np.int32)  # nobody can see these inside jit
+    same(call(np.where(ids < 0, rng.choice(none, ids.shape), ids)), wanted)
 
 
 @pytest.mark.parametrize(("implementation", "granularity"), calls(BY_BLOCKS, 1, 16))
@@ -227,14 +230,14 @@ def close(found, wanted):
 @pytest.mark.parametrize("implementation", BY_BLOCKS)
 def test_vmap_equals_a_loop(implementation):
     q, k, v, *_ = arrays()
-    several = [jnp.stack([x, x + 0.1, x * 0.7]) for x in (q, k, v)]
+    several = [jnp.stack([x, x * 0.7]) for x in (q, k, v)]
     chosen = sl.Selection(ids_of(16), block=BLOCK, granularity=16)
-    many = jax.tree.map(lambda x: jnp.stack([x, x[:, ::-1], (x + 1) % COLUMNS]), chosen)
+    many = jax.tree.map(lambda x: jnp.stack([x, (x[:, ::-1] + 1) % COLUMNS]), chosen)
     gradients = jax.value_and_grad(functools.partial(loss, implementation=implementation), (0, 1, 2))
     one = compiled(gradients)
     every = compiled(lambda *x: (jax.vmap(gradients)(*x), jax.vmap(gradients, (None, None, None, 0))(q, k, v, x[3])))
-    for mapped, operands in zip(every(*several, many), (several, [[x] * 3 for x in (q, k, v)]), strict=True):
-        for i in range(3):
+    for mapped, operands in zip(every(*several, many), (several, [[x] * 2 for x in (q, k, v)]), strict=True):
+        for i in range(2):
             own, found = (jax.tree.map(lambda x: x[i], x) for x in (many, mapped))  # noqa: B023
             close(found, one(*(x[i] for x in operands), own))
 

@@ -23,6 +23,7 @@ from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_o
 from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, Candidates
 from sparse_layers.ops.planning.views import RowOrder
+from tests.ops import cases
 from tests.ops.cases import CHAINS, SMALL, candidates
 
 DEFAULTS = sl.FwdParams(), sl.BwdParams()
@@ -55,7 +56,9 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
     lists = found.lists
     spans, block, tile, words = (np.asarray(x) for x in (lists.spans, lists.block, lists.tile, found.bits))
     assert {x.dtype for x in (spans, block, tile, words)} == {np.dtype(np.int32)}
-    assert words.shape[1:] == (major.parts * major.tile, minor.parts * minor.tile // 32)
+    # Heads that are packed have a bit in common, and a block of queries one word.
+    wide = minor.parts * minor.tile // 32 if minor.pack == 1 else 1
+    assert words.shape[1:] == (major.parts * major.tile // major.pack, wide)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:2], -1)
     assert bits[0].sum() == major.block * minor.block, "the first lets everything pass"
     assert not bits[:, major.block :].any() and not bits[:, :, minor.block :].any()
@@ -191,16 +194,19 @@ def test_lists_of_run_time_masks(shape, tiles, dkv):
 
 
 @pytest.mark.parametrize("dkv", [False, True])
-@pytest.mark.parametrize(("granularity", "block", "tiles"), [(1, 64, (32, 32)), (16, 48, (64, 32))])
-def test_lists_of_selections(granularity, block, tiles, dkv):
-    """Bits of masks and of parts together, in both directions."""
-    t, s, bq = 150, 170, 32 if granularity == 1 else 64
+@pytest.mark.parametrize(
+    ("granularity", "block", "tiles", "pack"),
+    [(1, 64, (32, 32), 1), (16, 48, (64, 32), 1), (1, 32, (64, 32), 2), (1, 32, (128, 32), 2), (16, 48, (32, 32), 2)],
+)
+def test_lists_of_selections(granularity, block, tiles, pack, dkv):
+    """Bits of masks and of parts together, in both directions; heads of one tile share them."""
+    t, s, bq = 150, 170, 32 if granularity == 1 or pack > 1 else 64
     ids = np.random.default_rng(0).integers(-1, -(-s // block), (2, -(-t // granularity), 2, 2)).astype(np.int32)
     chosen = sl.Selection(ids, block=block, granularity=granularity)
     plan = sl.make_plan(sl.Window(100, 20), t, s)
-    major, minor = sides((t, s), (bq, block), tiles, dkv)
-    operands = given(t, s, (4, 2), chosen=chosen.ids)
-    found = lists_of(called(plan, chosen), operands, (), major, minor, dkv)
+    q, kv = Side(RowOrder(t), bq, tiles[0], pack), Side(RowOrder(s), block, tiles[1])
+    major, minor = (kv, q) if dkv else (q, kv)
+    found = lists_of(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
     assert found.chosen == granularity and not found.single
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
@@ -313,8 +319,8 @@ def test_pieces_are_all_of_a_long_list():
 
 CUT_T, CUT_HEADS = 300, (8, 2)
 SINKS = sl.Causal() & (sl.Window(20) | sl.Prefix(4))
-# Each query block of 16 looks at 9 others, and at the first.
-POPULAR = np.random.default_rng(0).integers(1, 19, (2, 19, 1, 10)).astype(np.int32)
+# Each 16 queries look at up to 13 blocks, and at the first.
+POPULAR = np.random.default_rng(0).integers(1, 19, (2, 19, 1, 14)).astype(np.int32)
 POPULAR[..., 0] = 0
 WORKS = {
     "sinks": SINKS,
@@ -355,7 +361,7 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
 
 def check_work(prepared, dkv):
     """Into how many pieces each job is cut, int [LB, jobs], after a look at all that says what programs do."""
-    heads = range(prepared.link.first, CUT_HEADS[0], prepared.link.step)
+    heads = range(prepared.link.first, CUT_HEADS[0], prepared.link.step * prepared.link.pack)
     batches = max(len(lists.lists.spans) for _, lists in prepared.walks)
     steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.blocks), int)
     passed = np.zeros((batches, len(heads), prepared.major.blocks), int)
@@ -442,12 +448,15 @@ def test_tiles_are_no_larger_than_blocks_need():
 
 
 def test_settings_say_how_often_to_cut():
-    side = Side(RowOrder(1000), 128, 64)
-    asked = [settings.pieces_asked(sl.FwdParams(**x), side) for x in ({}, {"num_key_splits": 1}, {"num_key_splits": 5})]
-    assert asked == [None, 0, 5]
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=256), side) == 4
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=256, num_key_splits=2), side) == 2
-    assert settings.pieces_asked(sl.FwdParams(blocksize_keys=16), Side(RowOrder(10**6), 64, 64)) == MOST_PIECES
+    for number, rows, given in (
+        (None, 1000, {}),
+        (0, 1000, {"num_key_splits": 1}),
+        (5, 1000, {"num_key_splits": 5}),
+        (4, 1000, {"blocksize_keys": 256}),
+        (2, 1000, {"blocksize_keys": 256, "num_key_splits": 2}),
+        (MOST_PIECES, 10**6, {"blocksize_keys": 16}),
+    ):
+        assert settings.pieces_asked(sl.FwdParams(**given), rows) == number
 
 
 # --- ways to call ----------------------------------------------------------------------------------------------------
@@ -515,6 +524,14 @@ def test_vmap_beyond_the_grid_and_over_nothing(monkeypatch):
     assert nothing[0].shape == (0, *q.shape[1:])
 
 
+def test_dk_and_dv_go_on_from_few_keys():
+    """Of all keys, by the kernel of dq, after a pass of some keys only."""
+    corner = sl.BlockDiagonal(32) | (sl.Prefix(70) & sl.Prefix(70).T)
+    options = {"dtype": "bfloat16", "split": True, "fwd": (32, 32), "scale": 0.02, "heads": (2, 2), "batch": 1}
+    case = cases.Case("corner", corner, 150, sizes=(128, 72), **options)
+    cases.check(case, case.call("triton"))
+
+
 def test_many_chains_round_once():
     """Gradients of one key head from eight chains keep float32 between the passes."""
     masks = tuple(sl.Causal() & sl.Strided(stride) for stride in range(2, 10))
@@ -545,33 +562,77 @@ def test_settings_do_not_change_results(values):
     close(answers(q, k, v, WINDOW, **params), wanted)
 
 
-def test_chains_may_be_split():
-    (q, k, v), sinks = arrays(), jnp.asarray([0.5, -1.0])
-    params = both(num_key_splits=3)
-    plan = dataclasses.replace(FIXED, **params)
-    close(answers(q, k, v, plan, sinks), answers(q, k, v, plan, sinks, "reference"))
+@pytest.fixture
+def cut_kernels(monkeypatch):
+    """The kernels that are launched for pieces, from now on."""
+    found = set()
+
+    def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
+        if "W" in constants and constants["W"].PIECES:
+            found.add(kernel.fn.__name__.removesuffix("_kernel"))
+        return call(kernel, grid, arrays, outputs, constants, *rest)
+
+    monkeypatch.setattr(launch, "call", watched)
+    return found
 
 
-def test_a_single_long_row(monkeypatch):
+def test_a_single_long_row(cut_kernels):
     q, k, v = arrays(t=1, s=1500)
-    grids = []
-
-    def counting(kernel, grid, *args, call=launch.call):
-        grids.append((kernel.fn.__name__, grid[0]))
-        return call(kernel, grid, *args)
-
-    monkeypatch.setattr(launch, "call", counting)
     close(answers(q, k, v, sl.Full()), answers(q, k, v, sl.Full(), implementation="reference"))
-    programs = dict(grids)
-    assert programs["forward_kernel"] > 2 and programs["dq_kernel"] > 2  # heads x splits: one row fills the device
+    assert cut_kernels == {"forward", "dq"}  # one row fills the device
 
 
-def test_runs_are_equal_to_the_bit():
-    q, k, v = arrays(dtype="bfloat16")
-    plan = dataclasses.replace(FIXED, **both(num_key_splits=2))
-    first, second = (jax.jit(lambda *x: answers(*x, plan))(q, k, v) for _ in range(2))
+LONG_T, LONG = 300, {"q_blocksize": 32, "kv_blocksize": 32}
+
+
+@pytest.mark.parametrize(
+    "masks",
+    # Lists differ within the group of a key head, and some are empty.
+    [SINKS, (sl.Empty(), SINKS, sl.Causal() & sl.Window(30), sl.Full())],
+    ids=["sinks", "heads"],
+)
+def test_long_lists_are_cut(masks, cut_kernels):
+    (q, k, v), sinks = arrays(t=LONG_T, heads=(4, 1)), jnp.linspace(-1.0, 1.0, 4)
+    whole = answers(q, k, v, masks, sinks, **both(**LONG, num_key_splits=1))
+    assert not cut_kernels
+    by_itself = answers(q, k, v, masks, sinks, **both(**LONG))
+    assert cut_kernels == ({"dkv"} if masks is SINKS else {"forward", "dq", "dkv"})
+    close(by_itself, whole)
+    close(whole, answers(q, k, v, masks, sinks, "reference"))
+
+
+def test_two_passes_in_one_kernel_are_cut_together(cut_kernels):
+    """Neither is long by itself: one piece begins in the first and ends in the second."""
+    masks = sl.Causal() & (sl.Window(150) | sl.Columns(32, 16, 32))
+    plan = candidates(masks, LONG_T, None, *both(**LONG).values())[-1]
+    plan = dataclasses.replace(plan, fwd_params=sl.FwdParams())  # `candidates` asks for splits
+    (q, k, v), sinks = arrays(t=LONG_T), jnp.asarray([0.5, -1.0])
+    close(answers(q, k, v, plan, sinks), answers(q, k, v, masks, sinks, "reference"))
+    assert cut_kernels >= {"forward", "dq"}
+
+
+def test_what_is_cut_at_run_time(cut_kernels):
+    """A block that everybody chose, and queries that chose many: the same to the bit in every run."""
+    q, k, v = arrays(t=LONG_T, heads=(4, 1))
+    ids = np.random.default_rng(0).integers(1, 19, (1, 19, 1, 12)).astype(np.int32)
+    ids[..., 0] = 0
+    chosen = sl.Selection(ids, block=16, granularity=16)
+    run = jax.jit(lambda *x: answers(*x, sl.Causal(), selection=chosen))
+    first, second = run(q, k, v), run(q, k, v)
+    assert cut_kernels == {"forward", "dq", "dkv"}
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    close(first, answers(q, k, v, sl.Causal(), implementation="reference", selection=chosen))
+
+
+def test_heads_of_one_tile_in_tiles_of_any_size():
+    """In the kernel of dk and dv, tiles may be longer than all that a block of queries has."""
+    q, k, v = arrays(t=70)
+    chosen = sl.Selection(np.random.default_rng(0).integers(0, 5, (1, 70, 1, 2)).astype(np.int32), block=16)
+    wanted = answers(q, k, v, sl.Causal(), implementation="reference", selection=chosen)
+    for rows in (16, 128):
+        params = {"fwd_params": sl.FwdParams(blocksize_m=rows), "bwd_params": sl.BwdParams(blocksize_n=max(32, rows))}
+        close(answers(q, k, v, sl.Causal(), selection=chosen, **params), wanted)
 
 
 def equals_a_loop(function, *args, levels=1):

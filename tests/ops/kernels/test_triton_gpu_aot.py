@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import sparse_layers as sl
@@ -22,6 +23,7 @@ FIXED = sl.preset("sparse_transformer_fixed")
 BIGBIRD = sl.preset("bigbird", causal=False)
 LONGFORMER = sl.preset("longformer", causal=False)
 STRIDES = sl.Strided(128)
+CORNER = sl.BlockDiagonal(128) | (sl.Prefix(256) & sl.Prefix(256).T)  # of all keys, but few come with few queries
 WINDOW = sl.preset("sliding_window", window=256)
 PRODUCTS = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
@@ -54,6 +56,12 @@ def _splits(number):
     return {"fwd_params": sl.FwdParams(num_key_splits=number), "bwd_params": sl.BwdParams(num_key_splits=number)}
 
 
+def _chosen(granularity, block):
+    """A selection of 8 blocks by 2048 tokens."""
+    ids = jax.ShapeDtypeStruct((2, 2048 // granularity, 1, 8), jnp.int32)
+    return {"selection": jax.eval_shape(functools.partial(sl.Selection, block=block, granularity=granularity), ids)}
+
+
 def _chain(mask):
     """The longest chain that the planner weighs, whatever it would take."""
     return dataclasses.replace(candidates(mask, 4096)[-1], fwd_params=sl.FwdParams(), implementation="triton")
@@ -84,7 +92,11 @@ CASES = [
     Case("cap-sinks", 80, WINDOW, (16, 16), options=CAP | {"heads": (16, 2)}),
     Case("run-time", 80, RUN_TIME, (128, 128), length=512),
     Case("million", 90, WINDOW, (64, 64), length=1 << 20, options={"batch": 1, "heads": (32, 32)}),
-    Case("splits", 86, sl.Causal(), (80, 256), "float16", options=_splits(4)),
+    Case("splits", 86, sl.Causal(), (80, 256), "float16", ("forward",), options=_splits(4)),
+    # Parts of a block of queries chose for themselves; several tiles of a block that chose together.
+    Case("chosen-parts", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 64) | {"heads": (16, 4)}),
+    Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _chosen(128, 32)),
+    Case("corner", 90, _chain(CORNER), (64, 64), only=("fused",)),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]
 
@@ -94,11 +106,16 @@ def test_compiles_and_fits(case):
     assert case.launches
     for one in case.launches:
         found = resources(compiled(one))
-        settings = f"{one.name}, {one.constants['M']} x {one.constants['N']}, {one.num_stages} stages"
+        if one.name == "compact":  # copies a few integers
+            assert found.shared <= 4096 and not found.products
+            continue
+        settings = f"{one.name}, {one.tiles[0]} x {one.tiles[1]}, {one.num_stages} stages"
         assert found.shared <= one.device.shared_memory, settings
         assert found.shared <= one.estimate, f"{settings}: the estimate is no upper bound"
         assert (found.copies > 0) == (one.num_stages > 1), f"{settings}: pipelined, or not"
-        assert set(found.products) == ({PRODUCTS[case.target]} if case.dtype != "float32" else set()), settings
+        # A group of four warps multiplies 64 rows at once.
+        product = PRODUCTS[case.target if one.tiles[one.name == "dkv"] >= 64 else 80]
+        assert set(found.products) == ({product} if case.dtype != "float32" else set()), settings
         if case.target in (80, 90, 100) and case.dtype != "float32" and max(case.sizes) <= 128:
             assert one.num_stages > 1, settings
 
@@ -108,23 +125,38 @@ def test_tiles_that_are_too_large_do_not_fit():
     options = {"sizes": (256, 256), "fwd_params": params}
     roomy = TARGETS[90]._replace(shared_memory=1 << 20)  # the real one would be refused
     one = next(x for x in launches(roomy, sl.Full(), (512, 512), **options) if x.name == "forward")
-    assert (one.constants["M"], one.constants["N"], one.num_stages) == (64, 128, 4)
+    assert (*one.tiles, one.num_stages) == (64, 128, 4)
     assert TARGETS[90].shared_memory < resources(compiled(one)).shared <= one.estimate
     with pytest.raises(NotImplementedError, match=r"blocksize_m=64, blocksize_n=128.* need about .* of shared memory"):
         launches(TARGETS[90], sl.Full(), (512, 512), **options)
 
 
-# Constants that switch parts of the kernels on, and the values at which they do not.
-FORWARD_AND_DQ = {"TWO": 0, "BEFORE_COUNT": 0, "Q_COUNT": 0}
-SWITCHES = {"BEFORE": 0, "BY_TOKEN": 0, "KV_COUNT": 0, "CAP": 0, "SPLITS": 1, "HEAD_STEP": 1, "WIDE": 0, "SEGMENTED": 0}
-SWITCHES |= {"ORDERED": 0, "ANY_FREE": 0, "ANY_MASKED": 0}
+# Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
+OFF = {"COUNT": 0, "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "PARTS": 1, "PACK": 1}
+# But for these: where results go is always given, and looked up by token or by row; key heads are never packed.
+NO_SWITCHES = {"OUT.GIVEN", "OUT.COUNT", "KV.PACK"}
+
+
+def switches(constants):
+    """(name, whether it is on) of all that switches parts of a kernel."""
+    for bundle, fields in constants.items():
+        if isinstance(fields, bool):
+            yield bundle, fields
+        elif bundle == "KV2":
+            yield "KV2.ROWS", fields.ROWS > 0
+        elif bundle != "L2":  # a second pass is walked by the functions of the first
+            for name, value in fields._asdict().items():
+                if isinstance(value, bool) or name in OFF:
+                    yield f"{bundle}.{name}", value != OFF.get(name, False)
 
 
 def test_all_that_can_be_switched_is():
     found = [one for case in CASES for one in case.launches]
-    assert {one.name for one in found} == {"forward", "dq", "dkv", "fused"}
-    for kernel in ("forward_kernel", "dq_kernel", "dkv_kernel"):
-        own = {"forward_kernel": {"SINKS": 0}, "dq_kernel": {"WITH_DKV": 0, "BEFORE_KV": 0}, "dkv_kernel": {}}[kernel]
-        for name, off in (SWITCHES | own | (FORWARD_AND_DQ if kernel != "dkv_kernel" else {})).items():
-            values = {x.constants[name] != off for x in found if x.kernel.fn.__name__ == kernel}
-            assert values == {False, True}, f"{kernel}: {name} is always {values}"
+    assert {one.name for one in found} == {"forward", "dq", "dkv", "fused", "compact"}
+    values: dict[str, set[bool]] = {}
+    for one in found:
+        for name, on in switches(one.constants):
+            values.setdefault(f"{one.kernel.fn.__name__}: {name}", set()).add(on)
+    assert len(values) > 50
+    same = {name for name, both in values.items() if both != {False, True}}
+    assert {name.split(": ")[1] for name in same} == NO_SWITCHES, same

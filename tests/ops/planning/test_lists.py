@@ -2,7 +2,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -70,9 +69,26 @@ def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
         entries = len(planned.block)  # XLA's arrays are as long as there are candidates
         for name in ("block", "tile"):
             np.testing.assert_array_equal(getattr(found, name)[:entries], getattr(planned, name))
+        check_sorted(candidates, planned, by_key)
         for head, mask in enumerate(masks):
             pairs = decoded(planned, by_key, shape, (t, s), unpacked(tiles, shape[1]), head=head)
             np.testing.assert_array_equal(pairs, mask.dense(t, s))
+
+
+def check_sorted(candidates, wanted, by_key):
+    """In the order of their major blocks, candidates make the same lists, and it is known where each begins."""
+    ordered = candidates.sorted(by_key)
+    found, starts = ordered.lists(by_key), ordered.starts(by_key)
+    for name in ("spans", "block", "tile"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+    assert starts.dtype == np.int32 and starts.shape == (candidates.kind.shape[1], candidates.blocks[by_key] + 1)
+    assert (candidates.starts(True) is None) == (np.diff(candidates.column[0]) < 0).any()
+    major, longest = (ordered.column if by_key else ordered.row)[0], 0
+    for own, bounds, kind in zip(major, starts, ordered.kind[0], strict=True):
+        assert bounds[0] == 0 and bounds[-1] == len(own)
+        np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
+        longest = max(longest, np.bincount(own[kind != lists.DEAD], minlength=1).max())
+    assert ordered.longest(by_key) >= longest
 
 
 def test_lists_in_row_orders_of_a_pass():
@@ -105,9 +121,14 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     kv_ids = np.stack([np.repeat([3, 0, 7, -1], 32), np.sort(rng.integers(-1, 4, s)), np.full(s, -1)]).astype(np.int32)
     orders = RowOrder(t), RowOrder(s)
     candidates, tiles = lists.static_candidates(natural([sl.Full()], t, s), shape, True)
-    for by_key in (False, True):
-        extents = (lists.Extents.of(*x) for x in zip(orders, map(jnp.asarray, (q_ids, kv_ids)), shape, strict=True))
-        found = candidates.with_segments(*extents).lists(by_key)
+
+    @jax.jit
+    def both(*ids):
+        extents = (lists.Extents.of(*x) for x in zip(orders, ids, shape, strict=True))
+        found = candidates.with_segments(*extents)
+        return found.lists(False), found.lists(True)
+
+    for by_key, found in enumerate(both(q_ids, kv_ids)):
         for batch in range(3):
             may = (q_ids[batch, :, None] == kv_ids[batch]) & (q_ids[batch, :, None] >= 0)
             pairs = decoded(found, by_key, shape, (t, s), unpacked(tiles, 16), batch=batch)
@@ -182,7 +203,7 @@ def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
 def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole():
     table, _ = lists.state_table(natural([CAUSAL], 96, 96), (32, 32), True)
     ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
-    found = lists.chosen_candidates(jnp.asarray(ids), 16, (32, 32), table, 1).lists(False)
+    found = jax.jit(lambda ids: lists.chosen_candidates(ids, 16, (32, 32), table, 1).lists(False))(ids)
     assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
     assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
 
@@ -194,9 +215,14 @@ def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
     table, tiles = lists.state_table(natural([mask], t, t), shape, True)
     assert table.finer == 4 and table.states.size <= 30
     ids = np.broadcast_to(np.arange(7, dtype=np.int32), (1, 13, 1, 7))
-    found = lists.chosen_candidates(jnp.asarray(ids), 16, shape, table, 1)
-    for by_key in (False, True):
-        pairs = decoded(found.lists(by_key), by_key, shape, (t, t), unpacked(tiles, shape[1]), 16)
+
+    @jax.jit
+    def both(ids):
+        found = lists.chosen_candidates(ids, 16, shape, table, 1)
+        return found.lists(False), found.lists(True)
+
+    for by_key, found in enumerate(both(ids)):
+        pairs = decoded(found, by_key, shape, (t, t), unpacked(tiles, shape[1]), 16)
         np.testing.assert_array_equal(pairs, mask.dense(t))
 
 

@@ -225,7 +225,7 @@ class Link:
             walks.append((second, self.also._lists(q, second, dkv)))
         steps, passed = self._steps(walks, dkv)
         programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
-        asked = pieces_asked(params, minor)
+        asked = pieces_asked(params, minor.order.rows)
         most = None
         if asked is not None:
             number, most = np.full(steps.shape, asked, np.int32), asked * steps.shape[1]

@@ -197,8 +197,8 @@ def _only_whole(candidates: Candidates, minor: Side) -> Candidates:
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
     """Tiles, bool [n, bq, bkv] of JAX or as `packed_tiles` has them, as the bits of `Lists`."""
     # Heads that are packed have a bit in common, and those of a block of queries then fit a word.
-    rows, words = (side.parts * side.tile // side.pack for side in (major, minor))
-    words = max(words, 32)
+    rows = major.parts * major.tile // major.pack
+    words = minor.parts * minor.tile if minor.pack == 1 else 32
     ends = [(0, rows - major.block), (0, words - minor.block)]
     if isinstance(tiles, np.ndarray):
         everything = np.ones((1, major.block, minor.block), bool)

@@ -4,7 +4,6 @@ import dataclasses
 
 from ...planning.params import KernelParams
 from .launch import Device
-from .lists import Side
 from .work import MOST_PIECES
 
 
@@ -135,9 +134,9 @@ def choose(
     return settings
 
 
-def pieces_asked(params: KernelParams, minor: Side) -> int | None:
-    """Into how many pieces the user wants each list cut, 0 for none; None leaves it open."""
+def pieces_asked(params: KernelParams, rows: int) -> int | None:
+    """Into how many pieces the user wants each list of so many minor rows cut, 0 for none; None leaves it open."""
     number = params.num_key_splits
     if number is None and params.blocksize_keys is not None:
-        number = min(MOST_PIECES, -(-minor.order.rows // params.blocksize_keys))
+        number = min(MOST_PIECES, -(-rows // params.blocksize_keys))
     return 0 if number == 1 else number

@@ -186,7 +186,8 @@ def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr)
     bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE // MAJOR.PACK * words) + row // MAJOR.PACK * words
     column = tl.arange(0, MINOR.TILE)
     if MINOR.PACK > 1:
-        return ((tl.load(bits)[:, None] >> ((part * MINOR.TILE + column) // MINOR.PACK)[None, :]) & 1) != 0
+        query = (part * MINOR.TILE + column) // MINOR.PACK & 31  # rows beyond the block have any bit
+        return ((tl.load(bits)[:, None] >> query[None, :]) & 1) != 0
     bits += part * (MINOR.TILE // 32)
     word = tl.load(bits)[:, None]
     if MINOR.TILE > 32:
