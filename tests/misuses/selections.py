@@ -81,6 +81,8 @@ MISUSES = [
     Misuse("top(scores, return_scores=1)", ValueError, "return_scores", "got 1", "must be true or false"),
     Misuse("top(scores, start=-1)", ValueError, "start", "got -1", "must be an integer >= 0"),
     Misuse("top(scores, start=1.5)", ValueError, "start", "got 1.5", "must be an integer >= 0"),
+    Misuse("top(scores, start=jnp.arange(2))", ValueError, "start", "int32 of shape (2,)", "must be an integer >= 0"),
+    Misuse("top(scores, start=jnp.float32(1))", ValueError, "start", "float32 of shape ()", "must be an integer >= 0"),
     Misuse("top(scores, force=1)", TypeError, "top_k_blocks: unknown argument", "'force'", "did you mean 'forced'?"),
     Misuse("top(scores, block=8)", ValueError, "block", "got 8", BLOCK),
     Misuse("top(scores, granularity=2)", ValueError, "granularity", "got 2", "must be one of"),

@@ -185,8 +185,8 @@ def top_k_blocks(
         What of its own block is in the future is still for the mask of the attention to hide.
       forced: a mask in units of blocks, in which a row's position is its own block: those it allows are chosen;
         None for none.
-      start: position of the first query among the keys, maybe a JAX array []: for scores made for some queries at a
-        time, and for queries that are the last of the keys.
+      start: position of the first query among the keys, maybe a JAX array [] of integers: for scores made for some
+        queries at a time, and for queries that are the last of the keys.
       return_scores: also return the scores of the chosen blocks, -inf where there is none.
 
     Returns:
@@ -222,6 +222,7 @@ def top_k_blocks(
     may, must = (jnp.asarray(x)[:, None] for x in (may, must))
     # A forced block comes before one with a score of infinity.
     rank = jnp.minimum(jax.lax.stop_gradient(scores), jnp.finfo(scores.dtype).max)
+    rank = jnp.where(rank == 0, 0, rank)  # -0 equals 0, but top_k takes it for less
     rank = jnp.where(must, jnp.inf, jnp.where(may & (rank > -jnp.inf), rank, -jnp.inf))
     best, ids = jax.lax.top_k(rank, min(k, blocks))
     ends = [(0, 0)] * (scores.ndim - 1) + [(0, k - ids.shape[-1])]
@@ -236,6 +237,10 @@ def top_k_blocks(
 def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
     """Bools [rows, blocks] each: which may be chosen, and of these, which must be; numpy's if ``start`` is known."""
     traced = isinstance(start, jax.Array)
+    if traced and not (start.shape == () and jnp.issubdtype(start.dtype, jnp.integer)):
+        raise ValueError(
+            f"start must be an integer >= 0 or an array [] of one, got {start.dtype} of shape {start.shape}"
+        )
     xp: Any = jnp if traced else np
     last = (start if traced else checked("start", start, Natural)) + (xp.arange(rows) + 1) * granularity - 1
     own, other = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
