@@ -46,6 +46,8 @@ def _attention(call: Call, operands: Operands, query, key, value):
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)
+    # Behind a barrier: XLA's product of weights that it knows to be 0, as where nothing is allowed, may be any numbers.
+    allowed = jax.lax.optimization_barrier(allowed)
     allowed = jnp.broadcast_to(jnp.tile(allowed, (1, n // allowed.shape[1], 1, 1)), scores.shape)
     sink = jnp.full(1, -jnp.inf) if operands.sinks is None else operands.sinks
     sink = sink.astype(scores.dtype)[None, :, None, None]
