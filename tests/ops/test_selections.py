@@ -91,7 +91,7 @@ def _table():
     yield Case("many", causal, 100, granularity=16, block=16, k=40, scope="1", core=False)
     yield Case("none", causal, 40, granularity=16, k=0)
     yield Case("none-sinks", causal, 40, k=0, sinks=True, core=False)
-    yield Case("none-two-queries", sl.Full(), 2, 155, heads=(4, 1), k=0, sinks=True, core=False)
+    yield Case("none-two-queries", sl.Full(), 2, 155, heads=(4, 1), k=0, sinks=True)
     yield Case("one-query", sl.Full(), 1, 130, block=16, sizes=(16, 24))
 
 
