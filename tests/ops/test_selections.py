@@ -88,6 +88,7 @@ def _table():
     yield Case("run-time", holes[:1], 75, 130, granularity=16, block=48, heads=(4, 4), segments=ids)
     yield Case("run-time-heads", holes, 75, 130, block=16, scope="1")
     yield Case("chain", strided, 100, granularity=64, split=True)
+    yield Case("long-tiles", causal, 100, tile=128)
     yield Case("many", causal, 100, granularity=16, block=16, k=40, scope="1", core=False)
     yield Case("none", causal, 40, granularity=16, k=0)
     yield Case("none-sinks", causal, 40, k=0, sinks=True, core=False)
