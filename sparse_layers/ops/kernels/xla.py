@@ -535,6 +535,5 @@ class _Blocks:
             places = (line.batch * n + x for n, x in zip(link.candidates.blocks, (i, j), strict=True))
             q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, places, strict=True))
             found.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
-        allowed = functools.reduce(jnp.logical_and, found)
-        allowed = allowed.reshape((1,) * (4 - allowed.ndim) + allowed.shape)
+        allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in found))
         return jnp.tile(allowed, (1, 1, self.layout.group, 1))

@@ -259,7 +259,7 @@ class Link:
             own = own + counts[:, heads // lists.lists.group % counts.shape[1]] * minor.parts
         if not dkv:
             return own.reshape(len(own), own.shape[1] * own.shape[2]), None
-        jobs = (own[:, None] * members[None, :, :, None]).sum(2)
+        jobs = (own[:, None] * members.astype(np.int32)[None, :, :, None]).sum(2)
         passed = own.cumsum(1) - own
         first = members.argmax(1)[members.argmax(0)]  # of the query heads with the same job
         passed = (passed - passed[:, first]).astype(np.int32)
