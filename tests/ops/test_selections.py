@@ -38,7 +38,8 @@ class Case(cases.Case):
     tile: int | None = None  # rows of q that a step of the kernel of dk and dv loads
 
     def params(self):
-        return {} if self.tile is None else {"bwd_params": sl.BwdParams(blocksize_n=self.tile)}
+        tile = {} if self.tile is None else {"bwd_params": sl.BwdParams(blocksize_n=self.tile)}
+        return super().params() | tile
 
     def ids(self, seed=0):
         rows, columns = -(-self.shape[0] // self.granularity), -(-self.shape[1] // self.block)
