@@ -24,6 +24,7 @@ from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks
+from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
 from .params import BwdParams, FwdParams, checked_params
 from .platforms import TUNING, Tuning, checked_implementation, first_choice
@@ -298,7 +299,7 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
     Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
     """
     coarse = shape
-    while math.prod(_grid_shape(mask, coarse)) > MAX_CELLS:
+    while math.prod(grid_shape(mask, coarse)) > MAX_CELLS:
         coarse = 2 * coarse[0], 2 * coarse[1]
     while coarse != shape:
         at_most = len(_grid(mask, coarse).rows) * (coarse[0] // shape[0]) ** 2
@@ -315,7 +316,7 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
 
 def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
     blocks, cells = _count(mask, shape)
-    size = (8 if in_tiles(mask, shape, tuned) else 4) * (blocks + max(_grid_shape(mask, shape)))
+    size = (8 if in_tiles(mask, shape, tuned) else 4) * (blocks + max(grid_shape(mask, shape)))
     return cells <= MAX_CELLS and (tuned.list_bytes is None or size <= tuned.list_bytes)
 
 
@@ -334,7 +335,7 @@ def in_tiles(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
         return not mask.computable
     if operations(mask) <= tuned.operations:
         return False
-    while math.prod(_grid_shape(mask, shape)) > MAX_CELLS:  # too many to list; larger ones hold no fewer pairs
+    while math.prod(grid_shape(mask, shape)) > MAX_CELLS:  # too many to list; larger ones hold no fewer pairs
         shape = 2 * shape[0], 2 * shape[1]
     return _partial(mask, shape) * math.prod(shape) <= MAX_TILED
 
@@ -358,11 +359,7 @@ def _partial(mask: Reordered, shape: tuple[int, int]) -> int:
 
 
 def _grid(mask: Reordered, shape: tuple[int, int]) -> BlockGrid:
-    return active_blocks(mask, *_grid_shape(mask, shape), *shape)
-
-
-def _grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
-    return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
+    return active_blocks(mask, *grid_shape(mask, shape), *shape)
 
 
 def _round_up(n: int, block: int) -> int:
