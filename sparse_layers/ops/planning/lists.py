@@ -131,13 +131,15 @@ class Candidates:
         key = xp.where(
             self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED).astype(np.int32)
         ).ravel()
-        order = xp.argsort(key, stable=True)
+        bounds = np.arange(2 * lines + 1, dtype=np.int32)
         if xp is np:
-            number = np.bincount(key, minlength=2 * lines + 1)
-            order = order[: len(key) - number[-1]]
+            order = key.argsort(kind="stable")
+            ends = key[order].searchsorted(bounds).astype(np.int32)
+            order = order[: ends[-1]]
         else:
-            number = jnp.zeros(2 * lines + 1, jnp.int32).at[key].add(1)
-        ends = xp.concatenate([np.zeros(1, np.int32), xp.cumsum(number[:-1])]).astype(np.int32)
+            places = jax.lax.iota(jnp.int32, len(key))
+            key, order = jax.lax.sort((key, places), num_keys=1, is_stable=True)
+            ends = jnp.searchsorted(key, bounds, method="scan_unrolled").astype(jnp.int32)
         spans = xp.stack([ends[:-1:2], ends[1::2], ends[2::2]], axis=-1).reshape(batches, heads, blocks, 3)
 
         def sorted_(x):
@@ -283,7 +285,7 @@ _NOTHING, _EVERYTHING = -2, -1
 
 
 def chosen_candidates(
-    ids: jax.Array, granularity: int, shape: tuple[int, int], table: "StateTable", heads: int
+    ids: jax.Array, granularity: int, shape: tuple[int, int], table: "StateTable", heads: int, start: Any = 0
 ) -> Candidates:
     """The blocks that queries chose and that a mask leaves something of.
 
@@ -294,6 +296,7 @@ def chosen_candidates(
       shape: (bq, bkv) of the lists; bq is ``granularity`` times a number up to `MOST_PARTS`, or divides it.
       table: what the mask says of the blocks.
       heads: number of query heads N, of which G are 1, or a divisor.
+      start: the block of queries in ``table`` that is the first one here.
     """
     bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
     if classes > 1:  # lists differ by head in two ways
@@ -324,12 +327,13 @@ def chosen_candidates(
         live, column = (jnp.repeat(x, finer, axis=2)[:, :, :rows] for x in (live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
     column = jnp.minimum(column, columns - 1)
-    states = table.at(np.arange(lists)[:, None, None] % classes, row, column)
+    states = table.at(np.arange(lists)[:, None, None] % classes, row + start, column)
     kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
     kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
     found = Candidates(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
     names = ("row", "column", "kind", "tile") + (("chosen_by",) if parts > 1 else ())
-    flat = {name: getattr(found, name).reshape(batch, lists, rows * parts * k) for name in names}
+    n = column.shape[2] * column.shape[3]
+    flat = {name: getattr(found, name).reshape(batch, lists, n) for name in names}
     return dataclasses.replace(found, **flat)
 
 

@@ -21,6 +21,7 @@ from .tiles import (
     may_attend,
     of_heads,
     row_of,
+    rows_of,
     share_of,
     store_rows,
     token_of,
@@ -66,6 +67,7 @@ def _walk(
     held,  # tiles of q and dout, and of lse and delta
     first,
     last,
+    count,  # entries of the list
     sources,  # pointers to k and v of a head
     lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
     rows,  # places in the block, segment ids of the queries, pointer to those of the keys
@@ -81,12 +83,10 @@ def _walk(
     """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
     queries, douts, base, deltas = held
     within, segment, segments = rows
-    column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
-        slot, part = step // KV.PARTS, step % KV.PARTS
-        row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
+        slot, part, _, row, exists_kv = rows_of(lists, step, count, KV)
         token = token_of(row, KV)
-        exists_kv = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
+        exists_kv = exists_kv & (token < A.S)
         key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
         value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
         scores = logits(tl.dot(queries, tl.trans(key), input_precision="ieee"), A)
@@ -136,9 +136,9 @@ def _walk_pass(
     WITH_DKV: tl.constexpr,
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
-    first, free, count = span
-    low, high = share_of(begin, end, passed, count * KV.PARTS)
-    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    first, free, steps, count = span
+    low, high = share_of(begin, end, passed, steps)
+    middle = tl.minimum(tl.maximum(free, low), high)
     lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
     for MASKED in tl.static_range(2):
         if L.ANY_MASKED if MASKED else L.ANY_FREE:
@@ -147,6 +147,7 @@ def _walk_pass(
                 held,
                 middle if MASKED else low,
                 high if MASKED else middle,
+                count,
                 sources,
                 lists,
                 rows,
@@ -237,12 +238,12 @@ def dq_kernel(
     dkv = dk + at * A.H, dv + at * A.HV, before_k + early_at * A.H, before_v + early_at * A.HV
     result = zeros(Q.TILE, A.D)
     lists = entries, tiles, chosen_by, bits
-    span = list_of(spans, b, head, block, L, W)
+    span = list_of(spans, b, head, block, KV, L, W)
     result = _walk_pass(result, 0, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
     if KV2.ROWS > 0:
-        passed = span[2] * KV.PARTS
+        passed = span[2]
         lists = more_entries, more_tiles, more_chosen_by, more_bits
-        span = list_of(more_spans, b, head, block, L2, W)
+        span = list_of(more_spans, b, head, block, KV2, L2, W)
         result = _walk_pass(
             result, passed, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV2, L2, BEFORE_KV, False
         )
@@ -273,24 +274,24 @@ def _walk_queries(
     values,
     first,
     last,
+    count,  # entries of the list
     sources,  # pointers to q and dout, lse and delta, of a head
     lists,
     rows,  # places in the block, segment ids of the keys, pointer to those of the queries
+    dq,  # pointer to dq of a head
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
     L: tl.constexpr,
     MASKED: tl.constexpr,
+    WITH_DQ: tl.constexpr,
 ):
-    """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give."""
+    """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give; stores their dq if WITH_DQ."""
     within, segment, segments = rows
-    column = tl.arange(0, Q.TILE)
     for step in tl.range(first, last):
-        slot, part = step // Q.PARTS, step % Q.PARTS
-        place = part * Q.TILE + column
-        row = tl.load(lists[0] + slot) * Q.BLOCK + place // Q.PACK
+        slot, part, place, row, exists = rows_of(lists, step, count, Q)
         token = token_of(row, Q)
-        exists = (row < Q.ROWS) & (token < A.T) & (place < Q.BLOCK * Q.PACK)
+        exists = exists & (token < A.T)
         pointers = vectors_of(sources[0], token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
         queries = load_rows(pointers, exists, A.H, A.D, MASKED)
         scalars = of_heads(token, place, A.T, Q)
@@ -305,7 +306,7 @@ def _walk_queries(
         if MASKED:
             may = may_attend(lists, slot, part, within, KV, Q)
             if L.CHOSEN > 0:
-                may = may & chose(lists, slot, part * Q.TILE + column, Q, L)[None, :]
+                may = may & chose(lists, slot, place, Q, L)[None, :]
             if A.SEGMENTED:
                 other = tl.load(segments + token, mask=exists, other=-2)
                 may = may & (segment[:, None] == other[None, :])
@@ -314,7 +315,12 @@ def _walk_queries(
         dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
         weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, MASKED)
         dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
-        dkeys = tl.dot(dscores.to(queries.dtype), queries, dkeys, input_precision="ieee")
+        dscores = dscores.to(queries.dtype)
+        dkeys = tl.dot(dscores, queries, dkeys, input_precision="ieee")
+        if WITH_DQ:
+            dqueries = tl.dot(tl.trans(dscores), keys, input_precision="ieee") * A.SCALE
+            pointers = vectors_of(dq, row, place, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
+            store_rows(pointers, dqueries, exists, A.H, A.D)
     return dkeys, dvalues
 
 
@@ -341,6 +347,7 @@ def dkv_kernel(
     before_v,  # [B, BEFORE.ROWS, KV_HEADS, HV]
     dk,  # [B, OUT.ROWS, KV_HEADS, H]; like ``piece_dk`` if PIECES
     dv,  # [B, OUT.ROWS, KV_HEADS, HV]
+    dq,  # [B, Q.ROWS, OWN_HEADS, H] if WITH_DQ
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -348,6 +355,7 @@ def dkv_kernel(
     W: tl.constexpr,
     BEFORE: tl.constexpr,
     OUT: tl.constexpr,
+    WITH_DQ: tl.constexpr,  # every row of queries meets one block of keys only, so its dq is complete there
 ):
     """dk and dv of one tile of keys of one key head; grid (jobs or pieces, times tiles of a block, B)."""
     b = tl.program_id(1).to(tl.int64)
@@ -372,13 +380,13 @@ def dkv_kernel(
     last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
     for own in tl.range(first_own, last_own, Q.PACK):
         head = A.FIRST_HEAD + own * A.HEAD_STEP
-        first, free, count = list_of(spans, b, head, block, L, W)
+        first, free, steps, count = list_of(spans, b, head, block, Q, L, W)
         # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
         passed = 0
         if W.PIECES:
             passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) // Q.PACK * W.BLOCKS + block)
-        low, high = share_of(begin, end, passed, count * Q.PARTS)
-        middle = tl.minimum(tl.maximum(free * Q.PARTS, low), high)
+        low, high = share_of(begin, end, passed, steps)
+        middle = tl.minimum(tl.maximum(free, low), high)
         at = b * A.T * A.HEADS + head
         scalars = (b * A.HEADS + head) * A.T
         sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars
@@ -392,14 +400,17 @@ def dkv_kernel(
                     values,
                     middle if MASKED else low,
                     high if MASKED else middle,
+                    count,
                     sources,
                     lists,
                     rows,
+                    dq + (b * Q.ROWS * A.OWN_HEADS + own) * A.H,
                     A,
                     Q,
                     KV,
                     L,
                     MASKED,
+                    WITH_DQ,
                 )
 
     if W.PIECES:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ...planning.views import RowOrder
 from ..call import Call, Operands, joined, merged, over_batches
+from . import by_key
 from .launch import MOST_BATCH_ENTRIES
 from .link import Gradients, Link, Rows
 
@@ -37,10 +38,15 @@ class _Group(NamedTuple):
     links: list[Link]
 
 
+def _padding_apart(operands: Operands) -> Operands:
+    """The operands, whose segment ids of padding are -2 for queries and -1 for keys."""
+    if operands.segments is None:
+        return operands
+    q, kv = operands.segments
+    return operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
+
+
 def _groups(call: Call, operands: Operands) -> list[_Group]:
-    if operands.segments is not None:
-        q, kv = operands.segments
-        operands = operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
     if operands.mask is not None or operands.chosen is not None:
         return [_Group(0, 1, [Link(call, operands, 0, 1, ())])]
     alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
@@ -70,6 +76,14 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
     operands = operands._replace(sinks=None if operands.sinks is None else operands.sinks.astype(jnp.float32))
+    operands = _padding_apart(operands)
+    by_query = functools.partial(_forward_by_query, call)
+    if not by_key.serves(call, operands):
+        return by_query(operands)
+    return jax.lax.cond(by_key.pays(call, operands), functools.partial(by_key.forward, call), by_query, operands)
+
+
+def _forward_by_query(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands)), strict=True)
     return joined(outs).astype(operands.query.dtype), joined(lses)
 
@@ -103,6 +117,15 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     query, key, value = operands.query, operands.key, operands.value
     if not query.size:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    args = _padding_apart(operands), lse, delta, dout
+    by_query = functools.partial(_backward_by_query, call)
+    if not by_key.serves(call, args[0]):
+        return by_query(*args)
+    return jax.lax.cond(by_key.pays(call, args[0]), functools.partial(by_key.backward, call), by_query, *args)
+
+
+def _backward_by_query(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands)
     by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]

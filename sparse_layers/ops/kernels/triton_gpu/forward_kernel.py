@@ -18,6 +18,7 @@ from .tiles import (
     may_attend,
     of_heads,
     row_of,
+    rows_of,
     share_of,
     store_rows,
     token_of,
@@ -33,6 +34,7 @@ def _walk(
     sources,  # pointers to k and v of a head
     first,
     last,
+    count,  # entries of the list
     lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
     rows,  # places in the block, segment ids of the queries, pointer to those of the keys
     A: tl.constexpr,
@@ -44,12 +46,10 @@ def _walk(
     """Goes on from state = (out before division, largest logit, sum of weights) over steps first .. last - 1."""
     out, top, total = state
     within, segment, segments = rows
-    column = tl.arange(0, KV.TILE)
     for step in tl.range(first, last):
-        slot, part = step // KV.PARTS, step % KV.PARTS
-        row = tl.load(lists[0] + slot) * KV.BLOCK + part * KV.TILE + column
+        slot, part, _, row, exists = rows_of(lists, step, count, KV)
         token = token_of(row, KV)
-        exists = (row < KV.ROWS) & (token < A.S) & (part * KV.TILE + column < KV.BLOCK)
+        exists = exists & (token < A.S)
         key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         products = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
@@ -99,14 +99,14 @@ def _walk_pass(
     L: tl.constexpr,
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
-    first, free, count = span
-    low, high = share_of(begin, end, passed, count * KV.PARTS)
-    middle = tl.minimum(tl.maximum(free * KV.PARTS, low), high)
+    first, free, steps, count = span
+    low, high = share_of(begin, end, passed, steps)
+    middle = tl.minimum(tl.maximum(free, low), high)
     lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
     if L.ANY_FREE:
-        state = _walk(state, queries, sources, low, middle, lists, rows, A, Q, KV, L, False)
+        state = _walk(state, queries, sources, low, middle, count, lists, rows, A, Q, KV, L, False)
     if L.ANY_MASKED:
-        state = _walk(state, queries, sources, middle, high, lists, rows, A, Q, KV, L, True)
+        state = _walk(state, queries, sources, middle, high, count, lists, rows, A, Q, KV, L, True)
     return state
 
 
@@ -194,12 +194,12 @@ def forward_kernel(
     sources, rows = (k + at * A.H, v + at * A.HV), (within, segment, kv_segments + b * A.S)
     state = result, top, total
     lists = entries, tiles, chosen_by, bits
-    span = list_of(spans, b, head, block, L, W)
+    span = list_of(spans, b, head, block, KV, L, W)
     state = _walk_pass(state, 0, queries, sources, begin, end, span, lists, rows, A, Q, KV, L)
     if KV2.ROWS > 0:
-        passed = span[2] * KV.PARTS
+        passed = span[2]
         lists = more_entries, more_tiles, more_chosen_by, more_bits
-        span = list_of(more_spans, b, head, block, L2, W)
+        span = list_of(more_spans, b, head, block, KV2, L2, W)
         state = _walk_pass(state, passed, queries, sources, begin, end, span, lists, rows, A, Q, KV2, L2)
     result, top, total = state
 

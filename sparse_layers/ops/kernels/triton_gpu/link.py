@@ -102,7 +102,7 @@ class Link:
     @functools.cached_property
     def gives_dkv(self) -> bool:
         """Whether the dq kernel computes dk and dv as well: each key is in one list, so they are complete there."""
-        heads, kv_heads, rows = self.operands.query.shape[2], self.operands.key.shape[2], rows_of("fused", *self._sizes)
+        heads, kv_heads, rows = self.operands.query.shape[2], self.operands.key.shape[2], rows_of("fused", *self.sizes)
         complete = self.q_order.complete and self.kv_order.complete and self.step == 1 and heads == kv_heads
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
@@ -136,7 +136,7 @@ class Link:
         out, lse = prepared.run(
             forward_kernel,
             [*prepared.more_arrays, *self._segments],
-            [self._sizes[1][1], None],
+            [self.sizes[1][1], None],
             earlier,
             outputs,
             constants | {"SINKS": sinks is not None},
@@ -159,7 +159,7 @@ class Link:
         dq, dk, dv = prepared.run(
             dq_kernel,
             [*prepared.more_arrays, *self._segments],
-            [self._sizes[1][0]],
+            [self.sizes[1][0]],
             earlier,
             outputs,
             constants | {"BEFORE": _rows(before)},
@@ -170,16 +170,25 @@ class Link:
 
     def dkv(self, gradients: Gradients, before: Rows | None, rounded: bool) -> Rows:
         """(dk, dv) of this pass, added to ``before``."""
-        prepared, order = self._prepared("dkv"), _destination(self.kv_order)
+        return self._dkv(gradients, before, rounded, None)[0]
+
+    def _dkv(
+        self, gradients: Gradients, before: Rows | None, rounded: bool, q_rows: int | None
+    ) -> tuple[Rows, jax.Array]:
+        """(dk, dv) as `dkv` gives them, and dq [B, q_rows, heads, H], if each of that many rows meets one key block."""
+        prepared, order, with_dq = self._prepared("dkv"), _destination(self.kv_order), q_rows is not None
+        dq_shape = (1,) if q_rows is None else (q_rows, self.heads, self.operands.query.shape[-1])
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
         outputs = [prepared.output((order.rows, kv_heads, size), rounded and order.natural) for size in sizes]
-        whole, piece = {"BEFORE": _rows(before)}, {"BEFORE": _rows(None)}
+        outputs.append(prepared.output(dq_shape, True))
+        whole = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None}
+        piece = {"BEFORE": _rows(None), "WITH_DQ": with_dq}
         earlier = [*gradients, *_arrays(before, 2)]
-        found = prepared.run(dkv_kernel, self._segments, self._sizes[1], earlier, outputs, whole, piece, order)
-        return Rows(order, tuple(found))
+        *dkv, dq = prepared.run(dkv_kernel, self._segments, self.sizes[1], earlier, outputs, whole, piece, order)
+        return Rows(order, tuple(dkv)), dq
 
     @property
-    def _sizes(self) -> tuple[int, tuple[int, int]]:
+    def sizes(self) -> tuple[int, tuple[int, int]]:
         """(bytes of an element, padded head sizes of q and k, and of v)."""
         query, value = self.operands.query, self.operands.value
         return query.dtype.itemsize, (launch.padded(query.shape[-1]), launch.padded(value.shape[-1]))
@@ -188,7 +197,7 @@ class Link:
     def _segments(self) -> tuple[jax.Array | None, ...]:
         return self.operands.segments or (None, None)
 
-    def _shape(self, kernel: str) -> tuple[int, int]:
+    def shape(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists."""
         if self.call.selection is not None:
             block, granularity = self.call.selection
@@ -201,7 +210,7 @@ class Link:
         if self.also is not None:  # queries are cut as the pass with more to do has them
             other = self.also.passes[0]
             bq = max((self.passes[0], other), key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
-        tile = rows_of(kernel, *self._sizes)
+        tile = rows_of(kernel, *self.sizes)
         if tile and self.call.params[0].q_blocksize is None and (kernel == "fused" or tile < bq <= 2 * tile):
             bq = tile  # lists as fine as the tiles
         return bq, bkv
@@ -213,19 +222,33 @@ class Link:
         """What the launch of a kernel needs."""
         device = launch.device()
         assert isinstance(device, launch.Device)
-        dkv, shape, params = kernel == "dkv", self._shape(kernel), self.call.params[kernel != "forward"]
+        dkv, shape, params = kernel == "dkv", self.shape(kernel), self.call.params[kernel != "forward"]
         rows = shape[0] * self.pack
-        settings = choose(kernel, *self._sizes, (shape[1], rows) if dkv else (rows, shape[1]), params, device)
+        settings = choose(kernel, *self.sizes, (shape[1], rows) if dkv else (rows, shape[1]), params, device)
         held = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
         q, kv = Side(self.q_order, shape[0], held[0], self.pack), Side(self.kv_order, shape[1], held[1])
         major, minor = (kv, q) if dkv else (q, kv)
         walks = [(minor, self._lists(major, minor, dkv))]
         if self.also is not None and not dkv:
-            second = Side(self.also.kv_order, self.also._shape(kernel)[1], settings.minor)
+            second = Side(self.also.kv_order, self.also.shape(kernel)[1], settings.minor)
             walks.append((second, self.also._lists(q, second, dkv)))
+        return self._launch(q, kv, major, walks, settings, pieces_asked(params, minor.order.rows), dkv)
+
+    def _launch(
+        self,
+        q: Side,
+        kv: Side,
+        major: Side,
+        walks: "Sequence[tuple[Side, Lists]]",
+        settings: Settings,
+        asked: int | None,
+        dkv: bool,
+    ) -> "_Prepared":
+        """A launch over lists; ``asked`` is what `pieces_asked` says, the other arguments are fields of `_Prepared`."""
+        device = launch.device()
+        assert isinstance(device, launch.Device)
         steps, passed = self._steps(walks, dkv)
         programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
-        asked = pieces_asked(params, minor.order.rows)
         most = None
         if asked is not None:
             number, most = np.full(steps.shape, asked, np.int32), asked * steps.shape[1]
@@ -256,7 +279,7 @@ class Link:
         own: Any = 0
         for minor, lists in walks:
             counts = lists.lists.counts[..., 1]
-            own = own + counts[:, heads // lists.lists.group % counts.shape[1]] * minor.parts
+            own = own + minor.steps(counts[:, heads // lists.lists.group % counts.shape[1]])
         if not dkv:
             return own.reshape(len(own), own.shape[1] * own.shape[2]), None
         jobs = (own[:, None] * members.astype(np.int32)[None, :, :, None]).sum(2)
@@ -271,12 +294,16 @@ class Link:
         total = longest = 0
         for minor, lists in walks:
             batches, kinds = lists.lists.spans.shape[:2]
-            total += lists.lists.block.size // batches * -(-len(heads) // kinds) * minor.parts
-            longest += lists.longest * int(members.sum(1).max()) * minor.parts
+            total += minor.steps(lists.lists.block.size // batches) * -(-len(heads) // kinds)
+            longest += minor.steps(lists.longest) * int(members.sum(1).max())
         limit = max(LEAST_STEPS, -(-total * programs // slots))
         if longest <= limit:
             return np.zeros(steps.shape, np.int32), 0
-        return jnp.where(steps > limit, -(-steps // limit), 0), 2 * total // limit
+        pieces = -(-steps // limit)
+        if walks[0][0].gathered:  # what is stored by minor row comes from one launch: every job is cut
+            jobs = steps.shape[1]
+            return jnp.maximum(pieces, 1), (total + jobs * int(members.sum(1).max())) // limit + jobs
+        return jnp.where(steps > limit, pieces, 0), 2 * total // limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -339,9 +366,9 @@ class _Prepared:
         Args:
           kernel: the kernel.
           others: its arrays between those of the first pass' lists and the results of pieces.
-          sizes: of the results of a piece, by row: None for a number.
+          sizes: of the results of a piece, by major row: None for a number.
           earlier: its arrays after these.
-          outputs: its results.
+          outputs: its results by major row, as many as ``sizes``, and what it stores as it walks.
           constants: those that not all kernels have; ``of_pieces`` where they differ for pieces.
           of_pieces: see there.
           order: the order of the results' rows.
@@ -375,21 +402,26 @@ class _Prepared:
         }
         first = operands.query, operands.key, operands.value
         lists = [*_arrays_of(self.walks[0][1]), *others]
-        nothing = [None] * len(sizes)
-        found, blocks = nothing, self.major.blocks
+        by_row, blocks, nothing = len(sizes), self.major.blocks, [None] * len(sizes)
         batches = max([1, *(x.shape[1] for x in (self.order, self.cut and self.cut.work) if x is not None)])
+        found: Sequence[Any] = nothing
+        walked: Sequence[Any] | None = None
         if self.cut is not None:
             number = len(self.cut.work)
             rows = number, b, parts * self.major.tile
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
-            results += outputs[len(sizes) :]  # outputs that a piece leaves alone
             work = {"W": tiles.Work(blocks, False, True, False, batches)}
             arrays = [*first, self.cut.work, self.passed, *lists, *nothing, *earlier]
+            results = [*results, *outputs[by_row:]]
             found = self._call(kernel, number * parts, arrays, results, shared | constants | of_pieces | work)
-            found = found[: len(sizes)]
+            found, walked = found[:by_row], found[by_row:]
+            outputs = [*outputs[:by_row], *(self.output((1,)) for _ in walked)]
+            if not sizes:
+                return list(walked)
         work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}
         arrays = [*first, self.order, None if self.cut is None else self.cut.pieces, *lists, *found, *earlier]
-        return self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work)
+        results = self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work)
+        return [*results[:by_row], *(results[by_row:] if walked is None else walked)]
 
     def _call(self, kernel, programs, arrays, outputs, constants) -> list[jax.Array]:
         query = self.link.operands.query
@@ -399,10 +431,13 @@ class _Prepared:
         results = launch.call(
             kernel, (programs, query.shape[0]), arrays, outputs, constants, settings.num_warps, settings.num_stages
         )
-        # Inside `shard_map`, JAX cannot know of a kernel's results that they differ by device as its operands do.
-        axes = jax.typeof(query).manual_axis_type.varying
-        missing = [tuple(axes - jax.typeof(x).manual_axis_type.varying) for x in results]
-        return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(results, missing, strict=True)]
+        return [varying_like(query, x) for x in results]
+
+
+def varying_like(query: jax.Array, x: jax.Array) -> jax.Array:
+    """x, known to differ by device as the query does: inside `shard_map` JAX cannot know it of a kernel's results."""
+    missing = tuple(jax.typeof(query).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _destination(order: RowOrder) -> RowOrder:

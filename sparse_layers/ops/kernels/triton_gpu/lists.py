@@ -17,6 +17,7 @@ from ...planning.lists import (
     BlockLists,
     Candidates,
     Extents,
+    StateTable,
     chosen_candidates,
     run_time_candidates,
     run_time_table,
@@ -41,12 +42,14 @@ class Side:
       block: rows in a block of the lists.
       tile: rows in a tile of a kernel, a power of two; a block is walked in ``parts`` tiles.
       pack: query heads whose vectors at a token are rows of one tile; a power of two. Blocks are as long in tokens.
+      gathered: blocks are single rows, and a tile is made of many of them.
     """
 
     order: RowOrder
     block: int
     tile: int
     pack: int = 1
+    gathered: bool = False
 
     @property
     def parts(self) -> int:
@@ -61,7 +64,12 @@ class Side:
     @property
     def axis(self) -> Axis:
         """What kernels know of it."""
-        return Axis(self.order.rows, *self.order.numbers, self.block, self.tile, self.parts, self.pack)
+        numbers = self.order.numbers
+        return Axis(self.order.rows, *numbers, self.block, self.tile, self.parts, self.pack, self.gathered)
+
+    def steps(self, entries: Any) -> Any:
+        """How many steps so many entries of a list take."""
+        return -(-entries * self.pack // self.tile) if self.gathered else entries * self.parts
 
     @property
     def exact(self) -> bool:
@@ -112,17 +120,20 @@ def candidates_of(
     """The pairs of blocks of a pass without a look at segment ids, and its tiles, as `bits_of` takes them."""
     if operands.chosen is not None:
         assert call.selection is not None
-        granularity, heads = call.selection[1], operands.query.shape[2]
-        if operands.mask is not None:
-            table, tiles = run_time_table(operands.mask, shape)
-        else:
-            assert call.plan is not None
-            orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-            table, tiles = state_table([Reordered(mask, *orders) for mask in call.plan.masks], shape, True)
-        return chosen_candidates(operands.chosen, granularity, shape, table, heads), tiles
+        table, tiles = table_of(call, operands, shape)
+        return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
     if operands.mask is not None:
         return run_time_candidates(operands.mask, shape)
     return _sorted(passes, shape, dkv), None
+
+
+def table_of(call: Call, operands: Operands, shape: tuple[int, int]) -> tuple[StateTable, Any]:
+    """What the mask beside a selection says of blocks, and its tiles, as `bits_of` takes them."""
+    if operands.mask is not None:
+        return run_time_table(operands.mask, shape)
+    assert call.plan is not None
+    orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+    return state_table([Reordered(mask, *orders) for mask in call.plan.masks], shape, True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,7 +157,7 @@ def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Si
     parts = 0
     if call.selection is not None and candidates.chosen_by is not None:
         parts = call.selection[1]
-    candidates = _only_whole(candidates, minor)
+    candidates = only_whole(candidates, minor)
     starts = candidates.starts(dkv)
     lists = candidates.lists(dkv) if starts is None else _compacted(candidates, starts, dkv)
     return Lists(lists, bits, candidates.longest(dkv), parts)
@@ -175,7 +186,7 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
 def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
     shape = (minor.block, major.block) if dkv else (major.block, minor.block)
     candidates, _ = static_candidates([one.mask for one in passes], shape, True)
-    lists = _only_whole(candidates, minor).lists(dkv)
+    lists = only_whole(candidates, minor).lists(dkv)
     longest = int(lists.counts[..., 1].max(initial=0))
     return Lists(lists, _static_bits(passes, major, minor, dkv), longest)
 
@@ -186,7 +197,7 @@ def _static_bits(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) 
     return bits_of(static_candidates([one.mask for one in passes], shape, True)[1], major, minor, dkv)
 
 
-def _only_whole(candidates: Candidates, minor: Side) -> Candidates:
+def only_whole(candidates: Candidates, minor: Side) -> Candidates:
     """The candidates, none of them free if tiles reach beyond the blocks of the minor side."""
     if minor.exact:
         return candidates
@@ -197,7 +208,7 @@ def _only_whole(candidates: Candidates, minor: Side) -> Candidates:
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
     """Tiles, bool [n, bq, bkv] of JAX or as `packed_tiles` has them, as the bits of `Lists`."""
     # Heads that are packed have a bit in common, and those of a block of queries then fit a word.
-    rows = major.parts * major.tile // major.pack
+    rows = 1 if major.gathered else major.parts * major.tile // major.pack
     words = minor.parts * minor.tile if minor.pack == 1 else 32
     ends = [(0, rows - major.block), (0, words - minor.block)]
     if isinstance(tiles, np.ndarray):

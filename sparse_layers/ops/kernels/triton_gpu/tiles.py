@@ -49,6 +49,7 @@ class Axis(NamedTuple):
     TILE: int  # rows of a tile, a power of two
     PARTS: int  # tiles in a block
     PACK: int  # query heads of a key head whose vectors at a token are neighbouring rows of one tile; 1 on the key side
+    GATHERED: bool  # whether an entry of the lists is a single row, so that a tile is made of many entries
 
 
 class Walk(NamedTuple):
@@ -116,17 +117,39 @@ def job_of(work, pieces, b, W: tl.constexpr, PARTS: tl.constexpr, JOBS: tl.const
 
 
 @triton.jit
-def list_of(spans, b, head, block, L: tl.constexpr, W: tl.constexpr):
-    """(first entry, number of the free ones, number of all) of the list of a query head and a major block."""
+def list_of(spans, b, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
+    """The list of a query head and a major block: (first entry, steps over free ones, all steps, number of entries)."""
     line = ((b % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
     first = tl.load(spans + line * 3)
-    return first, tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+    free, count = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+    if X.GATHERED:  # a tile of which only some entries are free is not
+        return first, free * X.PACK // X.TILE, tl.cdiv(count * X.PACK, X.TILE), count
+    else:
+        return first, free * X.PARTS, count * X.PARTS, count
 
 
 @triton.jit
 def share_of(begin, end, passed, count):
     """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others."""
     return tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
+
+
+@triton.jit
+def rows_of(lists, step, count, X: tl.constexpr):
+    """The minor rows of a step: (entry, tile of its block, places in the block, rows, whether there are such).
+
+    Of gathered rows each has an entry, and places count from the begin of the list, which has ``count`` entries.
+    """
+    column = tl.arange(0, X.TILE)
+    if X.GATHERED:
+        place = step * X.TILE + column
+        entry = tl.minimum(place // X.PACK, count - 1)
+        return entry, 0, place, tl.load(lists[0] + entry), place < count * X.PACK
+    else:
+        entry, part = step // X.PARTS, step % X.PARTS
+        place = part * X.TILE + column
+        row = tl.load(lists[0] + entry) * X.BLOCK + place // X.PACK
+        return entry, part, place, row, (row < X.ROWS) & (place < X.BLOCK * X.PACK)
 
 
 @triton.jit
@@ -181,6 +204,24 @@ def store_rows(pointers, values, exists, LENGTH: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
     """The mask tile [rows, MINOR.TILE] of an entry: bits of words, which hold the minor rows of each major one."""
+    if MINOR.GATHERED:
+        return _may_attend_gathered(lists, slot, row, MAJOR)
+    else:
+        return _may_attend_block(lists, slot, part, row, MAJOR, MINOR)
+
+
+@triton.jit
+def _may_attend_gathered(lists, slot, row, MAJOR: tl.constexpr):
+    """Of minor rows with an entry each: the tile of an entry is a row of words, for the major rows."""
+    bits = lists[3] + (tl.load(lists[1] + slot).to(tl.int64) + 1) * (MAJOR.PARTS * MAJOR.TILE // 32)
+    word = tl.load(bits)[None, :]
+    for i in tl.static_range(1, MAJOR.TILE // 32):
+        word = tl.where(row[:, None] < i * 32, word, tl.load(bits + i)[None, :])
+    return ((word >> (row & 31)[:, None]) & 1) != 0
+
+
+@triton.jit
+def _may_attend_block(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
     words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.PARTS * MINOR.TILE // 32
     tile = tl.load(lists[1] + slot).to(tl.int64) + 1  # the first lets everything pass
     bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE // MAJOR.PACK * words) + row // MAJOR.PACK * words

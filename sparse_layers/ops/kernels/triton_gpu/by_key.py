@@ -1,0 +1,254 @@
+"""Selections of single queries by blocks of keys, for queries that hardly agree with their neighbours.
+
+A tile of neighbouring queries walks over all blocks that any of them chose: with little agreement, many times what each
+of them did. Here a program holds a block of keys instead and takes to it those that chose it, wherever they are. Each
+choice, a query and one of its blocks, is a row of its own, and what its rows give is put together for each query: out
+and lse by their softmax, dq as a sum; dk and dv are complete where they are made. Queries are taken in as many turns as
+keep the rows' results as small as the operands.
+
+The same idea: Yan et al. 2025, "FSA: An Alternative Efficient Implementation of Native Sparse Attention Kernel".
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates
+from ...planning.params import BwdParams
+from ...planning.views import RowOrder
+from ..call import Call, Operands
+from . import launch
+from .by_key_kernel import by_key_kernel
+from .link import Gradients, Link, Rows, varying_like
+from .lists import Lists, Side, bits_of, only_whole, table_of
+from .settings import choose, rows_of, shared_memory
+
+# A tile of fewer queries walks over little more than each of them chose.
+LEAST_TOGETHER = 5
+# How many times what a query chose its tile has to walk over, for rows of choices to take less time.
+LEAST_WASTE = 2.25
+# Tiles that are looked at to find that out.
+SAMPLE = 64
+
+
+def serves(call: Call, operands: Operands) -> bool:
+    """Whether a call may be computed this way."""
+    if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
+        return False
+    together, link = _together(call, operands), _Choices(call, operands, 0, 1, ())
+    if call.selection[1] > 1 or together < LEAST_TOGETHER or operands.query.shape[1] < 2 * together:
+        return False
+    device, kernels = launch.device(), ("by_key", "dqkv")
+    assert isinstance(device, launch.Device)
+    if any(rows_of(kernel, *link.sizes) is None for kernel in kernels):
+        return False
+    fitting = (shared_memory(x, link.settings(x), *link.sizes, device.capability) for x in kernels)
+    return max(fitting) <= device.shared_memory
+
+
+def pays(call: Call, operands: Operands) -> jax.Array:
+    """bool []: whether neighbours agree so little that this way takes less time, judged by some of them."""
+    ids, together = operands.chosen, _together(call, operands)
+    assert ids is not None
+    batch, queries, lists, k = ids.shape
+    tiles = queries // together
+    ids = ids[:, : tiles * together].reshape(batch, tiles, together, lists, k)[:, :: -(-tiles // SAMPLE)]
+    ids = jnp.sort(jnp.moveaxis(ids, 3, 2).reshape(-1, together * k), axis=-1)
+    first = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)
+    union, chosen = ((first & (ids >= 0)).sum(), (ids >= 0).sum())
+    return union * together > LEAST_WASTE * chosen
+
+
+def _together(call: Call, operands: Operands) -> int:
+    """Queries in a tile of the other way."""
+    assert call.selection is not None
+    return Link(call, operands, 0, 1, ()).shape("forward")[0]
+
+
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, Hv] in the dtype of the query, lse [B, T, N] in float32)."""
+
+    def some(_, x):
+        choices, _ = x
+        out, lse = choices.attend()
+        live = choices.live
+        lse = jnp.where(live, lse, -jnp.inf)
+        sinks = -jnp.inf if operands.sinks is None else operands.sinks.astype(jnp.float32)
+        total = jnp.logaddexp(jax.nn.logsumexp(lse, axis=2), sinks)
+        weights = jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)[:, :, None])
+        out = jnp.where(live[..., None], out, 0) * weights[..., None]
+        return None, (out.sum(2, dtype=jnp.float32).astype(operands.query.dtype), total)
+
+    return _in_turns(some, call, operands, ())[1]
+
+
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    """(dq, dk, dv) in the dtypes of query, key and value; lse and delta [B, T, N], dout [B, T, N, Hv]."""
+    key, value = operands.key, operands.value
+
+    def some(before, x):
+        choices, (lse, delta, dout) = x
+        gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(key.dtype))
+        dq, dkv = choices.gradients(gradients, before)
+        dq = jnp.where(choices.live[..., None], dq, 0).sum(2, dtype=jnp.float32).astype(key.dtype)
+        return dkv, (dq,)
+
+    (dk, dv), (dq,) = _in_turns(some, call, operands, (lse, delta, dout))
+    return dq, dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query: tuple[jax.Array, ...]) -> Any:
+    """`jax.lax.scan` of some(carry, (choices, by_query)) over turns of queries: the last carry, results [B, T, ...].
+
+    The first carry is None where all are taken in one turn, and zeros [B, S, K, H] and [B, S, K, Hv] otherwise.
+    """
+    assert call.selection is not None and operands.chosen is not None
+    (block, granularity), query = call.selection, operands.query
+    # Blocks are cut so that a program can hold one.
+    most = rows_of("dqkv", *Link(call, operands, 0, 1, ()).sizes) or block
+    finer = next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
+    chosen = operands.chosen[..., None] * finer + np.arange(finer, dtype=np.int32)
+    chosen = jnp.where(operands.chosen[..., None] < 0, -1, chosen).reshape(*operands.chosen.shape[:3], -1)
+    call = dataclasses.replace(call, selection=(block // finer, granularity))
+    table = table_of(call, operands, (1, block // finer))
+    tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
+    given = sum(x.size for x in (query, operands.key, operands.value, query))
+    turns = max(1, min(tokens, chosen.shape[-1] * query.size // query.shape[-1] * size // given))
+    length = -(-tokens // turns)
+
+    def cut(x, fill=0):
+        ends = [(0, 0), (0, turns * length - tokens)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, ends, constant_values=fill)
+        return jnp.moveaxis(x.reshape(len(x), turns, length, *x.shape[2:]), 1, 0)
+
+    def turn(carry, x):
+        start, query, chosen, segments, by_query = x
+        own = operands._replace(query=query, chosen=chosen)
+        if operands.segments is not None:
+            own = own._replace(segments=(segments, operands.segments[1]))
+        return some(carry, (_Choices(call, own, 0, 1, (), None, table, start), by_query))
+
+    q_segments = None if operands.segments is None else cut(operands.segments[0], -2)
+    starts = np.arange(turns, dtype=np.int32) * length
+    inputs = starts, cut(query), cut(chosen, -1), q_segments, tuple(cut(x) for x in by_query)
+    if turns == 1:
+        carry, found = turn(None, jax.tree.map(lambda x: x[0], inputs))
+        return carry, found
+    zeros = tuple(varying_like(query, jnp.zeros(x.shape, jnp.float32)) for x in (operands.key, operands.value))
+    carry, found = jax.lax.scan(turn, zeros if by_query else None, inputs)
+
+    def joined(x):
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(len(x), turns * length, *x.shape[3:])[:, :tokens]
+
+    return carry, jax.tree.map(joined, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByChoice(RowOrder):
+    """Rows of choices: of each token as many as it has.
+
+    Attributes:
+      each: choices of a token.
+    """
+
+    each: int
+
+    @property
+    def rows(self) -> int:
+        return self.length * self.each
+
+    @property
+    def complete(self) -> bool:
+        return False
+
+    @property
+    def numbers(self):
+        return self.each, 0, 1, 0
+
+    def token(self, row):
+        return row // self.each
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Choices(Link):
+    """The choices of some queries.
+
+    Attributes:
+      table: what the mask says of the blocks of single queries, and its tiles.
+      start: the first query, in the table.
+    """
+
+    table: tuple[StateTable, Any] | None = None
+    start: Any = 0
+
+    @property
+    def q_order(self) -> RowOrder:
+        """The token of each choice."""
+        assert self.operands.chosen is not None
+        return _ByChoice(self.operands.query.shape[1], self.operands.chosen.shape[-1])
+
+    @functools.cached_property
+    def live(self) -> jax.Array:
+        """bool [B, T, k, N]: which choices are there to be looked at."""
+        kind, group = self._candidates.kind, self._candidates.group
+        live = jnp.repeat(kind != DEAD, group, axis=1)
+        return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
+
+    def attend(self) -> tuple[jax.Array, jax.Array]:
+        """(out [B, T, k, N, Hv] in the dtype of the query, lse [B, T, k, N]) of each choice; undefined unless live."""
+        prepared, rows = self._prepared("by_key"), self.q_order.rows
+        outputs = (
+            prepared.output((rows, self.heads, self.operands.value.shape[-1]), True),
+            prepared.output((self.heads, rows)),
+        )
+        out, lse = prepared.run(by_key_kernel, self._segments, [], [], outputs, {}, {}, self.q_order)
+        return self._by_token(out), self._by_token(lse.swapaxes(1, 2))
+
+    def gradients(self, gradients: Gradients, before: Any) -> tuple[jax.Array, Any]:
+        """(dq of each choice [B, T, k, N, H], undefined unless live, (dk, dv)), added to those ``before``."""
+        before = None if before is None else Rows(self.kv_order, before)
+        rows, dq = self._dkv(gradients, before, before is None, self.q_order.rows)
+        return self._by_token(dq), rows.arrays
+
+    def _by_token(self, x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], self.q_order.length, -1, *x.shape[2:])
+
+    def settings(self, kernel: str):
+        """The settings of a kernel, whatever the block."""
+        assert self.call.selection is not None
+        device = launch.device()
+        assert isinstance(device, launch.Device)
+        block = max(32, self.call.selection[0])
+        return choose(kernel, *self.sizes, (block, 1 << 16), BwdParams(), device)
+
+    def _prepared(self, kernel: str):
+        assert self.call.selection is not None
+        settings = self.settings("dqkv" if kernel == "dkv" else kernel)
+        q = Side(self.q_order, 1, settings.minor, self.pack, gathered=True)
+        kv = Side(self.kv_order, self.call.selection[0], settings.major)
+        return self._launch(q, kv, kv, [(q, self._choice_lists(q, kv))], settings, None, kernel == "dkv")
+
+    @functools.cached_property
+    def _candidates(self) -> Candidates:
+        operands = self.operands
+        assert self.call.selection is not None and operands.chosen is not None and self.table is not None
+        (block, granularity), heads = self.call.selection, operands.query.shape[2]
+        found = chosen_candidates(operands.chosen, granularity, (1, block), self.table[0], heads, self.start)
+        if operands.segments is not None:
+            orders = RowOrder(operands.query.shape[1]), self.kv_order
+            sides = zip(orders, operands.segments, (1, block), strict=True)
+            found = found.with_segments(*(Extents.of(*side) for side in sides))
+        return found
+
+    def _choice_lists(self, q: Side, kv: Side) -> Lists:
+        found = self._candidates
+        assert self.table is not None
+        rows = jax.lax.broadcasted_iota(jnp.int32, found.kind.shape, 2)
+        found = dataclasses.replace(only_whole(found, kv), row=rows, blocks=(self.q_order.rows, found.blocks[1]))
+        return Lists(found.lists(True), bits_of(self.table[1], q, kv, False), self.q_order.length)
