@@ -17,16 +17,12 @@ from ...planning.lists import (
     BlockLists,
     Candidates,
     Extents,
-    chosen_candidates,
-    run_time_candidates,
-    run_time_table,
-    state_table,
     static_candidates,
     unpacked_tiles,
 )
 from ...planning.plan import Pass
-from ...planning.views import Reordered, RowOrder
-from ..call import Call, Operands
+from ...planning.views import RowOrder
+from ..call import Call, Operands, run_time_blocks
 from . import launch
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis
@@ -110,18 +106,8 @@ def candidates_of(
     call: Call, operands: Operands, passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool
 ) -> tuple[Candidates, Any]:
     """The pairs of blocks of a pass without a look at segment ids, and its tiles, as `bits_of` takes them."""
-    if operands.chosen is not None:
-        assert call.selection is not None
-        granularity, heads = call.selection[1], operands.query.shape[2]
-        if operands.mask is not None:
-            table, tiles = run_time_table(operands.mask, shape)
-        else:
-            assert call.plan is not None
-            orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-            table, tiles = state_table([Reordered(mask, *orders) for mask in call.plan.masks], shape, True)
-        return chosen_candidates(operands.chosen, granularity, shape, table, heads), tiles
-    if operands.mask is not None:
-        return run_time_candidates(operands.mask, shape)
+    if operands.chosen is not None or operands.mask is not None:
+        return run_time_blocks(call, operands, shape, call.masks, True)
     return _sorted(passes, shape, dkv), None
 
 
