@@ -87,12 +87,6 @@ class Pass:
         """Rows of q and of k/v, rounded up to whole blocks of ``shape``."""
         return _round_up(self.q_order.rows, shape[0]), _round_up(self.kv_order.rows, shape[1])
 
-    def lists(self, shape: tuple[int, int], dkv: bool) -> MaskInfo:
-        """Block lists in blocks of any shape, by key column if ``dkv``; made anew if they are not `fwd` or `dkv`."""
-        if shape == (self.bwd_shape if dkv else self.fwd_shape):
-            return self.dkv if dkv else self.fwd
-        return (process_mask_dkv if dkv else process_mask)(bind(self.mask, 1, *self.padded(shape)), shape)[0]
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
