@@ -1,47 +1,47 @@
-"""Planning: seconds and bytes for every preset at long lengths.
+"""Planning: seconds and bytes for every preset at long lengths, the lists of all passes included.
 
     python -m benchmarks.plans
 
 Each plan is made anew, nothing of an earlier one is reused, in turns; the least of the runs counts. Seconds are of the
 processor: planning runs in one thread, and other work on the machine only ever adds. ``MB`` are those of all block
-lists and tiles.
+lists that kernels read, and of their tiles.
 """
 
 import argparse
 import time
 
-import numpy as np
-
 import sparse_layers as sl
-from sparse_layers.ops.planning import mask_info
+from sparse_layers.ops.planning import lists
 from sparse_layers.ops.planning import plan as planning
 from sparse_layers.ops.planning.blocks import active_blocks
+from sparse_layers.ops.planning.platforms import TUNING
 
 from .record import Record, add_option
 
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
 
 
-def metadata_bytes(plan: sl.Plan) -> int:
-    """Bytes of all distinct arrays that a plan holds."""
-    arrays = {
-        id(array): array.nbytes
-        for chain in plan.chains
-        for link in chain
-        for info in (link.fwd, link.dkv)
-        for array in info
-        if isinstance(array, np.ndarray)
-    }
-    return sum(arrays.values())
+def listed(plan: sl.Plan) -> int:
+    """Makes the lists of all passes, by query and by key; their bytes."""
+    found = {}
+    for link in (link for chain in plan.chains for link in chain):
+        for shape, by_key in (link.fwd_shape, False), (link.bwd_shape, True):
+            tuned = TUNING[plan.implementation]
+            candidates, tiles = lists.static_candidates([link.mask], shape, planning.in_tiles(link.mask, shape, tuned))
+            of_blocks = candidates.lists(by_key)
+            arrays = of_blocks.spans, of_blocks.block, of_blocks.tile, tiles
+            found |= {id(x): x for x in arrays if x is not None}
+    return sum(x.nbytes for x in found.values())
 
 
-def planned(name: str, seq_len: int) -> tuple[float, sl.Plan]:
-    """CPU seconds of making a plan, and the plan."""
-    for cache in (active_blocks, planning._make_plan, planning._make_chain, mask_info._compile):
+def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
+    """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
+    for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._static_candidates):
         cache.cache_clear()
     start = time.process_time()
     plan = sl.make_plan(sl.preset(name), seq_len)
-    return time.process_time() - start, plan
+    size = listed(plan)
+    return time.process_time() - start, plan, size
 
 
 def main() -> None:
@@ -57,13 +57,13 @@ def main() -> None:
     for seq_len in options.lengths:
         limit = LIMITS[seq_len]
         record.say(f"\n| T = {seq_len:,}, limit {limit:g} s | seconds | MB | chosen chain |\n| --- | --- | --- | --- |")
-        seconds, plans = {name: [] for name in options.presets}, {}
+        seconds, plans, sizes = {name: [] for name in options.presets}, {}, {}
         for _ in range(options.runs):
             for name in options.presets:
-                taken, plans[name] = planned(name, seq_len)
+                taken, plans[name], sizes[name] = planned(name, seq_len)
                 seconds[name].append(taken)
         for name, plan in plans.items():
-            size, chain, least = metadata_bytes(plan), plan.candidates[0][0][0], min(seconds[name])
+            size, chain, least = sizes[name], plan.candidates[0][0][0], min(seconds[name])
             record.add(preset=name, seq_len=seq_len, cpu_seconds=seconds[name], bytes=size, chain=chain)
             record.say(f"| {name} | {least:.2f} | {size / 1e6:.1f} | {chain} |")
             if least > limit:

@@ -14,9 +14,11 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ...masks.options import real
+from ..planning.lists import Candidates, StateTable, chosen_candidates, run_time_candidates, run_time_table, state_table
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 from ..planning.selection import Selection, known
+from ..planning.views import Reordered, RowOrder
 
 
 def accumulator(dtype: Any) -> Any:
@@ -63,6 +65,14 @@ class Call:
         """The plan's chains; there is a plan wherever there is no run-time mask."""
         assert self.plan is not None
         return self.plan.chains
+
+    @property
+    def masks(self) -> tuple[Reordered, ...]:
+        """The plan's masks in natural row order; none if the mask is a run-time array."""
+        if self.plan is None:
+            return ()
+        orders = RowOrder(self.plan.q_len), RowOrder(self.plan.kv_len)
+        return tuple(Reordered(mask, *orders) for mask in self.plan.masks)
 
 
 class Operands(NamedTuple):
@@ -208,6 +218,38 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
         return marked
 
     return mark
+
+
+def run_time_blocks(
+    call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
+) -> tuple[Candidates, Any]:
+    """The pairs of blocks that a run-time mask or a selection leaves, in natural row order, and their mask tiles.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, or those of some heads; with a mask or with ``chosen``.
+      shape: (bq, bkv), rows of a block.
+      masks: those of ``call.masks`` that limit a selection, if the mask is no run-time array.
+      with_tiles: whether to make tiles of these; otherwise rules compute them.
+
+    Returns:
+      The candidates, and their tiles: of a run-time mask as `run_time_candidates` has them, else `static_candidates`.
+    """
+    if operands.chosen is None:
+        assert operands.mask is not None
+        return run_time_candidates(operands.mask, shape)
+    assert call.selection is not None
+    table, tiles = table_of(operands, shape, masks, with_tiles)
+    return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
+
+
+def table_of(
+    operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
+) -> tuple[StateTable, Any]:
+    """What the mask beside a selection says of every block, and its tiles; arguments as in `run_time_blocks`."""
+    if operands.mask is None:
+        return state_table(masks, shape, with_tiles)
+    return run_time_table(operands.mask, shape)
 
 
 def joined(parts: Sequence[jax.Array]) -> jax.Array:

@@ -20,20 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import (
-    BlockLists,
-    Candidates,
-    Extents,
-    chosen_candidates,
-    run_time_candidates,
-    run_time_table,
-    state_table,
-    static_candidates,
-    unpacked_tiles,
-)
+from ..planning.lists import BlockLists, Candidates, Extents, static_candidates, unpacked_tiles
 from ..planning.plan import Pass
-from ..planning.views import Reordered, RowOrder
-from .call import Call, Operands, accumulator, joined, merged, over_batches
+from ..planning.views import RowOrder
+from .call import Call, Operands, accumulator, joined, merged, over_batches, run_time_blocks
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -133,25 +123,13 @@ class _Link:
     def at_run_time(call: Call, operands: Operands, dkv: bool) -> "_Link":
         """The pass of a call whose blocks are known at run time only, by its mask or by a selection."""
         orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-        rule, granularity = None, 1
-        if operands.chosen is None:
-            assert operands.mask is not None
-            shape = call.bwd_shape if dkv else call.fwd_shape
-            candidates, tiles = run_time_candidates(operands.mask, shape)
-        else:
-            assert call.selection is not None
+        shape, granularity, masks = call.bwd_shape if dkv else call.fwd_shape, 1, call.masks
+        if call.selection is not None:
             block, granularity = call.selection
             shape = max(granularity, _LEAST_ROWS), block
-            if operands.mask is None:
-                assert call.plan is not None
-                masks = [Reordered(mask, *orders) for mask in call.plan.masks]
-                rule = masks[0] if len(masks) == 1 and masks[0].computable else None
-                table, tiles = state_table(masks, shape, rule is None)
-                tiles = _bools(tiles, shape)
-            else:
-                table, tiles = run_time_table(operands.mask, shape)
-            candidates = chosen_candidates(operands.chosen, granularity, shape, table, operands.query.shape[2])
-        return _Link(*orders, shape, candidates, rule, tiles, granularity, operands.segments).limited()
+        rule = masks[0] if len(masks) == 1 and masks[0].computable else None
+        candidates, tiles = run_time_blocks(call, operands, shape, masks, rule is None)
+        return _Link(*orders, shape, candidates, rule, _bools(tiles, shape), granularity, operands.segments).limited()
 
     def limited(self) -> "_Link":
         """The link whose candidates are those that the segment ids leave."""
@@ -165,9 +143,11 @@ class _Link:
 _LEAST_ROWS = 16
 
 
-def _bools(tiles: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:
-    """Packed tiles as bools, None for none at all."""
-    return unpacked_tiles(tiles, shape[1]) if tiles is not None and len(tiles) else None
+def _bools(tiles: jax.Array | np.ndarray | None, shape: tuple[int, int]) -> jax.Array | np.ndarray | None:
+    """Tiles as bools, as those of JAX are and packed ones are not; None for none at all."""
+    if isinstance(tiles, np.ndarray):
+        return unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    return tiles
 
 
 def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):

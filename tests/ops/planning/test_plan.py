@@ -11,6 +11,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.masks.deepspeed import Shifted
 from sparse_layers.ops.planning import plan as plans
+from sparse_layers.ops.planning.lists import FREE, static_candidates, unpacked_tiles
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.planning.views import Gathered, ResidueMajor, RowOrder
 from tests.ops.cases import SMALL, candidates, compiled, oracle
@@ -59,23 +60,21 @@ def reproducible(examples):
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
-def rebuilt(link, *, dkv):
-    """What one pass allows, in token space, as a kernel would find it in the block lists."""
-    info, (bq, bkv) = (link.dkv, link.bwd_shape) if dkv else (link.fwd, link.fwd_shape)
-    rows, columns = link.padded((bq, bkv))
+def rebuilt(link, shape):
+    """What one pass allows, in token space, as a kernel finds it in blocks of a shape, and the number of these."""
+    bq, bkv = shape
+    rows, columns = link.padded(shape)
     in_rows = np.zeros((rows, columns), bool)
-    computed = link.mask.computable
-    assert computed == (info.q_sequence is not None)
-    for step in zip(*np.nonzero(info.block_mask[0]), strict=True):
-        i, j = (int(info.data_next[0][step]), step[1]) if dkv else (step[0], int(info.data_next[0][step]))
+    found, tiles = static_candidates([link.mask], shape, not link.mask.computable)
+    blocks = [x[0, 0].tolist() for x in (found.row, found.column, found.kind, found.tile)]
+    for i, j, kind, number in zip(*blocks, strict=True):
         q, k = np.arange(i * bq, (i + 1) * bq), np.arange(j * bkv, (j + 1) * bkv)
-        if info.block_mask[0][step] == 2:
+        if kind == FREE:
             tile = np.ones((bq, bkv), bool)
-        elif computed:
+        elif tiles is None:
             tile = link.mask(q[:, None], k[None, :])
         else:
-            tile = info.partial_mask_blocks[info.mask_next[0][step]]
-            tile = tile.T if dkv else tile
+            (tile,) = unpacked_tiles(tiles[[number]], bkv)
         assert tile.any(), "an active block allows something"
         assert not in_rows[np.ix_(q, k)].any(), "a block is listed once"
         in_rows[np.ix_(q, k)] = tile
@@ -84,16 +83,19 @@ def rebuilt(link, *, dkv):
     assert not in_rows[q >= t].any() and not in_rows[:, k >= s].any(), "padding is not allowed"
     in_tokens = np.zeros((t, s), bool)
     in_tokens[np.ix_(q[q < t], k[k < s])] = in_rows[np.ix_(q < t, k < s)]
-    assert np.count_nonzero(info.block_mask) == (link.bwd_blocks if dkv else link.fwd_blocks)
-    return in_tokens
+    return in_tokens, len(blocks[0])
 
 
 def assert_exact(plan):
     for mask, chain in zip(plan.masks, plan.chains, strict=True):
-        for dkv in (False, True):
-            parts = [rebuilt(link, dkv=dkv) for link in chain]
-            total = sum((part.astype(int) for part in parts), np.zeros((plan.q_len, plan.kv_len), int))
-            np.testing.assert_array_equal(total, mask.dense(plan.q_len, plan.kv_len).astype(int))
+        fwd, bwd = np.zeros((2, plan.q_len, plan.kv_len), int)
+        for link in chain:
+            for total, shape, number in (fwd, link.fwd_shape, link.fwd_blocks), (bwd, link.bwd_shape, link.bwd_blocks):
+                part, found = rebuilt(link, shape)
+                assert found == number
+                total += part
+        for total in (fwd, bwd):
+            np.testing.assert_array_equal(total, mask.dense(plan.q_len, plan.kv_len))
 
 
 blocks = st.none() | st.tuples(*[st.sampled_from([8, 16, 24, 64])] * 2)
@@ -323,17 +325,39 @@ def test_blocks_for_gpus_are_fine_where_little_is_kept():
     )
 
 
-def test_lists_of_a_pass_in_other_blocks():
-    (link,) = sl.make_plan(sl.Causal() & sl.Window(100), 500, implementation="xla").chains[0]
-    assert link.lists(link.fwd_shape, False) is link.fwd and link.lists(link.bwd_shape, True) is link.dkv
-    finer = link.lists((32, 64), False)
-    assert finer.block_mask.shape[1] == 16
-    dense = np.pad(sl.make_plan(sl.Causal() & sl.Window(100), 500).masks[0].dense(500), [(0, 12), (0, 12)])
-    blocks = dense.reshape(16, 32, 8, 64).any((1, 3))
-    found = np.zeros_like(blocks)
-    rows, slots = np.nonzero(finer.block_mask[0])
-    found[rows, finer.data_next[0][rows, slots]] = True
-    np.testing.assert_array_equal(found, blocks)
+def test_a_pass_in_other_blocks_than_planned():
+    mask = sl.Causal() & sl.Window(100)
+    (link,) = sl.make_plan(mask, 500, implementation="xla").chains[0]
+    allowed, blocks = rebuilt(link, (32, 64))
+    np.testing.assert_array_equal(allowed, mask.dense(500))
+    assert blocks == np.pad(mask.dense(500), [(0, 12), (0, 12)]).reshape(16, 32, 8, 64).any((1, 3)).sum()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sl.preset("sparse_transformer_strided", stride=7),
+        table,
+        sl.MaskMod(lambda b, h, q, k: jnp.equal(q // 9, k // 9)),
+    ],
+    ids=["chain", "array", "function"],
+)
+def test_a_pass_as_mask_info(mask):
+    fwd, bwd = sl.FwdParams(q_blocksize=16, kv_blocksize=24), sl.BwdParams(q_blocksize=32, kv_blocksize=8)
+
+    @jax.jit  # where jax.numpy computes nothing by itself
+    def check():
+        for link in sl.make_plan(mask, 150, fwd_params=fwd, bwd_params=bwd).chains[0]:
+            for info, shape, by_key in (link.fwd, link.fwd_shape, False), (link.dkv, link.bwd_shape, True):
+                steps = np.nonzero(info.block_mask[0])
+                read = info.data_next[0][steps]
+                found = np.stack([*((read, steps[1]) if by_key else (steps[0], read)), info.block_mask[0][steps]])
+                wanted = static_candidates([link.mask], shape, False)[0]
+                wanted = np.concatenate([wanted.row[0], wanted.column[0], wanted.kind[0]])
+                np.testing.assert_array_equal(found[:, np.lexsort(found[1::-1])], wanted)
+                assert (info.q_sequence is not None) == link.mask.computable
+
+    check()
 
 
 def test_which_plans_have_no_empty_row_for_certain():

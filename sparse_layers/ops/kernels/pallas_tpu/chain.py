@@ -10,20 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import (
-    MOST_PARTS,
-    Extents,
-    chosen_candidates,
-    run_time_candidates,
-    run_time_table,
-    state_table,
-    static_candidates,
-    unpacked_tiles,
-)
+from ...planning.lists import MOST_PARTS, Extents, static_candidates, unpacked_tiles
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
-from ...planning.views import Reordered, RowOrder
-from ..call import Call, Operands, joined, merged, over_batches
+from ...planning.views import RowOrder
+from ..call import Call, Operands, joined, merged, over_batches, run_time_blocks
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -209,32 +200,25 @@ class _Heads:
 
     def _candidates(self, one: Pass | None, backward: bool):
         """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
-        mask, shape = None, self.call.bwd_shape if backward else self.call.fwd_shape
         if one is not None:
             mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
             candidates, tiles = static_candidates((mask,), shape, in_tiles(mask, shape, _TUNED))
-        elif self.operands.chosen is not None:
-            assert self.call.selection is not None
-            block, granularity = self.call.selection
-            shape = _choosing_rows(self.call, backward, self.operands.chosen.shape[1]), block
-            if self.operands.mask is None:
-                assert self.call.plan is not None
-                mask = Reordered(self.call.plan.masks[self.first], *self._orders(one))
-                table, tiles = state_table((mask,), shape, in_tiles(mask, shape, _TUNED))
-            else:
-                table, tiles = run_time_table(self.operands.mask, shape)
-            candidates = chosen_candidates(self._ids(), granularity, shape, table, self.query.shape[2])
         else:
-            assert self.operands.mask is not None
-            candidates, tiles = run_time_candidates(self.operands.mask, shape)
+            shape, operands = self.call.bwd_shape if backward else self.call.fwd_shape, self.operands
+            if operands.chosen is not None:
+                assert self.call.selection is not None
+                shape = _choosing_rows(self.call, backward, operands.chosen.shape[1]), self.call.selection[0]
+                operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
+            masks = self.call.masks[self.first :][:1]  # none if the mask is a run-time array
+            mask = masks[0] if masks else None
+            with_tiles = mask is not None and in_tiles(mask, shape, _TUNED)
+            candidates, tiles = run_time_blocks(self.call, operands, shape, masks, with_tiles)
         if isinstance(tiles, np.ndarray):
             mask, tiles = None, unpacked_tiles(tiles, shape[1]) if len(tiles) else None
         return mask, shape, candidates, tiles
 
-    def _ids(self) -> jax.Array:
-        """What these heads chose: int32 [B, Tq, G, k], where G divides their number."""
-        ids = self.operands.chosen
-        assert ids is not None
+    def _ids(self, ids: jax.Array) -> jax.Array:
+        """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""
         each = self.operands.query.shape[2] // ids.shape[2]
         if ids.shape[2] == 1 or each % self.stride == 0:
             return ids

@@ -21,11 +21,11 @@ import numpy as np
 from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates
 from ...planning.params import BwdParams
 from ...planning.views import RowOrder
-from ..call import Call, Operands
+from ..call import Call, Operands, table_of
 from . import launch
 from .by_key_kernel import by_key_kernel
 from .link import Gradients, Link, Rows, varying_like
-from .lists import Lists, Side, bits_of, only_whole, table_of
+from .lists import Lists, Side, bits_of, only_whole
 from .settings import choose, rows_of, shared_memory
 
 # A tile of fewer queries walks over little more than each of them chose.
@@ -115,7 +115,7 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     chosen = operands.chosen[..., None] * finer + np.arange(finer, dtype=np.int32)
     chosen = jnp.where(operands.chosen[..., None] < 0, -1, chosen).reshape(*operands.chosen.shape[:3], -1)
     call = dataclasses.replace(call, selection=(block // finer, granularity))
-    table = table_of(call, operands, (1, block // finer))
+    table = table_of(operands, (1, block // finer), call.masks, True)
     tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
     given = sum(x.size for x in (query, operands.key, operands.value, query))
     turns = max(1, min(tokens, chosen.shape[-1] * query.size // query.shape[-1] * size // given))

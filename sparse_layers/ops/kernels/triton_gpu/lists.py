@@ -17,17 +17,12 @@ from ...planning.lists import (
     BlockLists,
     Candidates,
     Extents,
-    StateTable,
-    chosen_candidates,
-    run_time_candidates,
-    run_time_table,
-    state_table,
     static_candidates,
     unpacked_tiles,
 )
 from ...planning.plan import Pass
-from ...planning.views import Reordered, RowOrder
-from ..call import Call, Operands
+from ...planning.views import RowOrder
+from ..call import Call, Operands, run_time_blocks
 from . import launch
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis
@@ -118,22 +113,9 @@ def candidates_of(
     call: Call, operands: Operands, passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool
 ) -> tuple[Candidates, Any]:
     """The pairs of blocks of a pass without a look at segment ids, and its tiles, as `bits_of` takes them."""
-    if operands.chosen is not None:
-        assert call.selection is not None
-        table, tiles = table_of(call, operands, shape)
-        return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
-    if operands.mask is not None:
-        return run_time_candidates(operands.mask, shape)
+    if operands.chosen is not None or operands.mask is not None:
+        return run_time_blocks(call, operands, shape, call.masks, True)
     return _sorted(passes, shape, dkv), None
-
-
-def table_of(call: Call, operands: Operands, shape: tuple[int, int]) -> tuple[StateTable, Any]:
-    """What the mask beside a selection says of blocks, and its tiles, as `bits_of` takes them."""
-    if operands.mask is not None:
-        return run_time_table(operands.mask, shape)
-    assert call.plan is not None
-    orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-    return state_table([Reordered(mask, *orders) for mask in call.plan.masks], shape, True)
 
 
 @functools.lru_cache(maxsize=64)
