@@ -96,7 +96,7 @@ def compare(record: Record, seq_len: int, heads: int, size: int, rounds: int) ->
             times = dict(zip(("ours", "dense"), seconds_in_turns(pair, (q, k, v), rounds), strict=True))
             mine, other = (np.min(times[side], axis=0) for side in ("ours", "dense"))
             faster, by_cpu = other / mine
-            line += f"  {mine[0] * 1e3:7.1f} ms{faster:7.1f}x{by_cpu:7.1f}x{1 / faster / kept:10.2f}"
+            line += f"  {mine[0] * 1e3:7.1f} ms{faster:7.3g}x{by_cpu:7.3g}x{1 / faster / kept:10.2f}"
             found[direction] = times
         deviation = error(mask, q, k, v, sparse[0](q, k, v), rng.integers(0, seq_len, 8))
         record.add(pattern=name, kept=kept, clock_and_cpu_seconds=found, error=deviation)

@@ -100,7 +100,7 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
             points = [(row["T"], row[what]) for row in rows if row["pattern"] == name]
             axes.plot(*zip(*points, strict=True), "k^:" if name == "causal" else "o-", label=name, ms=4)
         axes.set(xscale="log", yscale="log", xlabel="T", ylabel={"us": "µs a token", "bytes": "bytes a token"}[what])
-        axes.set_title("\n".join(record["lines"][:2]), fontsize=7)
+        axes.set_title("\n".join(record["lines"][:2]).replace("; ", "\n"), fontsize=7)
         lengths = sorted({row["T"] for row in rows})
         axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
         axes.minorticks_off()
@@ -134,14 +134,16 @@ def main() -> None:
     record.say(
         f"{record.heading}\n"
         f"B={options.batch} N={options.heads} H={options.head_size} {options.dtype}\n\n"
-        "| pattern | T | keys | bytes | cache | µs a token |\n| --- | --- | --- | --- | --- | --- |"
+        f"| T = {', '.join(map(str, options.lengths))} | keys | MiB | MiB of cache | µs a token |\n"
+        "| --- | --- | --- | --- | --- |"
     )
     for name in options.patterns:
-        for seq_len in options.lengths:
-            row = measured(name, seq_len, options)
+        rows = [measured(name, seq_len, options) for seq_len in options.lengths]
+        for row in rows:
             record.add(**row)
-            sizes = " | ".join(f"{row[what] / 2**20:.2f} MiB" for what in ("bytes", "cache"))
-            record.say(f"| {name} | {seq_len} | {row['keys']} | {sizes} | {row['us']:.1f} |")
+        sizes = [[f"{row[what] / 2**20:.1f}" for row in rows] for what in ("bytes", "cache")]
+        cells = [[str(row["keys"]) for row in rows], *sizes, [f"{row['us']:.0f}" for row in rows]]
+        record.say(f"| {' | '.join([name, *map(', '.join, cells)])} |")
     record.write()
     if options.plot:
         plot([record.facts | {"lines": record.lines, "results": record.results}], options.plot)

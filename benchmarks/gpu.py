@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -76,6 +77,15 @@ def block_random(seq_len: int, a_row: int | None = None, density: float = 1.0) -
     return blocks
 
 
+def window(keys: int) -> Pattern:
+    """The last keys, the query's own among them."""
+    return Pattern(
+        sl.Causal() & sl.Window(keys - 1),
+        lambda q, k, _: (k <= q) & (q - k < keys),
+        cudnn={"is_causal": True, "local_window_size": (keys - 1, 0)},
+    )
+
+
 def patterns(seq_len: int) -> dict[str, Pattern]:
     """All patterns by name."""
     everywhere, documents = block_random(seq_len, a_row=12), np.arange(seq_len, dtype=np.int32) // 2048
@@ -83,11 +93,11 @@ def patterns(seq_len: int) -> dict[str, Pattern]:
     fixed: Any = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
     longformer: Any = sl.preset("longformer", window=1024, global_tokens=64)
     bigbird: Any = sl.preset("bigbird")
-    dense, local = {"is_causal": True}, {"is_causal": True, "local_window_size": (1023, 0)}
     by_block, by_id = sl.Blocks(sl.Array(everywhere), BLOCK), sl.Causal() & sl.BlockDiagonal(2048)
     return {
-        "causal": Pattern(sl.Causal(), lambda q, k, _: k <= q, cudnn=dense),
-        "window": Pattern(sl.Causal() & sl.Window(1023), lambda q, k, _: (k <= q) & (q - k < 1024), cudnn=local),
+        "causal": Pattern(sl.Causal(), lambda q, k, _: k <= q, cudnn={"is_causal": True}),
+        "window": window(1024),
+        "window 128": window(128),
         "random": Pattern(
             by_block, lambda q, k, blocks: blocks[q // 128, k // 128] == 1, everywhere.astype(np.int32), causal=False
         ),
@@ -300,8 +310,7 @@ class Report:
         self.options, self.failures, self.section = options, 0, ""
         self.record = Record(options.record, jax.devices()[0].device_kind)
         self.start = self.section_start = time.monotonic()
-        self.environment = f"{self.record.facts['device']}, {self.record.facts['date'][:10]}, "
-        self.environment += ", ".join(f"{name} {version}" for name, version in self.record.facts["versions"].items())
+        self.environment = environment(self.record.facts)
         self.say(self.environment)
 
     def begin(self, section: str) -> None:
@@ -343,32 +352,37 @@ class Report:
         lines += [f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *rows)]
         self.record.say("\n".join([*lines, "", self.environment, ""]))
 
-    def plot(self, name: str, label: str, panels: dict[str, dict[str, dict]], **scales: Any) -> None:
-        """Draws curves, a panel for each direction, to a file."""
-        if not self.options.plots:
-            return
-        self.options.plots.mkdir(parents=True, exist_ok=True)
-        matplotlib: Any = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 4.5), squeeze=False)
-        for axis, (title, curves) in zip(axes[0], panels.items(), strict=True):
-            colours: dict[str, Any] = {}
-            for curve, points in curves.items():
-                if not points:
-                    continue
-                who, _, pattern = curve.partition(" ")
-                style = {"ours": "o-", "Flex": "s--"}.get(who, "^:")
-                colour = "black" if who == "cuDNN" else colours.get(pattern)
-                (line,) = axis.plot([*points], [*points.values()], style, color=colour, label=curve, markersize=4)
-                colours[pattern] = line.get_color()
-            axis.set(title=title, xlabel=label, ylabel="ms", **scales)
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
-        figure.suptitle(self.environment, fontsize=6)
-        figure.tight_layout()
-        figure.savefig(self.options.plots / f"{name}.png", dpi=150)
-        pyplot.close(figure)
+
+def environment(facts: dict[str, Any]) -> str:
+    """Device, day and versions of a record, in a line."""
+    versions = (f"{name} {version}" for name, version in facts["versions"].items())
+    return ", ".join([facts["device"], facts["date"][:10], *versions])
+
+
+def plot(record: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws time against length, which the section lengths of a record found, a panel for each direction."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    rows = [row for row in record["results"] if row["section"] == "lengths"]
+    names, lengths = list(dict.fromkeys(row["pattern"] for row in rows)), sorted({row["T"] for row in rows})
+    for axes, direction in zip(figure.subplots(1, len(DIRECTIONS)), DIRECTIONS, strict=True):
+        curves: dict[tuple[str, str], dict[int, float]] = {}
+        for row in rows:
+            if row["direction"] == direction:
+                curves.setdefault((row["who"], row["pattern"]), {})[row["T"]] = row["ms"]
+        for (who, name), points in curves.items():
+            style = {"ours": "o-", "Flex": "s--"}.get(who, "k^:")
+            colour = {} if who == "cuDNN" else {"color": f"C{names.index(name)}"}
+            axes.plot([*points], [*points.values()], style, label=f"{who} {name}", markersize=4, **colour)
+        axes.set(title="{}, B={}, H={}, D={}, bfloat16".format(direction, *LONG), xscale="log", yscale="log")
+        axes.set(xlabel="T", ylabel="ms")
+        axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.suptitle(environment(record), fontsize=6)
+    figure.savefig(path, dpi=150)
 
 
 def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any], options: argparse.Namespace) -> float:
@@ -497,8 +511,6 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
         rows = [[curve, *(digits(times.get(n)) for n in sorted(options.lengths))] for curve, times in found.items()]
         title = f"{direction}, {shape}; ms; ours is {options.implementation!r}"
         report.table(title, ["T", *map(str, sorted(options.lengths))], rows)
-    report.plot("lengths", "T", {f"{x}, {shape}": found for x, found in points.items()}, xscale="log", yscale="log",
-                xticks=options.lengths, xticklabels=[f"{n / 1024:g}k" for n in options.lengths])  # fmt: skip
 
 
 def grouped(report: Report, options: argparse.Namespace) -> None:
@@ -582,11 +594,6 @@ def density(report: Report, options: argparse.Namespace) -> None:
         columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "cuDNN causal", "cuDNN / ours")]
         title = f"block-random, {shape}; ms; ours is {options.implementation!r}"
         report.table(title, ["causal blocks kept", *columns], rows)
-        curves = {x: {"ours random": times} for x, times in found.items()}
-        for direction in dense:
-            curves[direction]["cuDNN causal"] = dict.fromkeys((shares[0], shares[-1]), dense[direction])
-        panels = {f"{direction}, {shape}": x for direction, x in curves.items()}
-        report.plot(f"density-{seq_len}", "share of causal blocks kept", panels, ylim=(0, None))
 
 
 def break_even(times: dict[float, float], dense: float | None) -> str:
@@ -616,7 +623,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default all")
     parser.add_argument("--head-size", nargs="+", type=int, default=[128, 64], help="density: the first of them")
-    parser.add_argument("--patterns", nargs="+", default=SPEED, choices=SPEED, metavar="PATTERN")
+    parser.add_argument("--patterns", nargs="+", default=SPEED, choices=patterns(BLOCK), metavar="PATTERN")
     parser.add_argument("--implementation", default="triton", choices=sl.implementations())
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=2)
@@ -629,11 +636,17 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seconds", type=int, default=270, help="after which a section starts nothing new")
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    parser.add_argument("--plots", type=pathlib.Path, metavar="FOLDER", help="draw what lengths and density find")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw what lengths finds")
+    parser.add_argument("--of", type=pathlib.Path, metavar="FILE.json", help="only --plot this record")
     add_option(parser)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
+    if options.of:
+        if not options.plot:
+            parser.error("--of needs --plot")
+        plot(json.loads(options.of.read_text()), options.plot)
+        return 0
     # JAX takes three quarters of the memory otherwise, and torch wants some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     report = Report(options)
@@ -646,6 +659,8 @@ def main() -> int:
             report.attempt(name, section, report, options)
     report.say(f"{report.failures} failed")
     report.record.write()
+    if options.plot:
+        plot(report.record.facts | {"results": report.record.results}, options.plot)
     return int(report.failures > 0)
 
 

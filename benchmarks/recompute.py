@@ -129,11 +129,11 @@ def check(rows: list[dict]) -> None:
         assert not losses or max(losses) - min(losses) <= 1e-3 * max(losses), (key, losses)
 
 
-def table_line(row: dict) -> str:
-    """A row in Markdown."""
-    memory = f"{row['temporaries_bytes'] / 2**20:,.0f} MiB" if "temporaries_bytes" in row else "-"
-    seconds = f"{row['seconds'] * 1e3:,.1f} ms ({row['steps']})" if "seconds" in row else "-"
-    return f"| {row['attention']} | {row['layers']} | {row['recomputed']} | {memory} | {seconds} |"
+def table_line(rows: list[dict]) -> str:
+    """Rows of one attention, a number of layers each, as a row in Markdown."""
+    memory = [f"{row['temporaries_bytes'] / 2**20:,.0f}" if "temporaries_bytes" in row else "-" for row in rows]
+    times = [f"{row['seconds'] * 1e3:,.1f}" if "seconds" in row else "-" for row in rows]
+    return f"| {rows[0]['attention']} | {rows[0]['recomputed']} | {' / '.join(memory)} | {' / '.join(times)} |"
 
 
 def main() -> None:
@@ -158,18 +158,19 @@ def main() -> None:
         f"{record.heading}\n"
         f"B={options.batch} T={options.seq_len} F={options.features} N={options.heads} {options.dtype}, "
         f"sparse is {options.pattern}\n\n"
-        "| attention | layers | recomputed | temporaries | gradient step (steps) |\n"
-        "| --- | --- | --- | --- | --- |"
+        f"| {' / '.join(map(str, options.layers))} layers | recomputed | temporaries, MiB | gradient step, ms |\n"
+        "| --- | --- | --- | --- |"
     )
     rows = []
-    for layers in options.layers:
-        for name, pattern in (("dense", None), ("sparse", options.pattern)):
-            if options.only in (None, name):
-                # The dense attention names nothing that a policy could keep.
-                for recomputed in RECOMPUTED if name == "sparse" else RECOMPUTED[:3]:
-                    rows.append(measured(name, pattern, layers, recomputed, options))
-                    record.add(**rows[-1])
-                    record.say(table_line(rows[-1]))
+    for name, pattern in (("dense", None), ("sparse", options.pattern)):
+        if options.only in (None, name):
+            # The dense attention names nothing that a policy could keep.
+            for recomputed in RECOMPUTED if name == "sparse" else RECOMPUTED[:3]:
+                found = [measured(name, pattern, layers, recomputed, options) for layers in options.layers]
+                for row in found:
+                    record.add(**row)
+                record.say(table_line(found))
+                rows += found
     skipped = [f"{r['attention']}, {r['layers']}, {r['recomputed']} ({r['skipped']})" for r in rows if "skipped" in r]
     record.say(f"\nnot run: {'; '.join(skipped) or 'none'}")
     record.write()
