@@ -90,8 +90,16 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """As `settings.choose` calls it: forward, dq, dkv or fused; or compact, the kernel that makes lists."""
-        return "fused" if self.constants.get("WITH_DKV") else self.kernel.fn.__name__.removesuffix("_kernel")
+        """As `settings.choose` calls it: forward, dq, dkv and so on; or compact, the kernel that makes lists."""
+        name = self.kernel.fn.__name__.removesuffix("_kernel")
+        if name == "dkv" and self.constants["Q"].GATHERED:
+            return "dqkv"
+        return "fused" if self.constants.get("WITH_DKV") else name
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether a program holds keys."""
+        return self.name in ("dkv", "dqkv", "by_key")
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -105,7 +113,7 @@ class Launch:
         """The bytes of shared memory that the library reckons with; 0 if it does not."""
         if self.name == "compact":
             return 0
-        major, minor = reversed(self.tiles) if self.name == "dkv" else self.tiles
+        major, minor = reversed(self.tiles) if self.by_keys else self.tiles
         sizes = self.constants["A"].D, self.constants["A"].DV
         chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
         itemsize = jnp.dtype(self.dtypes[0]).itemsize

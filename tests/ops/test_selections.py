@@ -74,6 +74,7 @@ def _table():
             yield Case(name, causal, 100, heads=heads, granularity=granularity, scope=scope, block=block, core=core)
     window, array = sl.Window(20, 40), sl.Array(np.random.default_rng(1).random((75, 130)) < 0.7)
     holes = jnp.asarray(np.random.default_rng(2).random((4, 75, 130)) < 0.7)
+    rare = jnp.asarray(np.random.default_rng(3).random((2, 70, 750)) < 0.3)
     strided = sl.preset("strided", **SMALL["strided"])
     ids = cases._documents(2, 75, 130)
     large = {"heads": (8, 2), "dtype": "bfloat16"}
@@ -94,6 +95,14 @@ def _table():
     yield Case("none", causal, 40, granularity=16, k=0)
     yield Case("none-sinks", causal, 40, k=0, sinks=True, core=False)
     yield Case("none-two-queries", sl.Full(), 2, 155, heads=(4, 1), k=0, sinks=True)
+    # Queries that hardly agree, over many blocks: on GPUs by key block, in one turn or more.
+    many = {"k": 2, "block": 16, "batch": 1}
+    yield Case("scattered", causal, 300, heads=(4, 2), sinks=True, **many)
+    yield Case("scattered-heads", (sl.Full(), sl.Window(300)), 70, 500, heads=(4, 2), scope="1", soft_cap=2.0, **many)
+    yield Case("scattered-documents", sl.Full(), 75, 700, segments=cases._documents(1, 75, 700), scope="N", **many)
+    yield Case("scattered-turns", sl.Full(), 70, 900, heads=(8, 2), k=9, block=48, batch=2, sizes=(16, 24))
+    yield Case("scattered-run-time", rare, 70, 750, heads=(2, 2), scope="1", k=3, block=32)
+    yield Case("scattered-bfloat16", sl.Window(300), 70, 900, k=4, block=144, **large | {"heads": (4, 2)})
     yield Case("one-query", sl.Full(), 1, 130, block=16, sizes=(16, 24))
 
 

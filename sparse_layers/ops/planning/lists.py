@@ -313,12 +313,12 @@ def chosen_candidates(
     codes = jnp.sort(ids * parts + part, axis=-1)
     column: Any
     column, part = jnp.divmod(codes, parts)
-    live: Any = _differs(codes) & (column < columns)
+    live: Any = differs(codes) & (column < columns)
     chosen_by: Any = None
     everyone: Any = True
     if parts > 1:
         chosen_by = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
-        live = live & _differs(column)
+        live = live & differs(column)
         # Only the last block may have fewer parts than others, those that come first.
         some = np.minimum(parts, tq - np.arange(together) * parts)
         all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
@@ -337,7 +337,7 @@ def chosen_candidates(
     return dataclasses.replace(found, **flat)
 
 
-def _differs(x: jax.Array) -> jax.Array:
+def differs(x: jax.Array) -> jax.Array:
     """Whether each entry of the last axis differs from the one before."""
     return jnp.concatenate([jnp.ones_like(x[..., :1], bool), x[..., 1:] != x[..., :-1]], axis=-1)
 
@@ -347,7 +347,7 @@ def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
     n = x.shape[-1]
     rest = jnp.cumsum(summands[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]
     rest = jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    starts = jnp.where(_differs(x), np.arange(n, dtype=np.int32), n)
+    starts = jnp.where(differs(x), np.arange(n, dtype=np.int32), n)
     following = jax.lax.cummin(starts, axis=x.ndim - 1, reverse=True)
     following = jnp.concatenate([following[..., 1:], jnp.full_like(following[..., :1], n)], axis=-1)
     return rest[..., :-1] - jnp.take_along_axis(rest, following, axis=-1)

@@ -67,6 +67,7 @@ def _chain(mask):
     return dataclasses.replace(candidates(mask, 4096)[-1], fwd_params=sl.FwdParams(), implementation="triton")
 
 
+BY_KEY = "by_key", "dqkv"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
 CASES = [
@@ -95,6 +96,10 @@ CASES = [
     Case("splits", 86, sl.Causal(), (80, 256), "float16", ("forward",), options=_splits(4)),
     # Parts of a block of queries chose for themselves; several tiles of a block that chose together.
     Case("chosen-parts", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 64) | {"heads": (16, 4)}),
+    Case("scattered", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 128), only=BY_KEY),
+    Case("scattered", 80, sl.Causal(), (64, 64), "float16", BY_KEY, 2048, _chosen(1, 64) | CAP | {"segments": True}),
+    Case("scattered", 86, sl.Causal(), (128, 128), "float32", BY_KEY, 2048, _chosen(1, 32)),
+    Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _chosen(1, 48) | {"heads": (16, 4)}),
     Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _chosen(128, 32)),
     Case("corner", 90, _chain(CORNER), (64, 64), only=("fused",)),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
@@ -114,7 +119,7 @@ def test_compiles_and_fits(case):
         assert found.shared <= one.estimate, f"{settings}: the estimate is no upper bound"
         assert (found.copies > 0) == (one.num_stages > 1), f"{settings}: pipelined, or not"
         # A group of four warps multiplies 64 rows at once.
-        product = PRODUCTS[case.target if one.tiles[one.name == "dkv"] >= 64 else 80]
+        product = PRODUCTS[case.target if one.tiles[one.by_keys] >= 64 else 80]
         assert set(found.products) == ({product} if case.dtype != "float32" else set()), settings
         if case.target in (80, 90, 100) and case.dtype != "float32" and max(case.sizes) <= 128:
             assert one.num_stages > 1, settings
@@ -152,7 +157,7 @@ def switches(constants):
 
 def test_all_that_can_be_switched_is():
     found = [one for case in CASES for one in case.launches]
-    assert {one.name for one in found} == {"forward", "dq", "dkv", "fused", "compact"}
+    assert {one.name for one in found} == {"forward", "dq", "dkv", "fused", "compact", *BY_KEY}
     values: dict[str, set[bool]] = {}
     for one in found:
         for name, on in switches(one.constants):

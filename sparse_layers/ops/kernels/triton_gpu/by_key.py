@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates
+from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates, differs
 from ...planning.params import BwdParams
 from ...planning.views import RowOrder
 from ..call import Call, Operands, table_of
@@ -26,8 +26,9 @@ from . import launch
 from .by_key_kernel import by_key_kernel
 from .link import Gradients, Link, Rows, varying_like
 from .lists import Lists, Side, bits_of, only_whole
-from .settings import choose, rows_of, shared_memory
+from .settings import choose, shared_memory
 
+KERNELS = "by_key", "dqkv"  # as their settings are called
 # A tile of fewer queries walks over little more than each of them chose.
 LEAST_TOGETHER = 5
 # How many times what a query chose its tile has to walk over, for rows of choices to take less time.
@@ -40,28 +41,30 @@ def serves(call: Call, operands: Operands) -> bool:
     """Whether a call may be computed this way."""
     if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
         return False
-    together, link = _together(call, operands), _Choices(call, operands, 0, 1, ())
+    together = _together(call, operands)
     if call.selection[1] > 1 or together < LEAST_TOGETHER or operands.query.shape[1] < 2 * together:
         return False
-    device, kernels = launch.device(), ("by_key", "dqkv")
+    device, choices = launch.device(), _Choices(call, operands, 0, 1, ())
     assert isinstance(device, launch.Device)
-    if any(rows_of(kernel, *link.sizes) is None for kernel in kernels):
-        return False
-    fitting = (shared_memory(x, link.settings(x), *link.sizes, device.capability) for x in kernels)
-    return max(fitting) <= device.shared_memory
+    needed = (shared_memory(x, choices.settings(x), *choices.sizes, device.capability) for x in KERNELS)
+    return max(needed) <= device.shared_memory
 
 
 def pays(call: Call, operands: Operands) -> jax.Array:
     """bool []: whether neighbours agree so little that this way takes less time, judged by some of them."""
-    ids, together = operands.chosen, _together(call, operands)
-    assert ids is not None
-    batch, queries, lists, k = ids.shape
+    assert operands.chosen is not None and call.selection is not None
+    together, columns = _together(call, operands), -(-operands.key.shape[1] // call.selection[0])
+    batch, queries, lists, k = operands.chosen.shape
     tiles = queries // together
-    ids = ids[:, : tiles * together].reshape(batch, tiles, together, lists, k)[:, :: -(-tiles // SAMPLE)]
-    ids = jnp.sort(jnp.moveaxis(ids, 3, 2).reshape(-1, together * k), axis=-1)
-    first = jnp.pad(ids[:, 1:] != ids[:, :-1], [(0, 0), (1, 0)], constant_values=True)
-    union, chosen = ((first & (ids >= 0)).sum(), (ids >= 0).sum())
-    return union * together > LEAST_WASTE * chosen
+    ids = operands.chosen[:, : tiles * together].reshape(batch, tiles, together, lists, k)
+    ids = jnp.moveaxis(ids[:, :: -(-tiles // SAMPLE)], 3, 2).reshape(-1, together, k)
+    return _different(ids.reshape(-1, together * k), columns) * together > LEAST_WASTE * _different(ids, columns)
+
+
+def _different(ids: jax.Array, columns: int) -> jax.Array:
+    """How many blocks there are in the rows of ids, one that is in several rows as often."""
+    ids = jnp.sort(ids, axis=-1)
+    return (differs(ids) & (ids >= 0) & (ids < columns)).sum()
 
 
 def _together(call: Call, operands: Operands) -> int:
@@ -110,7 +113,7 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     assert call.selection is not None and operands.chosen is not None
     (block, granularity), query = call.selection, operands.query
     # Blocks are cut so that a program can hold one.
-    most = rows_of("dqkv", *Link(call, operands, 0, 1, ()).sizes) or block
+    most = min(_Choices(call, operands, 0, 1, ()).settings(kernel).major for kernel in KERNELS)
     finer = next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
     chosen = operands.chosen[..., None] * finer + np.arange(finer, dtype=np.int32)
     chosen = jnp.where(operands.chosen[..., None] < 0, -1, chosen).reshape(*operands.chosen.shape[:3], -1)

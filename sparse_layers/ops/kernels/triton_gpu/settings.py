@@ -26,7 +26,7 @@ class Settings:
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
 # blocks of at least as many rows, or else the last. Measured on an H200. "fused" is the dq kernel that gives dk and dv,
-# too; it is not used where it has no entry.
+# too; it is not used where it has no entry. "dqkv" is the kernel of dk and dv that gives dq, too, for gathered queries.
 _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 2): {
         64: (Settings(64, 64, 4, 3),),
@@ -44,11 +44,17 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
         256: (Settings(64, 32, 8, 2),),
     },
     ("fused", 2): {64: (Settings(128, 64, 4, 2),), 128: (Settings(128, 64, 8, 2),)},
-    ("by_key", 2): {64: (Settings(128, 64, 4, 3),), 128: (Settings(128, 64, 4, 3),)},
-    ("dqkv", 2): {64: (Settings(128, 64, 4, 2),), 128: (Settings(128, 64, 8, 2),)},
+    ("by_key", 2): {
+        64: (Settings(128, 64, 4, 3),),
+        128: (Settings(128, 64, 4, 3),),
+        256: (Settings(64, 32, 4, 2),),
+    },
+    ("dqkv", 2): {64: (Settings(128, 64, 8, 2),), 128: (Settings(128, 64, 8, 2),), 256: (Settings(64, 32, 8, 2),)},
     ("forward", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("by_key", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("dqkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
@@ -64,8 +70,8 @@ def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[i
     scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
     if capability >= 100:  # tensor cores read scores from shared memory, too
         scores *= 2
-    elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel != "fused":
-        # They read the left side of a product from registers; only fused needs all its tiles on either side.
+    elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("fused", "dqkv"):
+        # They read the left side of a product from registers; only these two need all their tiles on either side.
         held, scores = (0, scores) if kernel == "forward" else (held / 2, scores / 2)
     return int(itemsize * (held + buffers * loaded + scores)) + _SPARE
 

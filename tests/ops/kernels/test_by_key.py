@@ -1,0 +1,124 @@
+"""Selections of single queries on GPUs by key block: when this is done, and what it takes.
+
+That it computes what the other way does is in `tests.ops.test_selections`, whose "scattered" cases go this way.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import sparse_layers as sl
+from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.triton_gpu import by_key, launch
+from tests.ops.cases import compiled
+from tests.ops.kernels import triton_interpreter
+from tests.programs import largest
+
+T, S, BLOCK, K = 200, 640, 16, 4
+SCATTERED = np.random.default_rng(0).permuted(np.tile(np.arange(S // BLOCK), (1, T, 2, 1)), axis=-1)[..., :K]
+AGREEING = np.broadcast_to(SCATTERED[:, :1], SCATTERED.shape)
+
+
+def call_of(ids, heads=(4, 2), granularity=1, length=T, size=16, dtype=jnp.float32):
+    """(call, operands) as backends get them."""
+    chosen = sl.Selection(ids, block=BLOCK, granularity=granularity)
+    q, kv = (jax.ShapeDtypeStruct((1, n, h, size), dtype) for n, h in zip((length, S), heads, strict=True))
+    plan = sl.make_plan(sl.Full(), length, S)
+    call = Call(plan, (64, 64), (64, 64), (sl.FwdParams(), sl.BwdParams()), 1.0, None, selection=(BLOCK, granularity))
+    return call, Operands(q, kv, kv, chosen=chosen.ids)
+
+
+def arrays(heads=(4, 2)):
+    draw = np.random.default_rng(0).standard_normal
+    shapes = [(1, T, heads[0], 16), (1, S, heads[1], 16), (1, S, heads[1], 16)]
+    return [jnp.asarray(draw(shape), jnp.float32) for shape in shapes]
+
+
+def loss(q, k, v, ids, implementation):
+    chosen = sl.Selection(ids, block=BLOCK)
+    out, lse = sl.block_sparse_attention(
+        q, k, v, sl.Full(), selection=chosen, implementation=implementation, return_lse=True
+    )
+    return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+
+
+def test_who_hardly_agrees():
+    assert by_key.pays(*call_of(SCATTERED))
+    assert not by_key.pays(*call_of(AGREEING))
+    some = np.where(np.arange(T)[:, None, None] % 32 < 1, SCATTERED, AGREEING)  # of 32 neighbours all but one
+    assert not by_key.pays(*call_of(some))
+    # What is no block is nobody's, and what comes twice counts once.
+    ids = SCATTERED.copy()
+    ids[..., 1:] = np.array([-1, S // BLOCK, 2**31 - 1])
+    alone, twice = ids[..., :1], ids[..., [0, 0, 0, 1]]
+    assert by_key.pays(*call_of(ids)) == by_key.pays(*call_of(alone)) == by_key.pays(*call_of(twice))
+    assert not by_key.pays(*call_of(np.full_like(ids, -1)))
+
+
+def test_whom_it_serves():
+    assert by_key.serves(*call_of(SCATTERED))
+    assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
+    assert not by_key.serves(*call_of(SCATTERED[:, :13], granularity=16))
+    assert not by_key.serves(*call_of(SCATTERED[:, :, :1], heads=(16, 1)))  # a tile of 4 queries with 16 heads each
+    assert by_key.serves(*call_of(np.repeat(SCATTERED, 16, axis=2), heads=(32, 2)))  # but 32 where heads differ
+    assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
+    assert not by_key.serves(*call_of(SCATTERED[..., :0]))
+
+
+def test_the_way_is_chosen_at_run_time(monkeypatch):
+    """By the same program, for ids of either kind; a device without room for its tiles goes the other way."""
+    ran = []
+
+    def run(kernel, *args, run=triton_interpreter.run):
+        ran.append(kernel.fn.__name__)
+        return run(kernel, *args)
+
+    monkeypatch.setattr(triton_interpreter, "run", run)
+    step = compiled(jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2), has_aux=True))
+    for ids, kernels in ((SCATTERED, {"by_key_kernel", "dkv_kernel"}), (AGREEING, {"forward_kernel", "dq_kernel"})):
+        ran.clear()
+        jax.block_until_ready(step(*arrays(), ids))
+        assert kernels <= set(ran) and len({"by_key_kernel", "forward_kernel"} & set(ran)) == 1
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 9000, 132))
+    assert not by_key.serves(*call_of(SCATTERED))
+
+
+def test_popular_blocks_are_shared_out(monkeypatch):
+    """All chose one block: pieces of its list, and the same to the bit in every run."""
+    pieces = set()
+
+    def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
+        if "W" in constants and constants["Q"].GATHERED and constants["W"].PIECES:
+            pieces.add(kernel.fn.__name__)
+        return call(kernel, grid, arrays, outputs, constants, *rest)
+
+    monkeypatch.setattr(launch, "call", watched)
+    ids = np.where(np.arange(K) == 0, 0, np.maximum(SCATTERED, 1))[:, :, :1]
+    step, other = (
+        compiled(jax.value_and_grad(functools.partial(loss, implementation=name), (0, 1, 2), has_aux=True))
+        for name in ("triton", "reference")
+    )
+    given = *arrays(heads=(4, 1)), ids
+    first, second, right = step(*given), step(*given), other(*given)
+    assert pieces == {"by_key_kernel", "dkv_kernel"}
+    for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("k", [4, 32])
+def test_results_of_choices_take_no_more_than_the_operands(k):
+    """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
+    length, heads, size = 4096, 4, 64
+    x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)
+
+    def step(q, k, v, ids):
+        return jax.grad(lambda *x: loss(*x, ids, "triton")[0], (0, 1, 2))(q, k, v)
+
+    assert largest(step, x, x, x, ids) <= 5 * length * heads * size
