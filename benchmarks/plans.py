@@ -1,19 +1,18 @@
-"""Planning: seconds and bytes for every preset at long lengths.
+"""Planning for XLA: seconds and bytes for every preset at long lengths, the lists of all passes included.
 
     python -m benchmarks.plans
 
 Each plan is made anew, nothing of an earlier one is reused, in turns; the least of the runs counts. Seconds are of the
 processor: planning runs in one thread, and other work on the machine only ever adds. ``MB`` are those of all block
-lists and tiles.
+lists.
 """
 
 import argparse
+import itertools
 import time
 
-import numpy as np
-
 import sparse_layers as sl
-from sparse_layers.ops.planning import mask_info
+from sparse_layers.ops.planning import lists
 from sparse_layers.ops.planning import plan as planning
 from sparse_layers.ops.planning.blocks import active_blocks
 
@@ -22,26 +21,24 @@ from .record import Record, add_option
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
 
 
-def metadata_bytes(plan: sl.Plan) -> int:
-    """Bytes of all distinct arrays that a plan holds."""
-    arrays = {
-        id(array): array.nbytes
-        for chain in plan.chains
-        for link in chain
-        for info in (link.fwd, link.dkv)
-        for array in info
-        if isinstance(array, np.ndarray)
-    }
-    return sum(arrays.values())
+def listed(plan: sl.Plan) -> int:
+    """Bytes of the lists of all passes, by query and by key, made here; of presets XLA needs no mask tiles."""
+    size = 0
+    for link in itertools.chain.from_iterable(plan.chains):
+        for shape, by_key in (link.fwd_shape, False), (link.bwd_shape, True):
+            found = lists.static_candidates([link.mask], shape, False)[0].lists(by_key)
+            size += found.spans.nbytes + found.block.nbytes + found.tile.nbytes
+    return size
 
 
-def planned(name: str, seq_len: int) -> tuple[float, sl.Plan]:
-    """CPU seconds of making a plan, and the plan."""
-    for cache in (active_blocks, planning._make_plan, planning._make_chain, mask_info._compile):
+def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
+    """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
+    for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._static_candidates):
         cache.cache_clear()
     start = time.process_time()
-    plan = sl.make_plan(sl.preset(name), seq_len)
-    return time.process_time() - start, plan
+    plan = sl.make_plan(sl.preset(name), seq_len, implementation="xla")
+    size = listed(plan)
+    return time.process_time() - start, plan, size
 
 
 def main() -> None:
@@ -57,13 +54,13 @@ def main() -> None:
     for seq_len in options.lengths:
         limit = LIMITS[seq_len]
         record.say(f"\n| T = {seq_len:,}, limit {limit:g} s | seconds | MB | chosen chain |\n| --- | --- | --- | --- |")
-        seconds, plans = {name: [] for name in options.presets}, {}
+        seconds, plans, sizes = {name: [] for name in options.presets}, {}, {}
         for _ in range(options.runs):
             for name in options.presets:
-                taken, plans[name] = planned(name, seq_len)
+                taken, plans[name], sizes[name] = planned(name, seq_len)
                 seconds[name].append(taken)
         for name, plan in plans.items():
-            size, chain, least = metadata_bytes(plan), plan.candidates[0][0][0], min(seconds[name])
+            size, chain, least = sizes[name], plan.candidates[0][0][0], min(seconds[name])
             record.add(preset=name, seq_len=seq_len, cpu_seconds=seconds[name], bytes=size, chain=chain)
             record.say(f"| {name} | {least:.2f} | {size / 1e6:.1f} | {chain} |")
             if least > limit:

@@ -1,4 +1,4 @@
-"""`MaskInfo`: the block lists that kernels read, with the meaning that JAX's splash attention gives them.
+"""`MaskInfo`: block lists with the meaning that JAX's splash attention gives them; kernels here read `BlockLists`.
 
 `process_mask` and `process_mask_dkv` compile a static mask to numpy arrays; `process_dynamic_mask` and
 `process_dynamic_mask_dkv` do it inside a traced function. Masks of this package are compiled from closed-form block

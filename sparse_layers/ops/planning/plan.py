@@ -25,7 +25,7 @@ from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks
 from .lists import grid_shape
-from .mask_info import MaskInfo, bind, masks_for, process_mask, process_mask_dkv
+from .mask_info import MaskInfo, bind, masks_for, process_mask
 from .params import BwdParams, FwdParams, checked_params
 from .platforms import TUNING, Tuning, checked_implementation, first_choice
 from .views import Gathered, Reordered, ResidueMajor, RowOrder
@@ -56,8 +56,6 @@ class Pass:
       mask: the pattern in row space, disjoint from the masks of earlier passes.
       fwd_shape: (bq, bkv), block shape of the forward lists.
       bwd_shape: (bq, bkv), block shape of the backward lists.
-      fwd: block lists by query row, for the forward pass.
-      dkv: block lists by key column, for the backward pass.
       fwd_blocks: number of blocks that the forward computes.
       bwd_blocks: number of blocks that the backward computes.
     """
@@ -67,10 +65,18 @@ class Pass:
     mask: Reordered
     fwd_shape: tuple[int, int]
     bwd_shape: tuple[int, int]
-    fwd: MaskInfo
-    dkv: MaskInfo
     fwd_blocks: int
     bwd_blocks: int
+
+    @property
+    def fwd(self) -> MaskInfo:
+        """The blocks of the forward pass by query row, made when they are asked for: kernels read `BlockLists`."""
+        return self._info(self.fwd_shape, is_dkv=False)
+
+    @property
+    def dkv(self) -> MaskInfo:
+        """The blocks of the backward pass by key column, made as those of `fwd`."""
+        return self._info(self.bwd_shape, is_dkv=True)
 
     @property
     def orders(self) -> str:
@@ -86,6 +92,11 @@ class Pass:
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows of q and of k/v, rounded up to whole blocks of ``shape``."""
         return _round_up(self.q_order.rows, shape[0]), _round_up(self.kv_order.rows, shape[1])
+
+    def _info(self, shape: tuple[int, int], *, is_dkv: bool) -> MaskInfo:
+        # As in `make_plan`: a mask of the user's may compute with jax.numpy.
+        with jax.ensure_compile_time_eval():
+            return process_mask(bind(self.mask, 1, *self.padded(shape)), shape, is_dkv=is_dkv)[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -246,13 +257,7 @@ class _Draft:
             default = default[0] * grown, default[1] * grown
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
-        infos = []
-        for process, shape in ((process_mask, self.shape), (process_mask_dkv, bwd_shape)):
-            rows, columns = _round_up(self.mask.q_order.rows, shape[0]), _round_up(self.mask.kv_order.rows, shape[1])
-            infos.append(process(bind(self.mask, 1, rows, columns), shape)[0])
-        q_order, kv_order = self.mask.q_order, self.mask.kv_order
-        fwd, dkv = infos
-        return Pass(q_order, kv_order, self.mask, self.shape, bwd_shape, fwd, dkv, self.blocks, bwd_blocks)
+        return Pass(self.mask.q_order, self.mask.kv_order, self.mask, self.shape, bwd_shape, self.blocks, bwd_blocks)
 
 
 def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: tuple[int, int]) -> tuple[int, int]:

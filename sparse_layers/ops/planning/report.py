@@ -8,6 +8,7 @@ from ...masks.algebra import FULL, PARTIAL
 from ...masks.counting import count
 from ...masks.pictures import shortened, svg
 from ...masks.primitives import Causal, Full
+from .lists import static_candidates
 from .plan import Pass, Plan, make_plan
 
 # Of a plan in a notebook: most masks, most cells on a side of a picture, most characters of a formula, and most pairs
@@ -32,10 +33,8 @@ def saving(plan: Plan, h: int, causal: bool) -> str:
 
 def kept(link: Pass) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, column and state of each block that the forward of a pass computes."""
-    states = np.asarray(link.fwd.block_mask[0])
-    rows, steps = np.nonzero(states)
-    columns = np.asarray(link.fwd.data_next[0])[rows, steps]
-    return rows, columns.astype(int), states[rows, steps]  # stored in as few bits as they need
+    found, _ = static_candidates([link.mask], link.fwd_shape, False)
+    return found.row[0, 0], found.column[0, 0], found.kind[0, 0]
 
 
 # --- in notebooks ----------------------------------------------------------------------------------------------------

@@ -333,6 +333,33 @@ def test_a_pass_in_other_blocks_than_planned():
     assert blocks == np.pad(mask.dense(500), [(0, 12), (0, 12)]).reshape(16, 32, 8, 64).any((1, 3)).sum()
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        sl.preset("sparse_transformer_strided", stride=7),
+        table,
+        sl.MaskMod(lambda b, h, q, k: jnp.equal(q // 9, k // 9)),
+    ],
+    ids=["chain", "array", "function"],
+)
+def test_a_pass_as_mask_info(mask):
+    fwd, bwd = sl.FwdParams(q_blocksize=16, kv_blocksize=24), sl.BwdParams(q_blocksize=32, kv_blocksize=8)
+
+    @jax.jit  # where jax.numpy computes nothing by itself
+    def check():
+        for link in sl.make_plan(mask, 150, fwd_params=fwd, bwd_params=bwd).chains[0]:
+            for info, shape, by_key in (link.fwd, link.fwd_shape, False), (link.dkv, link.bwd_shape, True):
+                steps = np.nonzero(info.block_mask[0])
+                read = info.data_next[0][steps]
+                found = np.stack([*((read, steps[1]) if by_key else (steps[0], read)), info.block_mask[0][steps]])
+                wanted = static_candidates([link.mask], shape, False)[0]
+                wanted = np.concatenate([wanted.row[0], wanted.column[0], wanted.kind[0]])
+                np.testing.assert_array_equal(found[:, np.lexsort(found[1::-1])], wanted)
+                assert (info.q_sequence is not None) == link.mask.computable
+
+    check()
+
+
 def test_which_plans_have_no_empty_row_for_certain():
     assert sl.make_plan(sl.Causal(), 70).sees_itself
     assert sl.make_plan(sl.preset("strided"), 70, 90).sees_itself
