@@ -1,20 +1,20 @@
-"""Planning: seconds and bytes for every preset at long lengths, the lists of all passes included.
+"""Planning for XLA: seconds and bytes for every preset at long lengths, the lists of all passes included.
 
     python -m benchmarks.plans
 
 Each plan is made anew, nothing of an earlier one is reused, in turns; the least of the runs counts. Seconds are of the
 processor: planning runs in one thread, and other work on the machine only ever adds. ``MB`` are those of all block
-lists that kernels read, and of their tiles.
+lists.
 """
 
 import argparse
+import itertools
 import time
 
 import sparse_layers as sl
 from sparse_layers.ops.planning import lists
 from sparse_layers.ops.planning import plan as planning
 from sparse_layers.ops.planning.blocks import active_blocks
-from sparse_layers.ops.planning.platforms import TUNING
 
 from .record import Record, add_option
 
@@ -22,16 +22,13 @@ LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself 
 
 
 def listed(plan: sl.Plan) -> int:
-    """Makes the lists of all passes, by query and by key; their bytes."""
-    found = {}
-    for link in (link for chain in plan.chains for link in chain):
+    """Bytes of the lists of all passes, by query and by key, made here; of presets XLA needs no mask tiles."""
+    size = 0
+    for link in itertools.chain.from_iterable(plan.chains):
         for shape, by_key in (link.fwd_shape, False), (link.bwd_shape, True):
-            tuned = TUNING[plan.implementation]
-            candidates, tiles = lists.static_candidates([link.mask], shape, planning.in_tiles(link.mask, shape, tuned))
-            of_blocks = candidates.lists(by_key)
-            arrays = of_blocks.spans, of_blocks.block, of_blocks.tile, tiles
-            found |= {id(x): x for x in arrays if x is not None}
-    return sum(x.nbytes for x in found.values())
+            found = lists.static_candidates([link.mask], shape, False)[0].lists(by_key)
+            size += found.spans.nbytes + found.block.nbytes + found.tile.nbytes
+    return size
 
 
 def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
@@ -39,7 +36,7 @@ def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
     for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._static_candidates):
         cache.cache_clear()
     start = time.process_time()
-    plan = sl.make_plan(sl.preset(name), seq_len)
+    plan = sl.make_plan(sl.preset(name), seq_len, implementation="xla")
     size = listed(plan)
     return time.process_time() - start, plan, size
 

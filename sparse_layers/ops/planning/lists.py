@@ -257,21 +257,21 @@ def unpacked_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
 
 def run_time_candidates(mask: jax.Array, shape: tuple[int, int]) -> tuple[Candidates, jax.Array]:
     """All blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * rows * columns, bq, bkv]."""
-    tiles = tiled(mask, shape)
-    heads, rows, columns = tiles.shape[:3]
+    tiles, kind = tiled(mask, shape)
+    heads, rows, columns = kind.shape
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
-    kind = tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4)).astype(jnp.int32)
     tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
     row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
     return Candidates(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
 
 
-def tiled(mask: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A mask [C, T, S] in blocks [C, rows, columns, bq, bkv], padded with False."""
+def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """A mask [C, T, S] in blocks, bool [C, rows, columns, bq, bkv], padded with False, and the int32 state of each."""
     ends = [(0, -length % block) for length, block in zip(mask.shape[1:], shape, strict=True)]
     mask = jnp.pad(mask, [(0, 0), *ends])
     heads, rows, columns = mask.shape
-    return mask.reshape(heads, rows // shape[0], shape[0], columns // shape[1], shape[1]).swapaxes(2, 3)
+    tiles = mask.reshape(heads, rows // shape[0], shape[0], columns // shape[1], shape[1]).swapaxes(2, 3)
+    return tiles, tiles.any((3, 4)).astype(jnp.int32) + tiles.all((3, 4)).astype(jnp.int32)
 
 
 # --- blocks chosen at run time ---------------------------------------------------------------------------------------

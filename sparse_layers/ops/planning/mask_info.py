@@ -21,6 +21,7 @@ from ...masks.adapters import as_masks
 from ...masks.algebra import FULL, PARTIAL, And, Array, Mask, Not, Or, Transposed
 from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
+from .lists import tiled
 
 
 class MaskInfo(NamedTuple):
@@ -271,12 +272,9 @@ def process_dynamic_mask(
         raise TypeError(f"mask: expected a bool array [H, Q, K] (of others process_mask makes the lists), got {mask!r}")
     _check_array(mask)
     _check_division(mask.shape, block_shape, head_shards, q_seq_shards)
-    heads, (block_q, block_kv) = mask.shape[0], block_shape
-    num_q, num_kv = mask.shape[1] // block_q, mask.shape[2] // block_kv
+    tiles, block_mask = tiled(mask, block_shape)
+    heads, num_q, num_kv = block_mask.shape
     shard_heads, shard_rows = heads // head_shards, num_q // q_seq_shards
-
-    tiles = jnp.reshape(mask, (heads, num_q, block_q, num_kv, block_kv)).swapaxes(2, 3)
-    block_mask = tiles.any((3, 4)).astype(np.int32) + tiles.all((3, 4)).astype(np.int32)
     head = (jnp.arange(heads, dtype=np.int32) % shard_heads)[:, None, None]
     q = (jnp.arange(num_q, dtype=np.int32) % shard_rows)[None, :, None]
     kv = jnp.arange(num_kv, dtype=np.int32)[None, None, :]
