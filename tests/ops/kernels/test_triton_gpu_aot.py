@@ -56,9 +56,9 @@ def _splits(number):
     return {"fwd_params": sl.FwdParams(num_key_splits=number), "bwd_params": sl.BwdParams(num_key_splits=number)}
 
 
-def _chosen(granularity, block):
-    """A selection of 8 blocks by 2048 tokens."""
-    ids = jax.ShapeDtypeStruct((2, 2048 // granularity, 1, 8), jnp.int32)
+def _chosen(granularity, block, length=2048):
+    """A selection of 8 blocks."""
+    ids = jax.ShapeDtypeStruct((2, length // granularity, 1, 8), jnp.int32)
     return {"selection": jax.eval_shape(functools.partial(sl.Selection, block=block, granularity=granularity), ids)}
 
 
@@ -67,6 +67,7 @@ def _chain(mask):
     return dataclasses.replace(candidates(mask, 4096)[-1], fwd_params=sl.FwdParams(), implementation="triton")
 
 
+WIDE = {"heads": (512, 512)}
 BY_KEY = "by_key", "dqkv"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
@@ -96,7 +97,7 @@ CASES = [
     Case("splits", 86, sl.Causal(), (80, 256), "float16", ("forward",), options=_splits(4)),
     # Parts of a block of queries chose for themselves; several tiles of a block that chose together.
     Case("chosen-parts", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 64) | {"heads": (16, 4)}),
-    Case("scattered", 90, sl.Causal(), (128, 128), length=2048, options=_chosen(1, 128), only=BY_KEY),
+    Case("scattered-wide", 90, sl.Causal(), (128, 128), "bfloat16", BY_KEY, 1 << 15, WIDE | _chosen(1, 128, 1 << 15)),
     Case("scattered", 80, sl.Causal(), (64, 64), "float16", BY_KEY, 2048, _chosen(1, 64) | CAP | {"segments": True}),
     Case("scattered", 86, sl.Causal(), (128, 128), "float32", BY_KEY, 2048, _chosen(1, 32)),
     Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _chosen(1, 48) | {"heads": (16, 4)}),
@@ -138,8 +139,19 @@ def test_tiles_that_are_too_large_do_not_fit():
 
 # Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
 OFF = {"COUNT": 0, "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "PARTS": 1, "PACK": 1}
-# But for these: where results go is always given, and looked up by token or by row; key heads are never packed.
-NO_SWITCHES = {"OUT.GIVEN", "OUT.COUNT", "KV.PACK"}
+# But for these: where results go is always given, and looked up by token or by row; key heads are never packed, nor
+# keys gathered; kernels whose programs hold queries have all of a block, and that by key has only choices.
+ALWAYS = {"OUT.GIVEN", "OUT.COUNT", "KV.PACK", "KV.GATHERED"}
+OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "COUNT", "PARTS")} | {
+    f"L.{x}" for x in ("ANY_FREE", "ANY_MASKED", "CHOSEN")
+}
+OF_CHOICES |= {"A.HEAD_STEP", "KV.COUNT", "KV.PARTS", "OUT.BY_TOKEN", "W.MERGED"}
+NO_SWITCHES = {
+    "forward_kernel": ALWAYS | {"Q.GATHERED"},
+    "dq_kernel": ALWAYS | {"Q.GATHERED"},
+    "dkv_kernel": ALWAYS,
+    "by_key_kernel": ALWAYS | OF_CHOICES,
+}
 
 
 def switches(constants):
@@ -158,10 +170,10 @@ def switches(constants):
 def test_all_that_can_be_switched_is():
     found = [one for case in CASES for one in case.launches]
     assert {one.name for one in found} == {"forward", "dq", "dkv", "fused", "compact", *BY_KEY}
-    values: dict[str, set[bool]] = {}
+    values: dict[tuple[str, str], set[bool]] = {}
     for one in found:
         for name, on in switches(one.constants):
-            values.setdefault(f"{one.kernel.fn.__name__}: {name}", set()).add(on)
+            values.setdefault((one.kernel.fn.__name__, name), set()).add(on)
     assert len(values) > 50
-    same = {name for name, both in values.items() if both != {False, True}}
-    assert {name.split(": ")[1] for name in same} == NO_SWITCHES, same
+    same = {switch for switch, both in values.items() if both != {False, True}}
+    assert same == {(kernel, name) for kernel, names in NO_SWITCHES.items() for name in names}

@@ -49,7 +49,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
         128: (Settings(128, 64, 4, 3),),
         256: (Settings(64, 64, 8, 2),),
     },
-    ("dqkv", 2): {64: (Settings(128, 64, 8, 2),), 128: (Settings(128, 64, 8, 2),), 256: (Settings(64, 32, 8, 2),)},
+    ("dqkv", 2): {64: (Settings(128, 64, 8, 2),), 128: (Settings(128, 64, 8, 2),), 256: (Settings(64, 64, 8, 1),)},
     ("forward", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
