@@ -6,7 +6,7 @@ First table: B=2, T=16384, 16 heads of 128; twelve random 128-blocks and the dia
 mask known beforehand, and as a `Selection` of which each head has its own. The lists of a selection are made in every
 call, forward and backward.
 
-Second table: one batch entry, 16 query heads of 128; every query chooses 16 blocks of 128 keys, its own among them, by
+Second table: one batch entry, 16 query heads of 128; every query chooses 16 blocks of keys, its own among them, by
 `top_k_blocks` of random scores: independent ones, or ones that change slowly from query to query, as a trained model's
 do. "union" is how many blocks 4 and 32 neighbouring queries choose together, as a multiple of 16. cuDNN is its causal
 attention over all keys. Milliseconds, and TFLOP/s in brackets, which count chosen (query, key) pairs in the past.
@@ -15,6 +15,7 @@ Results are checked in the run that times them, and timed, as `benchmarks.gpu` s
 """
 
 import argparse
+import itertools
 import sys
 from typing import Any
 
@@ -30,9 +31,9 @@ HEADS, SIZE, BLOCK, CHOSEN = 16, 128, 128, 16
 Timing = argparse.Namespace(groups=5, calls=10)
 
 
-def chosen_by_queries(seq_len: int, agree: bool) -> np.ndarray:
+def chosen_by_queries(seq_len: int, agree: bool, block: int = BLOCK) -> np.ndarray:
     """ids [T, 16] of the blocks that queries choose, all heads alike."""
-    blocks, anchors = seq_len // BLOCK, seq_len // 64 + 1
+    blocks, anchors = seq_len // block, seq_len // 64 + 1
 
     @jax.jit
     def choose():
@@ -42,7 +43,7 @@ def chosen_by_queries(seq_len: int, agree: bool) -> np.ndarray:
         place, share = np.divmod(np.arange(seq_len), 64)
         between = slow[place] + (share / 64)[:, None] * (slow[place + 1] - slow[place])
         scores = between + 0.12 * noise if agree else noise
-        return sl.top_k_blocks(scores[None, :, None], CHOSEN, block=BLOCK, forced=sl.Window(0)).ids[0, :, 0]
+        return sl.top_k_blocks(scores[None, :, None], CHOSEN, block=block, forced=sl.Window(0)).ids[0, :, 0]
 
     return np.asarray(choose())
 
@@ -68,9 +69,9 @@ def times(report: Any, name: str, exact: gpu.Exact, contender: gpu.Contender, gr
     return found
 
 
-def selection_of(ids: np.ndarray, batch: int, heads: int, granularity: int) -> sl.Selection:
+def selection_of(ids: np.ndarray, batch: int, heads: int, granularity: int, block: int = BLOCK) -> sl.Selection:
     """The same choice for every batch entry and head, each with ids of its own."""
-    return sl.Selection(np.tile(ids[None, :, None], (batch, 1, heads, 1)), block=BLOCK, granularity=granularity)
+    return sl.Selection(np.tile(ids[None, :, None], (batch, 1, heads, 1)), block=block, granularity=granularity)
 
 
 def chosen(mask: sl.Mask, arrays: list[jax.Array], selection: sl.Selection, implementation: str) -> gpu.Contender:
@@ -106,6 +107,7 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
     columns = (
         "T",
         "query heads of a key head",
+        "block",
         "choices",
         "union of 4",
         "of 32",
@@ -121,22 +123,21 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
             arrays = [full[0], *(x[:, :, : HEADS // group] for x in full[1:3]), full[3]]
             dense = gpu.cudnn(gpu.patterns(seq_len)["causal"], arrays)
             dense_ms = {x: gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
-            for agree in (True, False):
-                ids = chosen_by_queries(seq_len, agree)
-                table = np.zeros((seq_len, seq_len // BLOCK + 1), np.int8)
+            for block, choices in itertools.product(options.blocks, options.choices):
+                ids = chosen_by_queries(seq_len, choices == "agree", block)
+                table = np.zeros((seq_len, seq_len // block + 1), np.int8)
                 np.put_along_axis(table, ids, 1, axis=1)
                 pattern = gpu.Pattern(
-                    sl.Causal(), lambda q, k, table: (k <= q) & (table[q, k // BLOCK] == 1), table[:, :-1]
+                    sl.Causal(), lambda q, k, table, n=block: (k <= q) & (table[q, k // n] == 1), table[:, :-1]
                 )
-                selection = selection_of(ids, 1, HEADS // group, 1)
+                selection = selection_of(ids, 1, HEADS // group, 1, block)
                 contender = chosen(sl.Causal(), arrays, selection, options.implementation)
-                kind = "agree" if agree else "independent"
-                labels = {"table": "queries", "seq_len": seq_len, "group": group, "choices": kind}
-                name = f"T={seq_len}, {group} to a key head, {kind}"
+                labels = {"table": "queries", "seq_len": seq_len, "group": group, "block": block, "choices": choices}
+                name = f"T={seq_len}, {group} to a key head, blocks of {block}, {choices}"
                 own = times(record, name, gpu.Exact(pattern, arrays), contender, group > 1, **labels)
                 record.add(**labels, who="cuDNN", **dense_ms)
                 scale = 4 * SIZE * HEADS / 1e9 * gpu.pairs_of(pattern, seq_len)
-                cells = [str(seq_len), str(group), kind, *(f"{union(ids, n):.2f}" for n in (4, 32))]
+                cells = [str(seq_len), str(group), str(block), choices, *(f"{union(ids, n):.2f}" for n in (4, 32))]
                 rates = zip(own.values(), gpu.DIRECTIONS.values(), strict=True)
                 cells += [f"{gpu.digits(x)} ({factor * scale / x:.0f})" for x, factor in rates]
                 record.say(f"| {' | '.join([*cells, *map(gpu.digits, dense_ms.values())])} |")
@@ -147,8 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default="triton", choices=sl.implementations())
     parser.add_argument("--seq-len", type=int, default=16384, help="of the first table")
-    parser.add_argument("--lengths", nargs="*", type=int, default=[8192, 32768], help="of the second")
-    parser.add_argument("--groups", nargs="+", type=int, default=[1, 4, 16], help="query heads of a key head")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[8192, 32768, 131072], help="of the second")
+    parser.add_argument("--groups", nargs="+", type=int, default=[1, 4, 8, 16], help="query heads of a key head")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[BLOCK, 64], help="keys in a block of the second")
+    parser.add_argument("--choices", nargs="+", default=["agree", "independent"], choices=["agree", "independent"])
     add_option(parser)
     options = parser.parse_args()
     record = Record(options.record, jax.devices()[0].device_kind)

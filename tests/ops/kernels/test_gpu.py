@@ -1,10 +1,13 @@
-"""Every preset at a real size on a GPU: ``pytest -n 8 tests/ops/kernels/test_gpu.py`` on a machine that has one."""
+"""Presets and selections at real sizes on a GPU: ``pytest -n 8 tests/ops/kernels/test_gpu.py`` where there is one."""
+
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 import sparse_layers as sl
+from tests.ops import test_selections as chosen
 from tests.ops.cases import SMALL, Case, check
 
 if jax.default_backend() != "gpu":
@@ -17,11 +20,48 @@ OPTIONS = {"sliding_window": {"window": 300}, "streaming": {"window": 256}, "chu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [64, 96, 128])
 @pytest.mark.parametrize("name", SMALL)
-def test_presets_are_right_and_the_same_twice(name, size, dtype):
+def test_presets(name, size, dtype):
     mask = sl.preset(name, **OPTIONS.get(name, {}))
-    case = Case(name, mask, 1000, heads=(4, 2), sizes=(size, size), batch=1, dtype=dtype)
+    check_twice(Case(name, mask, 1000, heads=(4, 2), sizes=(size, size), batch=1, dtype=dtype))
+
+
+def check_twice(case):
+    """Asserts that the answers are right, and the same to the bit in a second run."""
     answers = case.call("triton")
     check(case, answers)
     again = case.call("triton")
     for key, value in answers.items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(again[key]))
+
+
+GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything
+EVERY = itertools.product(GRANULARITIES, "1KN", (32, 64, 128), (1, 4, 8, 16), ("bfloat16", "float32"))
+EVERY = [(f"{i}-" + "-".join(map(str, x)), *x) for i, x in enumerate(EVERY)]
+
+
+@pytest.mark.parametrize(("name", "granularity", "scope", "block", "group", "dtype"), EVERY, ids=[x[0] for x in EVERY])
+def test_selections(name, granularity, scope, block, group, dtype):
+    """Of blocks of 32, queries choose too differently to be taken together with their neighbours; of others they agree.
+
+    What comes with them changes from one to the next.
+    """
+    number, length = int(name.split("-")[0]), GRANULARITIES[granularity]
+    masks = sl.Causal(), sl.Full(), sl.Causal() & sl.Window(100), sl.Strided(7) | sl.Window(9)
+    segments = np.sort(np.random.default_rng(number).integers(-1, 3, (1, length)), axis=1).astype(np.int32)
+    case = chosen.Case(
+        name,
+        masks[number % 4],
+        length,
+        heads=(16, 16 // group),
+        sizes=((64, 64), (128, 128), (96, 32))[number % 3],
+        batch=1,
+        dtype=dtype,
+        sinks=number % 5 == 0,
+        soft_cap=3.0 if number % 7 == 0 else None,
+        segments=(segments, segments) if number % 3 == 0 else None,
+        granularity=granularity,
+        scope=scope,
+        block=block,
+        k=2 + number % 3,
+    )
+    check_twice(case)
