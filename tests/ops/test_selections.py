@@ -95,12 +95,12 @@ def _table():
     yield Case("none", causal, 40, granularity=16, k=0)
     yield Case("none-sinks", causal, 40, k=0, sinks=True, core=False)
     yield Case("none-two-queries", sl.Full(), 2, 155, heads=(4, 1), k=0, sinks=True)
-    # Queries that hardly agree, over many blocks: on GPUs by key block, in one turn or more.
+    # Queries that hardly agree, over many blocks: on GPUs by key block.
     many = {"k": 2, "block": 16, "batch": 1}
     yield Case("scattered", causal, 300, heads=(4, 2), sinks=True, **many)
     yield Case("scattered-heads", (sl.Full(), sl.Window(300)), 70, 500, heads=(4, 2), scope="1", soft_cap=2.0, **many)
     yield Case("scattered-documents", sl.Full(), 75, 700, segments=cases._documents(1, 75, 700), scope="N", **many)
-    yield Case("scattered-turns", sl.Full(), 70, 900, heads=(8, 2), k=9, block=48, batch=2, sizes=(16, 24))
+    yield Case("scattered-many", sl.Full(), 70, 900, heads=(8, 2), k=9, block=48, batch=2, sizes=(16, 24))
     yield Case("scattered-run-time", rare, 70, 750, heads=(2, 2), scope="1", k=3, block=32)
     yield Case("scattered-bfloat16", sl.Window(300), 70, 900, k=4, block=144, **large | {"heads": (4, 2)})
     yield Case("one-query", sl.Full(), 1, 130, block=16, sizes=(16, 24))

@@ -47,17 +47,22 @@ def loss(q, k, v, ids, implementation):
     return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
 
 
-def test_who_hardly_agrees():
-    assert by_key.pays(*call_of(SCATTERED))
-    assert not by_key.pays(*call_of(AGREEING))
-    some = np.where(np.arange(T)[:, None, None] % 32 < 1, SCATTERED, AGREEING)  # of 32 neighbours all but one
-    assert not by_key.pays(*call_of(some))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_who_hardly_agrees(direction):
+    def pays(ids, **options):
+        return by_key.pays(*call_of(ids, **options), direction)
+
+    assert pays(SCATTERED)
+    assert not pays(AGREEING)
+    for few, right in ((1, False), (4, True)):  # of 32 neighbours choose for themselves, and the others alike
+        some = np.where(np.arange(T)[:, None, None] % 32 < few, SCATTERED, AGREEING)[:, :, :1]
+        assert pays(some, heads=(1, 1)) == (right or direction == "forward")  # a tile of 32 rows is half empty
+        assert pays(some, heads=(2, 1)) == right
     # What is no block is nobody's, and what comes twice counts once.
     ids = SCATTERED.copy()
     ids[..., 1:] = np.array([-1, S // BLOCK, 2**31 - 1])
-    alone, twice = ids[..., :1], ids[..., [0, 0, 0, 1]]
-    assert by_key.pays(*call_of(ids)) == by_key.pays(*call_of(alone)) == by_key.pays(*call_of(twice))
-    assert not by_key.pays(*call_of(np.full_like(ids, -1)))
+    assert pays(ids) == pays(ids[..., :1]) == pays(ids[..., [0, 0, 0, 1]])
+    assert not pays(np.full_like(ids, -1))
 
 
 def test_whom_it_serves():
@@ -88,32 +93,39 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
     assert not by_key.serves(*call_of(SCATTERED))
 
 
-def test_popular_blocks_are_shared_out(monkeypatch):
-    """All chose one block: pieces of its list, and the same to the bit in every run."""
-    pieces = set()
+@pytest.mark.parametrize("turns", [1, 3])
+def test_popular_blocks_are_shared_out(turns, monkeypatch):
+    """All chose one block: pieces of its list, and the same to the bit in every run; also in turns of queries."""
+    if turns > 1:
+        monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
+    pieces, rows = set(), set()
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
-        if "W" in constants and constants["Q"].GATHERED and constants["W"].PIECES:
-            pieces.add(kernel.fn.__name__)
+        if "W" in constants and constants["Q"].GATHERED:
+            rows.add(constants["Q"].ROWS)
+            if constants["W"].PIECES:
+                pieces.add(kernel.fn.__name__)
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
     monkeypatch.setattr(launch, "call", watched)
-    ids = np.where(np.arange(K) == 0, 0, np.maximum(SCATTERED, 1))[:, :, :1]
+    ids = np.tile(np.maximum(SCATTERED, 1), (1, 1, 1, 3))[:, :, :1] + np.arange(3 * K) // K * 7
+    ids = np.where(np.arange(3 * K) == 0, 0, ids % (S // BLOCK))
     step, other = (
         compiled(jax.value_and_grad(functools.partial(loss, implementation=name), (0, 1, 2), has_aux=True))
         for name in ("triton", "reference")
     )
     given = *arrays(heads=(4, 1)), ids
     first, second, right = step(*given), step(*given), other(*given)
-    assert pieces == {"by_key_kernel", "dkv_kernel"}
+    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {-(-T // turns) * 3 * K}
     for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [4, 32])
-def test_results_of_choices_take_no_more_than_the_operands(k):
+def test_results_of_choices_take_no_more_than_the_operands(k, monkeypatch):
     """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
+    monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
     length, heads, size = 4096, 4, 64
     x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)

@@ -80,7 +80,8 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     by_query = functools.partial(_forward_by_query, call)
     if not by_key.serves(call, operands):
         return by_query(operands)
-    return jax.lax.cond(by_key.pays(call, operands), functools.partial(by_key.forward, call), by_query, operands)
+    pays = by_key.pays(call, operands, "forward")
+    return jax.lax.cond(pays, functools.partial(by_key.forward, call), by_query, operands)
 
 
 def _forward_by_query(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -121,7 +122,8 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     by_query = functools.partial(_backward_by_query, call)
     if not by_key.serves(call, args[0]):
         return by_query(*args)
-    return jax.lax.cond(by_key.pays(call, args[0]), functools.partial(by_key.backward, call), by_query, *args)
+    pays = by_key.pays(call, args[0], "backward")
+    return jax.lax.cond(pays, functools.partial(by_key.backward, call), by_query, *args)
 
 
 def _backward_by_query(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):

@@ -21,6 +21,9 @@ from .lists import Lists, Side, lists_of
 from .settings import Settings, choose, pieces_asked, rows_of
 from .work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
 
+# Rows of a tile that keep tensor cores busy.
+FULL_TILE = 64
+
 
 class Rows(NamedTuple):
     """Results of some passes, by token if ``order`` is natural, else by row of it, where only its rows are defined.
@@ -201,7 +204,7 @@ class Link:
         """(bq, bkv) of the lists."""
         if self.call.selection is not None:
             block, granularity = self.call.selection
-            return max(granularity, min(64 // self.pack, MOST_PARTS * granularity)), block
+            return max(granularity, min(FULL_TILE // self.pack, MOST_PARTS * granularity)), block
         if not self.passes:
             return self.call.bwd_shape if kernel == "dkv" else self.call.fwd_shape
         if kernel == "dkv":
