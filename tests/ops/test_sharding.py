@@ -74,7 +74,7 @@ def arrays(heads, kv_heads):
     """Query, key, value and the cotangents of out and lse."""
     draw = np.random.default_rng(1).standard_normal
     shapes = [(B, T, heads, H), (B, T, kv_heads, H), (B, T, kv_heads, H), (B, T, heads, H), (B, T, heads)]
-    return [jnp.asarray(draw(shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(draw(shape).astype(np.float32)) for shape in shapes]
 
 
 def gradients(attend, *args, pull):
