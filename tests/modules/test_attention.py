@@ -11,6 +11,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers.modules import settings
 from sparse_layers.modules.attention import rotary
+from tests.arrays import inputs, perturbed
 
 T, F, N = 24, 16, 4
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -23,10 +24,6 @@ MASKS = {
 }
 
 
-def inputs(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 @nnx.jit
 def run(layer, x, segment_ids=None):
     return layer(x, segment_ids=segment_ids)
@@ -37,11 +34,9 @@ def make(pattern="all", seq_len=T, num_heads=N, seed=0, **options):
     return sl.SparseSelfAttention(num_heads, F, pattern=pattern, seq_len=seq_len, rngs=nnx.Rngs(seed), **options)
 
 
-def perturbed(layer, seed=1):
+def varied(layer):
     """The layer with parameters away from their initial zeros and ones."""
-    rng = np.random.default_rng(seed)
-    state = nnx.state(layer, nnx.Param)
-    nnx.update(layer, jax.tree.map(lambda p: p + jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype), state))
+    nnx.update(layer, perturbed(nnx.state(layer, nnx.Param)))
     return layer
 
 
@@ -93,7 +88,7 @@ def stacked(mask, length=T):
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_state_of_a_dense_flax_layer_loads_unchanged(num_kv_heads, normalize_qk):
     options = {"num_kv_heads": num_kv_heads, "normalize_qk": normalize_qk}
-    flax_layer = perturbed(nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(3), **options))
+    flax_layer = varied(nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(3), **options))
     layer = make(sl.Causal(), **options)
     x = inputs(2, T, F)
     expected = nnx.jit(lambda layer, x: layer(x, mask=nnx.make_causal_mask(x[..., 0])))(flax_layer, x)
@@ -111,7 +106,7 @@ def test_initial_parameters_are_flax_own():
 
 @pytest.mark.parametrize("name", MASKS)
 def test_equals_dense_attention_under_the_mask(name):
-    layer, x = perturbed(make(MASKS[name], num_kv_heads=2)), inputs(2, T, F)
+    layer, x = varied(make(MASKS[name], num_kv_heads=2)), inputs(2, T, F)
     np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(MASKS[name])), atol=1e-5)
 
 
@@ -127,12 +122,12 @@ def test_equals_dense_attention_under_the_mask(name):
 )
 def test_options_do_what_they_say(options, facts):
     mask = MASKS["union"]
-    layer, x = perturbed(make(mask, **options)), inputs(1, T, F)
+    layer, x = varied(make(mask, **options)), inputs(1, T, F)
     np.testing.assert_allclose(run(layer, x), dense(layer, x, stacked(mask), **facts), atol=1e-5)
 
 
 def test_gradient_reaches_every_parameter_and_equals_finite_differences():
-    layer, x = perturbed(make(MASKS["union"], use_sinks=True, normalize_qk=True, rope_theta=50.0)), inputs(1, T, F)
+    layer, x = varied(make(MASKS["union"], use_sinks=True, normalize_qk=True, rope_theta=50.0)), inputs(1, T, F)
     graphdef, params = nnx.split(layer)
     weights = inputs(1, T, F, seed=5)
 
@@ -162,7 +157,7 @@ def test_any_leading_batch_dimensions():
 
 
 def test_a_selection_hides_what_it_does_not_choose():
-    layer, x = perturbed(make(MASKS["union"], num_kv_heads=2)), inputs(2, 3, T, F)
+    layer, x = varied(make(MASKS["union"], num_kv_heads=2)), inputs(2, 3, T, F)
     ids = np.random.default_rng(0).integers(-1, 2, (2, 3, 2, 2, 1))  # of blocks of 16, by key head
     chosen = sl.Selection(ids, block=16, granularity=16)
     out = nnx.jit(lambda layer, x, chosen: layer(x, selection=chosen))(layer, x, chosen)
@@ -174,7 +169,7 @@ def test_a_selection_hides_what_it_does_not_choose():
 @pytest.mark.parametrize("pattern", ["union", "per head", "array"])
 def test_shorter_inputs_see_the_upper_left_corner(pattern):
     mask = np.tril(np.random.default_rng(0).random((T, T)) < 0.5) if pattern == "array" else MASKS[pattern]
-    layer = perturbed(make(mask))
+    layer = varied(make(mask))
     for length in (1, 17):
         x = inputs(1, length, F)
         expected = dense(layer, x, stacked(mask)[:, :length, :length])
@@ -183,7 +178,7 @@ def test_shorter_inputs_see_the_upper_left_corner(pattern):
 
 def test_segments_are_isolated_and_padding_is_inert():
     ids = np.array([[0] * 9 + [1] * 8 + [-1] * 7])
-    layer, x = perturbed(make(MASKS["union"])), inputs(1, T, F)
+    layer, x = varied(make(MASKS["union"])), inputs(1, T, F)
     expected = dense(layer, x, stacked(MASKS["union"]), segment_ids=ids)
     np.testing.assert_allclose(run(layer, x, jnp.asarray(ids)), expected, atol=1e-5)
     weights = inputs(F, seed=2)
@@ -253,7 +248,7 @@ def test_a_layer_shows_its_pattern_in_one_line():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_compute_with_float32_parameters(dtype):
-    layer, x = perturbed(make(MASKS["union"], dtype=dtype, normalize_qk=True, rope_theta=100.0)), inputs(1, T, F)
+    layer, x = varied(make(MASKS["union"], dtype=dtype, normalize_qk=True, rope_theta=100.0)), inputs(1, T, F)
     out = run(layer, x)
     assert out.dtype == dtype
     assert {p.dtype for p in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype(jnp.float32)}

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
+from tests.arrays import inputs, perturbed
 from tests.programs import USUAL, count
 
 T, F, N, B = 24, 16, 4, 2
@@ -33,10 +34,6 @@ KEEP = jax.checkpoint_policies.save_only_these_names(*NAMES)
 KINDS = ["nnx", "linen"]
 
 
-def inputs(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 def sparse(pattern, seq_len=T, **options):
     return sl.make_attention_fn(pattern, seq_len, **{"fwd_params": BLOCKS} | options)
 
@@ -46,12 +43,6 @@ def allowed(pattern, length=T):
     entries = pattern if isinstance(pattern, tuple) else [pattern]
     masks = [m for p in entries for m in sl.as_masks(sl.preset(p) if isinstance(p, str) else p)]
     return np.stack([masks[h % len(masks)].dense(length) for h in range(N)])
-
-
-def perturbed(params, seed=1):
-    """Parameters away from their initial zeros and ones."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(p + 0.3 * rng.normal(size=p.shape), p.dtype), params)
 
 
 @functools.cache

@@ -7,13 +7,10 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
+from tests.arrays import inputs
 
 T, F, N = 20, 16, 2
 PATTERN = sl.Causal() & (sl.Window(3) | sl.Strided(5))
-
-
-def inputs(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def make(features=F, seed=0, **options):

@@ -29,7 +29,7 @@ def test_dense_equinox_and_the_op_agree_under_filter_jit_filter_grad_and_vmap():
     mask = sl.Causal() & (sl.Window(3) | sl.Strided(5))
     dense = eqx.nn.MultiheadAttention(N, F, use_query_bias=True, use_output_bias=True, key=jax.random.key(0))
     sparse = SparseAttention(dense, mask)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, F)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, F)).astype(np.float32))
     traces = []
 
     def loss(layer, x):

@@ -46,36 +46,47 @@ def make(num_layers=2, seed=0, **options):
     model = sl.SparseTransformer(V, N, F, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
     rng = np.random.default_rng(seed)  # away from zeros, such as those of the head
     state = nnx.state(model, nnx.Param)
-    nnx.update(model, jax.tree.map(lambda p: p + jnp.asarray(0.2 * rng.normal(size=p.shape), p.dtype), state))
+    nnx.update(model, jax.tree.map(lambda p: jnp.asarray(p + np.float32(0.2 * rng.normal(size=p.shape))), state))
     return model
 
 
-def tokens(seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, V, (B, T)))
+# Everybody generates as many tokens after as many prompts, and so by one program.
+PROMPTS, COUNT = [[1, 2, 3], [7], list(range(12))], 12
+LENGTHS = np.array([len(prompt) for prompt in PROMPTS])
+
+
+def padded(pad):
+    return np.stack([np.pad(prompt, (0, LENGTHS.max() - len(prompt)), constant_values=pad) for prompt in PROMPTS])
+
+
+@nnx.jit
+def forward(model, text):
+    return model(text, deterministic=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_decoding_equals_the_full_forward(name):
-    model, text, lengths = make(**MODELS[name]), tokens(), jnp.array([1, 9, 20])
+    model, text, lengths = make(**MODELS[name]), np.random.default_rng(0).integers(0, V, (B, T)), np.array([1, 9, 20])
+    full = np.asarray(forward(model, text))
     model.eval()
-    full = nnx.jit(lambda model, text: model(text))(model, text)
     graph, state = nnx.split(model)
-    padded = jnp.where(jnp.arange(20) < lengths[:, None], text[:, :20], (text[:, :20] + 7) % V)  # other text, not read
-    rows = jnp.arange(B)
+    prompts = np.where(np.arange(20) < lengths[:, None], text[:, :20], (text[:, :20] + 7) % V)  # other text, not read
+    rows = np.arange(B)
 
     @jax.jit
     def decoded(state):
         model = nnx.merge(graph, state)
-        logits, caches = model.prefill(padded, lengths)
+        logits, caches = model.prefill(prompts, lengths)
 
-        def step(caches, position):
-            logits, caches = model.decode_step(text[rows, position], caches, position)
+        def step(caches, each):
+            token, position = each
+            logits, caches = model.decode_step(token, caches, position)
             return caches, logits
 
-        positions = jnp.minimum(lengths + jnp.arange(T)[:, None], T - 1)
-        return logits, jax.lax.scan(step, caches, positions)[1], positions
+        return logits, jax.lax.scan(step, caches, (text[rows, positions], positions))[1]
 
-    first, later, positions = decoded(state)
+    positions = np.minimum(lengths + np.arange(T)[:, None], T - 1)
+    first, later = decoded(state)
     np.testing.assert_allclose(first, full[rows, lengths - 1], atol=2e-5)
     np.testing.assert_allclose(later, full[rows, positions], atol=2e-5)
 
@@ -86,50 +97,54 @@ def test_a_layer_and_a_block_decode_as_they_compute(choosing):
     block = sl.SparseTransformerBlock(N, F, pattern=pattern, seq_len=T, rngs=nnx.Rngs(0))
     ids = np.random.default_rng(2).integers(-1, 3, (B, T, N, 1))
 
-    def chosen(at):
-        return sl.Selection(ids[:, at], block=16) if choosing else None
+    x = np.random.default_rng(1).normal(size=(B, T, F)).astype(np.float32)
+    positions = np.arange(33, 36)
 
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, F)), jnp.float32)
-    for layer in (block, block.attention):
-        want = layer(x, selection=chosen(slice(T)))
-        out, cache = layer.prefill(x[:, :33], selection=chosen(slice(33)))
-        np.testing.assert_allclose(out, want[:, :33], atol=2e-6)
-        for position in range(33, 36):
-            own = chosen(slice(position, position + 1))
+    @nnx.jit
+    def decoded(layer, x, ids):
+        def chosen(ids):
+            return sl.Selection(ids, block=16) if choosing else None
+
+        out, cache = layer.prefill(x[:, :33], selection=chosen(ids[:, :33]))
+
+        def step(cache, position):
+            own = chosen(ids[:, position][:, None])
             out, cache = layer.decode_step(x[:, position], cache, jnp.full(B, position), selection=own)
-            np.testing.assert_allclose(out, want[:, position], atol=2e-6)
+            return cache, out
+
+        return layer(x, selection=chosen(ids)), out, jax.lax.scan(step, cache, positions)[1]
+
+    for layer in (block, block.attention):
+        want, first, later = map(np.asarray, decoded(layer, x, ids))
+        np.testing.assert_allclose(first, want[:, :33], atol=2e-6)
+        np.testing.assert_allclose(later, want[:, positions].swapaxes(0, 1), atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["interleaved", "scanned"])
 def test_greedy_generation_is_the_full_forwards_argmax(name):
-    model, prompts = make(**MODELS[name]), [[1, 2, 3], [7], list(range(12))]
-    made = np.asarray(sl.generate(model, prompts, 10))
-    forward = nnx.jit(lambda model, text: model(text, deterministic=True))
-    for prompt, new in zip(prompts, made, strict=True):
-        text = jnp.zeros((1, T), int).at[0, : len(prompt)].set(jnp.array(prompt))
-        for count, token in enumerate(new):
-            at = len(prompt) + count
-            assert int(forward(model, text)[0, at - 1].argmax()) == token
-            text = text.at[0, at].set(token)
+    model, text = make(**MODELS[name]), np.zeros((B, T), int)
+    made = np.asarray(sl.generate(model, PROMPTS, COUNT))
+    for row, prompt, new in zip(text, PROMPTS, made, strict=True):
+        row[: len(prompt) + COUNT] = [*prompt, *new]
+    likeliest = np.asarray(forward(model, text)).argmax(-1)
+    np.testing.assert_array_equal(likeliest[np.arange(B)[:, None], LENGTHS[:, None] - 1 + np.arange(COUNT)], made)
 
 
 def test_padded_prompts_are_sequences_of_prompts():
     model, key = make(**MODELS["interleaved"]), jax.random.key(3)
-    ragged = sl.generate(model, [[1, 2, 3], [4]], 5, temperature=1.0, key=key)
-    padded = sl.generate(
-        model, jnp.array([[1, 2, 3], [4, 9, 9]]), 5, lengths=jnp.array([3, 1]), temperature=1.0, key=key
-    )
-    np.testing.assert_array_equal(ragged, padded)
-    assert ragged.shape == (2, 5) and ragged.dtype == jnp.int32
-    again = sl.generate(model, [[1, 2, 3], [4]], 5, temperature=1.0, key=jax.random.key(4))
-    assert (again != ragged).any()
+    ragged = sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=key)
+    array = sl.generate(model, padded(9), COUNT, lengths=LENGTHS, temperature=1.0, key=key)
+    np.testing.assert_array_equal(ragged, array)
+    assert ragged.shape == (B, COUNT) and ragged.dtype == jnp.int32
+    again = sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=jax.random.key(4))
+    assert (np.asarray(again) != ragged).any()
 
 
 def test_a_stop_token_ends_a_sequence():
     model = make(**MODELS["interleaved"])
-    made = np.asarray(sl.generate(model, [[1, 2, 3], [7]], 12))
+    made = np.asarray(sl.generate(model, PROMPTS, COUNT))
     stop = int(made[0, 4])
-    stopped = np.asarray(sl.generate(model, [[1, 2, 3], [7]], 12, stop_token=stop))
+    stopped = np.asarray(sl.generate(model, PROMPTS, COUNT, stop_token=stop))
     for free, ended in zip(made, stopped, strict=True):
         end = int(np.argmax(free == stop)) + 1 if (free == stop).any() else len(free)
         np.testing.assert_array_equal(ended[:end], free[:end])
@@ -160,30 +175,29 @@ def test_generation_is_compiled_once():
     from sparse_layers.modules.generate import _generate
 
     model = make(**MODELS["interleaved"])
-    sl.generate(model, [[1, 2]], 3)
+    sl.generate(model, PROMPTS, COUNT)
     before = _generate._cache_size()
-    sl.generate(model, [[3, 4]], 3)
-    sl.generate(make(seed=1, **MODELS["interleaved"]), [[3, 4]], 3, stop_token=1)
+    sl.generate(model, PROMPTS[::-1], COUNT)
+    sl.generate(make(seed=1, **MODELS["interleaved"]), PROMPTS, COUNT, stop_token=1)
     assert _generate._cache_size() == before
 
 
 def test_what_follows_a_prompt_is_not_read():
     """Not even where it is no token: an embedding of those is NaN."""
-    model, lengths = make(**MODELS["interleaved"]), jnp.array([3, 1])
-    prompts = [jnp.array([[1, 2, 3], [7, pad, pad]]) for pad in (0, V, -100)]
-    want, *others = [sl.generate(model, prompt, 8, lengths=lengths) for prompt in prompts]
+    model = make(**MODELS["interleaved"])
+    want, *others = [sl.generate(model, padded(pad), COUNT, lengths=LENGTHS) for pad in (0, V, -100)]
     for other in others:
         np.testing.assert_array_equal(other, want)
-    assert jnp.isfinite(nnx.jit(type(model).prefill)(model, prompts[1], lengths)[0]).all()
+    assert np.isfinite(nnx.jit(type(model).prefill)(model, padded(V), LENGTHS)[0]).all()
 
 
 def test_caches_of_other_layers_are_refused():
-    model, tokens = make(**MODELS["interleaved"]), jnp.array([1, 2])
-    _, caches = model.prefill(jnp.ones((2, 4), int))
+    model, tokens = make(**MODELS["interleaved"]), np.array([1, 2])
+    _, caches = nnx.jit(type(model).prefill)(model, np.ones((2, 4), int))
     with pytest.raises(ValueError, match="cache is that of another layer: masks is"):
-        model.decode_step(tokens, caches[::-1], jnp.array([4, 4]))
+        model.decode_step(tokens, caches[::-1], np.array([4, 4]))
     with pytest.raises(ValueError, match="caches one a layer, 2, got 1"):
-        model.decode_step(tokens, caches[:1], jnp.array([4, 4]))
+        model.decode_step(tokens, caches[:1], np.array([4, 4]))
     with pytest.raises(ValueError, match=r"position must be integers of shape \(2,\)"):
         model.decode_step(tokens, caches, 4)
     with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]"):

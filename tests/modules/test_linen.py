@@ -16,6 +16,7 @@ from flax import linen as nn
 
 import sparse_layers as sl
 from sparse_layers import linen
+from tests.arrays import inputs, perturbed
 from tests.programs import count
 
 T, F, N = 24, 16, 4
@@ -26,10 +27,6 @@ IDS = jnp.asarray([[0] * 9 + [1] * 8 + [-1] * 7] * 2)
 BF16 = {"dtype": jnp.bfloat16}
 # Each program runs once, so most of the time goes to compiling: without optimisation, to about half as much.
 once = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def inputs(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def attention(**options):
@@ -54,12 +51,12 @@ def pure(module):
     return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
-def made(module, *arguments, seed=1):
+def made(module, *arguments):
     """Parameters away from their initial zeros and ones, without the program that would initialise them."""
-    rng, key = np.random.default_rng(seed), jax.random.key(0)
+    key = jax.random.key(0)
     shapes = jax.eval_shape(module.init, {"params": key, "dropout": key}, *(arguments or [inputs(2, T, F)]))
     assert list(shapes) == ["params"]
-    return jax.tree.map(lambda p: jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype), shapes["params"])
+    return perturbed(shapes["params"])
 
 
 def specs(tree):
@@ -169,7 +166,7 @@ def test_same_parameters_and_the_same_values_and_gradients_as_nnx(name):
     run = value_and_grads(apply_of(module, **chosen), apply_of_nnx(other, **chosen))
     found, expected = run(params, inputs(2, T, F), IDS if "segments" in name else None)
     assert_close(found, expected, 2e-6)
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found))
 
 
 def test_block_in_half_precision():

@@ -18,6 +18,7 @@ import sparse_layers as sl
 import sparse_layers.linen
 from sparse_layers.modules.loading.dense import from_linen, from_nnx
 from sparse_layers.modules.loading.gpt2 import from_gpt2
+from tests.arrays import inputs, perturbed
 
 T, F, N, V = 24, 16, 4, 40
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
@@ -30,19 +31,9 @@ PATTERNS = {
 }
 
 
-def arrays(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 @nnx.jit
 def run(layer, x):
     return layer(x)
-
-
-def perturbed(tree, seed=1):
-    """Parameters away from their initial zeros and ones."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(p + 0.3 * rng.normal(size=p.shape), p.dtype), tree)
 
 
 def attention(x, p, mask):
@@ -85,28 +76,36 @@ def run_dense(layer, x):
     return layer(x, mask=nnx.make_causal_mask(x[..., 0]))
 
 
+def out_and_grads(function, layer, x):
+    """What function(layer, x) gives, and the gradients of the layer's parameters, by one program."""
+
+    def loss(layer):
+        out = function(layer, x)
+        return (out * inputs(*out.shape, seed=7)).sum(), out
+
+    kind = (nnx.jit, nnx.value_and_grad) if isinstance(layer, nnx.Module) else (jax.jit, jax.value_and_grad)
+    (_, out), grads = kind[0](kind[1](loss, has_aux=True))(layer)
+    return out, nnx.to_pure_dict(grads) if isinstance(layer, nnx.Module) else grads
+
+
 def pure(layer):
     return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
 
 
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_outputs_and_gradients_are_the_dense_layers(name):
-    dense, x = nnx_layer(**NNX[name]), arrays(2, T, F)
+    dense, x = nnx_layer(**NNX[name]), inputs(2, T, F)
     layer = from_nnx(dense, pattern="all", seq_len=T, fwd_params=BLOCKS)
-    np.testing.assert_allclose(run(layer, x), run_dense(dense, x), atol=5e-6)
-    weights = arrays(*run(layer, x).shape, seed=7)
-    grads = [
-        nnx.jit(nnx.grad(lambda m, x, f=f: (f(m, x) * weights).sum()))(m, x)
-        for m, f in ((layer, run), (dense, run_dense))
-    ]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), *map(nnx.to_pure_dict, grads))
-    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads[0]))
+    (ours, grads), (theirs, wanted) = out_and_grads(run, layer, x), out_and_grads(run_dense, dense, x)
+    np.testing.assert_allclose(ours, theirs, atol=5e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), grads, wanted)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_nnx_under_a_sparse_pattern(name):
     pattern, mask = PATTERNS[name]
-    dense, x = nnx_layer(num_kv_heads=2, normalize_qk=True), arrays(2, T, F)
+    dense, x = nnx_layer(num_kv_heads=2, normalize_qk=True), inputs(2, T, F)
     layer = from_nnx(dense, pattern=pattern, seq_len=T, fwd_params=BLOCKS)
     np.testing.assert_allclose(run(layer, x), attention(x, pure(dense), mask), atol=1e-5)
     assert np.abs(run(layer, x) - run_dense(dense, x)).max() > 0.01
@@ -117,7 +116,7 @@ def test_nnx_dtypes_and_metadata_are_kept():
     dense = nnx_layer(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, precision="highest", kernel_metadata=metadata)
     layer = from_nnx(dense, pattern="all", seq_len=T, use_sinks=True)
     assert layer.precision == "highest" and layer.query.kernel.get_metadata()["kind"] == "mine"
-    x = arrays(1, T, F).astype(jnp.bfloat16)
+    x = inputs(1, T, F).astype(jnp.bfloat16)
     assert run(layer, x).dtype == jnp.bfloat16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param))} == {"bfloat16"}
     np.testing.assert_array_equal(layer.sinks[...], 0)
@@ -149,7 +148,7 @@ def test_nnx_takes_over_what_the_projections_and_norms_call(kind):
         names = ("qkv_dot_general_cls", "out_dot_general_cls")
         options = {name: lambda name=name: calls_of(name, jax.lax.dot_general, seen) for name in names}
         options |= {name: calls_of(name, function, seen) for name, function in norms.items()}
-    dense, x = nnx_layer(normalize_qk=True, **options), arrays(1, T, F)
+    dense, x = nnx_layer(normalize_qk=True, **options), inputs(1, T, F)
     expected = run_dense(dense, x)
     assert seen == set(options)
     seen.clear()
@@ -211,27 +210,28 @@ def linen_layer(kind=linen.MultiHeadDotProductAttention, **options):
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_outputs_and_gradients_are_the_dense_layers(name):
     kind, options = LINEN[name]
-    (dense, params), x = linen_layer(kind, **options), arrays(2, T, F)
+    (dense, params), x = linen_layer(kind, **options), inputs(2, T, F)
     layer = from_linen(params, pattern="all", seq_len=T, fwd_params=BLOCKS)
-    apply = jax.jit(lambda params: dense.apply({"params": params}, x, mask=linen.make_causal_mask(x[..., 0])))
-    np.testing.assert_allclose(run(layer, x), apply(params), atol=5e-6)
-    weights = arrays(*run(layer, x).shape, seed=7)
-    found = nnx.jit(nnx.grad(lambda layer: (layer(x) * weights).sum()))(layer)
-    expected = jax.jit(jax.grad(lambda params: (apply(params) * weights).sum()))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), nnx.to_pure_dict(found), expected)
+
+    def apply(params, x):
+        return dense.apply({"params": params}, x, mask=linen.make_causal_mask(x[..., 0]))
+
+    (ours, grads), (theirs, wanted) = out_and_grads(run, layer, x), out_and_grads(apply, params, x)
+    np.testing.assert_allclose(ours, theirs, atol=5e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), grads, wanted)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_linen_under_a_sparse_pattern(name):
     pattern, mask = PATTERNS[name]
-    (_, params), x = linen_layer(), arrays(2, T, F)
+    (_, params), x = linen_layer(), inputs(2, T, F)
     layer = from_linen(params, pattern=pattern, seq_len=T, fwd_params=BLOCKS)
     np.testing.assert_allclose(run(layer, x), attention(x, params, mask), atol=1e-5)
 
 
 def test_linen_dtypes():
     _, params = linen_layer(param_dtype=jnp.bfloat16)
-    x = arrays(1, T, F)
+    x = inputs(1, T, F)
     kept = from_linen(params, pattern="all", seq_len=T, dtype=jnp.bfloat16)
     assert kept.query.kernel[...].dtype == jnp.bfloat16 == run(kept, x).dtype
     wide = from_linen(flax.core.freeze(params), pattern="all", seq_len=T, param_dtype=jnp.float32)
@@ -253,7 +253,7 @@ def test_linen_arrays_keep_their_dtypes_of_their_own():
 def test_linen_sinks_of_the_sparse_layer():
     settings = {"pattern": "sliding_window:window=7", "seq_len": T, "use_sinks": True}
     sparse = sparse_layers.linen.SparseSelfAttention(N, **settings)
-    x = arrays(1, T, F)
+    x = inputs(1, T, F)
     params = perturbed(jax.jit(sparse.init)(jax.random.key(0), x)["params"])
     layer = from_linen(params, **settings)
     assert np.abs(layer.sinks[...]).max() > 0.1
@@ -268,7 +268,7 @@ def test_linen_grouped_heads_and_boxes():
     # Linen has no grouped heads, but the layout says it all; boxes carry the axes' names.
     params = pure(nnx_layer(num_kv_heads=2))
     boxed = jax.tree.map(lambda leaf: linen.Partitioned(leaf, names=(None,) * leaf.ndim), params)
-    x = arrays(1, T, F)
+    x = inputs(1, T, F)
     layer = from_linen(boxed, pattern="all", seq_len=T)
     np.testing.assert_allclose(run(layer, x), attention(x, params, CAUSAL), atol=5e-6)
 
@@ -411,7 +411,7 @@ def test_gpt2_under_sparse_patterns(name, tmp_path):
 @pytest.mark.parametrize("name", ["all", "strided"])
 def test_gpt2_gradients_are_the_dense_models(name, tmp_path):
     pattern, mask = PATTERNS.get(name, (name, CAUSAL))
-    tensors, weights = gpt2_file(layers=1), arrays(2, T, V, seed=7)
+    tensors, weights = gpt2_file(layers=1), inputs(2, T, V, seed=7)
     model = load(write(tmp_path, tensors), patterns=pattern)
     found = nnx.jit(nnx.grad(lambda model: (model(tokens()) * weights).mean()))(model)
     expected = jax.jit(jax.grad(lambda p: (gpt2(p, tokens(), (mask,), xp=jnp) * weights).mean()))(tensors)
@@ -448,7 +448,7 @@ def test_gpt2_prefix_buffers_and_tied_head_change_nothing(tmp_path):
 
 
 def test_gpt2_head_of_its_own(tmp_path):
-    tensors = gpt2_file() | {"lm_head.weight": arrays(V, G, seed=9)}
+    tensors = gpt2_file() | {"lm_head.weight": inputs(V, G, seed=9)}
     model = load(write(tmp_path, tensors))
     expected = oracle(tensors, tokens())
     assert np.abs(expected - oracle(gpt2_file(), tokens())).max() > 1

@@ -171,7 +171,7 @@ def test_float64_where_enabled():
 def arrays(*lead, t=T, heads=(2, 2), h=16, dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [(*(lead or (2,)), t, n, h) for n in (heads[0], heads[1], heads[1])]
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
 def loss(q, k, v, plan=CHAIN, **options):

@@ -133,7 +133,7 @@ def arrays(seed=0):
     """Query, key, value and the cotangents of out and lse."""
     draw = np.random.default_rng(seed).standard_normal
     shapes = (B, T, N, H), (B, S, K, H), (B, S, K, H), (B, T, N, H), (B, T, N)
-    return [jnp.asarray(draw(shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(draw(shape).astype(np.float32)) for shape in shapes]
 
 
 @functools.partial(compiled, static_argnames=("granularity", "implementation", "mask"))

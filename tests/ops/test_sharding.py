@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.attention import SAVED
-from tests.ops.cases import COMPILER
+from tests.ops.cases import COMPILER, oracle
+from tests.ops.test_selections import chosen_pairs
 
 B, T, H = 4, 24, 8
 CAUSAL, NEAR, FULL, FAR = sl.Causal(), sl.Causal() & sl.Window(5), sl.Full(), sl.Causal() & sl.Strided(4)
@@ -74,7 +75,7 @@ def arrays(heads, kv_heads):
     """Query, key, value and the cotangents of out and lse."""
     draw = np.random.default_rng(1).standard_normal
     shapes = [(B, T, heads, H), (B, T, kv_heads, H), (B, T, kv_heads, H), (B, T, heads, H), (B, T, heads)]
-    return [jnp.asarray(draw(shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(draw(shape).astype(np.float32)) for shape in shapes]
 
 
 def gradients(attend, *args, pull):
@@ -93,8 +94,8 @@ def on(mesh, x, spec):
 
 
 def agree(mesh, program, args, specs, right=None, told=frozenset()):
-    """program(*args) on the devices of a mesh is right(*args) on one, and tells no more than it must."""
-    want = jax.jit(right or program, compiler_options=COMPILER)(*args)
+    """On the devices of a mesh, program(*args) is right(*args) on one, or a list, and tells no more than it must."""
+    want = right if isinstance(right, list) else jax.jit(right or program, compiler_options=COMPILER)(*args)
     placed = [jax.tree.map(lambda x, spec=spec: on(mesh, x, spec), x) for x, spec in zip(args, specs, strict=True)]
     with jax.set_mesh(mesh):
         compiled = jax.jit(lambda *args: program(*args), compiler_options=COMPILER).lower(*placed).compile()
@@ -108,16 +109,23 @@ def agree(mesh, program, args, specs, right=None, told=frozenset()):
 def check_case(mesh, case):
     q, k, v, *pull = arrays(*case.heads)
     sinks = jnp.linspace(-1, 1, case.heads[0]) if case.extras else None
-    ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), axis=1)) if case.extras else None
+    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), axis=1) if case.extras else None
     mask = case.mask if isinstance(case.mask, jax.Array) else None
+    heads = ALLOWED if mask is not None else np.stack([each.dense(T) for each in sl.as_masks(case.mask)])
+    allowed = np.tile(heads, (case.heads[0] // len(heads), 1, 1))
+    if ids is not None:
+        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+    chosen = None
+    if case.chosen:
+        blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-T // 16), case.chosen, 1))
+        chosen = sl.Selection(blocks, block=16, granularity=16)
+        allowed = allowed & chosen_pairs(blocks, 16, 16, case.heads[0], (T, T))
+    right, _ = oracle(q, k, v, allowed, *pull, scale=H**-0.5, sinks=sinks)
+    right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
-    shape = B, -(-T // 16), case.chosen, 1
-    blocks = np.random.default_rng(2).integers(-1, 2, shape)
-    chosen = sl.Selection(blocks, block=16, granularity=16) if case.chosen else None
-
-    def program(implementation, q, k, v, sinks, ids, mask, chosen, *pull):
+    def program(q, k, v, sinks, ids, mask, chosen, *pull):
         def attend(q, k, v, sinks):
-            options = {"segment_ids": ids, "sinks": sinks, "implementation": implementation, "return_lse": True}
+            options = {"segment_ids": ids, "sinks": sinks, "implementation": case.implementation, "return_lse": True}
             options["selection"] = chosen
             options["query_sharding"] = case.spec if case.named else None
             return sl.block_sparse_attention(q, k, v, case.mask if mask is None else mask, **options)
@@ -130,15 +138,8 @@ def check_case(mesh, case):
     masks = P(heads) if mask is not None and mask.ndim == 3 else P()
     by_head = P(batch, None, {case.heads[0]: heads, case.heads[1]: (*keys, *[None] * 3)[2]}.get(case.chosen))
     specs = [case.spec, keys, keys, P(heads), P(batch), masks, by_head, case.spec, case.spec]
-    right = functools.partial(program, "reference")
-    out, lse, slopes = agree(
-        mesh,
-        functools.partial(program, case.implementation),
-        [q, k, v, sinks, ids, mask, chosen, *pull],
-        specs,
-        right,
-        case.told,
-    )
+    args = [q, k, v, sinks, ids, mask, chosen, *pull]
+    out, lse, slopes = agree(mesh, program, args, specs, [*right.values()], case.told)
     for x, spec in ((out, case.spec), (lse, case.spec), *zip(slopes, specs[:3], strict=False)):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), x.sharding
 

@@ -35,7 +35,7 @@ def on_a_gpu(monkeypatch):
 def arrays(t=T, heads=4, kv_heads=2, size=16, dtype="bfloat16"):
     rng = np.random.default_rng(0)
     shapes = (t, heads), (t, kv_heads), (t, kv_heads)
-    return [jnp.asarray(rng.normal(size=(2, *shape, size)), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=(2, *shape, size)).astype(dtype)) for shape in shapes]
 
 
 def why_not(mask=CAUSAL, size=16, t=T, dtype="bfloat16", return_lse=False, params=DEFAULTS, **options):

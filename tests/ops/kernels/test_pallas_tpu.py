@@ -266,7 +266,7 @@ CHAIN = candidates(
 
 def arrays(*lead, heads=2):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(*lead, T, n, 8)), jnp.float32) for n in (heads, 1, 1)]
+    return [jnp.asarray(rng.normal(size=(*lead, T, n, 8)).astype(np.float32)) for n in (heads, 1, 1)]
 
 
 def gradients(implementation, q, k, v, mask=CHAIN, ids=None):

@@ -468,7 +468,7 @@ FIXED = candidates(sl.preset("sparse_transformer_fixed", **SMALL["sparse_transfo
 def arrays(*lead, t=T, s=None, heads=(2, 1), h=16, dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [(*(lead or (1,)), *x, h) for x in ((t, heads[0]), (s or t, heads[1]), (s or t, heads[1]))]
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape).astype(dtype)) for shape in shapes]
 
 
 def answers(q, k, v, plan, sinks=None, implementation="triton", **options):

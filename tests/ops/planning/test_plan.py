@@ -154,7 +154,7 @@ def test_every_candidate_equals_the_oracle(mask):
     t, s = 40, 56
     rng = np.random.default_rng(0)
     q, k, v, do, dl = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        jnp.asarray(rng.normal(size=shape).astype(np.float32))
         for shape in ((1, t, 2, 4), (1, s, 1, 4), (1, s, 1, 4), (1, t, 2, 4), (1, t, 2))
     )
     right, _ = oracle(q, k, v, mask.dense(t, s)[None, None], do, dl, scale=0.5)
