@@ -69,8 +69,8 @@ def test_whom_it_serves():
     assert by_key.serves(*call_of(SCATTERED))
     assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
     assert not by_key.serves(*call_of(SCATTERED[:, :13], granularity=16))
-    assert not by_key.serves(*call_of(SCATTERED[:, :, :1], heads=(16, 1)))  # a tile of 4 queries with 16 heads each
-    assert by_key.serves(*call_of(np.repeat(SCATTERED, 16, axis=2), heads=(32, 2)))  # but 32 where heads differ
+    assert not by_key.serves(*call_of(SCATTERED[:, :, :1], heads=(64, 1)))  # a tile of one query, with 64 heads
+    assert by_key.serves(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1)))  # but 32 where heads differ
     assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
     assert not by_key.serves(*call_of(SCATTERED[..., :0]))
 

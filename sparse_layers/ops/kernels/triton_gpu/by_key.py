@@ -29,13 +29,11 @@ from .lists import Lists, Side, bits_of, only_whole
 from .settings import choose, shared_memory
 
 KERNELS = "by_key", "dqkv"  # as their settings are called
-# A tile of fewer queries walks over little more than each of them chose.
-LEAST_TOGETHER = 5
 # How many times what its queries chose a full tile has to walk over, for rows of choices to take less time: in the
 # forward pass, and in the backward pass, where more of the other way's time goes by keys, too. Measured on an H200.
 LEAST_WASTE = {"forward": 3.0, "backward": 2.0}
 # Tiles that are looked at to find that out.
-SAMPLE = 64
+SAMPLE = 256
 # Bytes that the results of choices may take where the operands are smaller.
 LEAST_ROOM = 1 << 28
 
@@ -45,7 +43,7 @@ def serves(call: Call, operands: Operands) -> bool:
     if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
         return False
     together = _together(call, operands)
-    if call.selection[1] > 1 or together < LEAST_TOGETHER or operands.query.shape[1] < 2 * together:
+    if call.selection[1] > 1 or together == 1 or operands.query.shape[1] < 2 * together:
         return False
     device, choices = launch.device(), _Choices(call, operands, 0, 1, ())
     assert isinstance(device, launch.Device)
@@ -66,7 +64,8 @@ def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
     batch, queries, lists, k = operands.chosen.shape
     tiles = queries // together
     ids = operands.chosen[:, : tiles * together].reshape(batch, tiles, together, lists, k)
-    ids = jnp.moveaxis(ids[:, :: -(-tiles // SAMPLE)], 3, 2).reshape(-1, together, k)
+    ids = jnp.moveaxis(ids, 3, 1).reshape(-1, together, k)
+    ids = ids[:: -(-len(ids) // SAMPLE)]
     # Forward, a tile of few rows takes as long as a full one.
     filled = max(together, FULL_TILE // Link(call, operands, 0, 1, ()).pack) if direction == "forward" else together
     walked = _different(ids.reshape(-1, together * k), columns) * filled
