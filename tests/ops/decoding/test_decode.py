@@ -13,6 +13,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
+from tests.arrays import inputs
 from tests.ops.cases import TINY
 from tests.programs import USUAL
 
@@ -47,9 +48,8 @@ CASES |= {
 
 
 def arrays(dtype=jnp.float32, heads=(N, K, K)):
-    keys = jax.random.split(jax.random.key(0), 3)
-    sizes = (H, H, HV)
-    return [jax.random.normal(key, (B, T, n, h), dtype) for key, n, h in zip(keys, heads, sizes, strict=True)]
+    shapes = [(B, T, n, h) for n, h in zip(heads, (H, H, HV), strict=True)]
+    return [jnp.asarray(inputs(*shape, seed=seed).astype(dtype)) for seed, shape in enumerate(shapes)]
 
 
 def compared(mask, arrays, start, prompt=None, exactly=False, chosen=None, **options):
@@ -92,10 +92,10 @@ def test_steps_equal_the_full_forward(name):
     """Unequal prompts, one of them empty: what is filled at once and what is stepped give the same rows."""
     mask, (q, k, v) = CASES[name], arrays()
     options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
-    start = jnp.array([0, T // 3, T - 2])
+    start = np.array([0, T // 3, T - 2])
     # Nothing beyond a prompt may count: keys from there on are poisoned, though finite.
-    padding = jnp.arange(T)[None, :] >= start[:, None]
-    poisoned = [jnp.where(padding[..., None, None], 1e6, x) for x in (k, v)]
+    padding = np.arange(T)[None, :] >= start[:, None]
+    poisoned = [np.where(padding[..., None, None], np.float32(1e6), x) for x in (k, v)]
     out, want = compared(mask, (q, k, v), start, poisoned, **options)
     np.testing.assert_allclose(out, want, atol=2e-6)
 
@@ -308,10 +308,16 @@ def test_positions_of_any_integer_dtype(dtype):
 @pytest.mark.parametrize("name", ["sparse_transformer_fixed", "bigbird", "array"])
 def test_nothing_of_the_padding_counts(name):
     mask, (q, k, v) = CASES[name], arrays()
-    padding = (jnp.arange(T) >= 20)[:, None, None]
-    cache = empty(mask).filled(*(jnp.where(padding, jnp.nan, x) for x in (k, v)), jnp.full(B, 20))
-    out, _ = jax.jit(sl.KVCache.step)(cache, q[:, 20], k[:, 20], v[:, 20], jnp.full(B, 20))
-    np.testing.assert_allclose(out, reference(q, k, v, mask)[:, 20], atol=2e-6)
+    padding = (np.arange(T) >= 20)[:, None, None]
+
+    @jax.jit
+    def run(q, k, v):
+        cache = empty(mask).filled(*(jnp.where(padding, jnp.nan, x) for x in (k, v)), jnp.full(B, 20))
+        out, _ = cache.step(q[:, 20], k[:, 20], v[:, 20], jnp.full(B, 20))
+        return out, reference(q, k, v, mask)[:, 20]
+
+    out, want = run(q, k, v)
+    np.testing.assert_allclose(out, want, atol=2e-6)
 
 
 def test_long_sequences_read_their_row_too():
