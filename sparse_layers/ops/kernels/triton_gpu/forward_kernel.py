@@ -159,6 +159,8 @@ def forward_kernel(
     token = token_of(row, Q)
     exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
 
+    # The list first, which the first keys wait for: 1.6 % of a window of 1024.
+    span = list_of(spans, b, head, block, KV, L, W)
     base = q + (b * A.T * A.HEADS + head) * A.H
     queries = load_rows(vectors_of(base, token, within, A.HEADS * A.H, A.H, Q, A.D, A.WIDE), exists, A.H, A.D, True)
     segment = token
@@ -194,7 +196,6 @@ def forward_kernel(
     sources, rows = (k + at * A.H, v + at * A.HV), (within, segment, kv_segments + b * A.S)
     state = result, top, total
     lists = entries, tiles, chosen_by, bits
-    span = list_of(spans, b, head, block, KV, L, W)
     state = _walk_pass(state, 0, queries, sources, begin, end, span, lists, rows, A, Q, KV, L)
     if KV2.ROWS > 0:
         passed = span[2]
