@@ -3,6 +3,7 @@
 That it computes what the other way does is in `tests.ops.test_selections`, whose "scattered" cases go this way.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -119,6 +120,19 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {-(-T // turns) * k}
     for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_large_numbers_without_a_block_stay_none():
+    """Also where blocks are cut, here into 8 parts: 8 times 2**30 is 0 in 32 bits."""
+    call, _ = call_of(SCATTERED)
+    call = dataclasses.replace(call, selection=(512, 1))
+    operands = Operands(*arrays())
+    ids = jnp.asarray(SCATTERED[..., :1] % 2)
+    found, wanted = (
+        by_key.forward(call, operands._replace(chosen=x)) for x in (jnp.concatenate([ids, ids * 0 + 2**30], -1), ids)
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -127,8 +127,10 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     # Blocks are cut so that a program can hold one.
     most = min(_Choices(call, operands, 0, 1, ()).settings(kernel).major for kernel in KERNELS)
     finer = next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
-    chosen = operands.chosen[..., None] * finer + np.arange(finer, dtype=np.int32)
-    chosen = jnp.where(operands.chosen[..., None] < 0, -1, chosen).reshape(*operands.chosen.shape[:3], -1)
+    # What is no block stays none: times `finer`, a large number may become that of a block.
+    ids, columns = operands.chosen[..., None], -(-operands.key.shape[1] // block)
+    chosen = jnp.where((ids >= 0) & (ids < columns), ids * finer + np.arange(finer, dtype=np.int32), -1)
+    chosen = chosen.reshape(*operands.chosen.shape[:3], -1)
     call = dataclasses.replace(call, selection=(block // finer, granularity))
     table = table_of(operands, (1, block // finer), call.masks, True)
     tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
