@@ -66,7 +66,7 @@ def test_who_hardly_agrees(direction):
     assert not pays(np.full_like(ids, -1))
 
 
-def test_whom_it_serves():
+def test_whom_it_serves(monkeypatch):
     assert by_key.serves(*call_of(SCATTERED))
     assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
     assert not by_key.serves(*call_of(SCATTERED[:, :13], granularity=16))
@@ -74,6 +74,9 @@ def test_whom_it_serves():
     assert by_key.serves(*call_of(np.repeat(SCATTERED, 16, axis=2), heads=(32, 2)))  # but 32 where heads differ
     assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
     assert not by_key.serves(*call_of(SCATTERED[..., :0]))
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(80, 166912, 108))  # an A100
+    assert by_key.serves(*call_of(SCATTERED, size=128))
+    assert not by_key.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
 
 def test_the_way_is_chosen_at_run_time(monkeypatch):

@@ -49,8 +49,10 @@ def serves(call: Call, operands: Operands) -> bool:
         return False
     device, choices = launch.device(), _Choices(call, operands, 0, 1, ())
     assert isinstance(device, launch.Device)
-    needed = (shared_memory(x, choices.settings(x), *choices.sizes, device.capability) for x in KERNELS)
-    return max(needed) <= device.shared_memory
+    settings = {x: choices.settings(x) for x in KERNELS}
+    needed = max(shared_memory(x, y, *choices.sizes, device.capability) for x, y in settings.items())
+    # The mask of a row of queries is read by words, for as many keys at a time.
+    return needed <= device.shared_memory and min(x.major for x in settings.values()) >= 32
 
 
 def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
