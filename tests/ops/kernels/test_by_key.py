@@ -66,6 +66,11 @@ def test_who_hardly_agrees(direction):
     assert not pays(np.full_like(ids, -1))
 
 
+def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
+    monkeypatch.setattr(by_key, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
+    assert by_key.pays(*call_of(SCATTERED), "forward")
+
+
 def test_whom_it_serves(monkeypatch):
     assert by_key.serves(*call_of(SCATTERED))
     assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))

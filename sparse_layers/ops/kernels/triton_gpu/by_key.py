@@ -78,7 +78,7 @@ def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
 def _different(ids: jax.Array, columns: int) -> jax.Array:
     """How many blocks there are in the rows of ids, one that is in several rows as often."""
     ids = jnp.sort(ids, axis=-1)
-    return (differs(ids) & (ids >= 0) & (ids < columns)).sum()
+    return (differs(ids) & (ids >= 0) & (ids < columns)).sum(dtype=jnp.float32)  # there may be more than 2 ** 31
 
 
 def _together(call: Call, operands: Operands) -> int:
