@@ -98,8 +98,8 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         sinks = -jnp.inf if operands.sinks is None else operands.sinks.astype(jnp.float32)
         total = jnp.logaddexp(jax.nn.logsumexp(lse, axis=2), sinks)
         weights = jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)[:, :, None])
-        out = jnp.where(live[..., None], out, 0) * weights[..., None]
-        return None, (out.sum(2, dtype=jnp.float32).astype(operands.query.dtype), total)
+        out = jnp.where(live[..., None], out.astype(jnp.float32), 0) * weights[..., None]
+        return None, (out.sum(2).astype(operands.query.dtype), total)
 
     return _in_turns(some, call, operands, ())[1]
 
