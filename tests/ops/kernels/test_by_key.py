@@ -148,7 +148,7 @@ def test_large_numbers_without_a_block_stay_none():
 def test_results_of_choices_take_no_more_than_the_operands(k, monkeypatch):
     """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
     monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
-    length, heads, size = 4096, 4, 64
+    length, heads, size = 32768, 4, 64
     x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)
 
