@@ -79,6 +79,14 @@ def test_whom_it_serves(monkeypatch):
     assert by_key.serves(*call_of(np.repeat(SCATTERED, 16, axis=2), heads=(32, 2)))  # but 32 where heads differ
     assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
     assert not by_key.serves(*call_of(SCATTERED[..., :0]))
+    call, operands = call_of(SCATTERED)
+    for fwd, bwd, served in (
+        ({}, {"num_warps": 8}, False),
+        ({"num_key_splits": 1}, {}, False),
+        ({"q_blocksize": 8}, {}, True),
+    ):
+        params = sl.FwdParams(**fwd), sl.BwdParams(**bwd)  # explicit values win: kernels of this way have none
+        assert by_key.serves(dataclasses.replace(call, params=params), operands) == served
     monkeypatch.setattr(launch, "device", lambda: launch.Device(80, 166912, 108))  # an A100
     assert by_key.serves(*call_of(SCATTERED, size=128))
     assert not by_key.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask

@@ -44,6 +44,9 @@ def serves(call: Call, operands: Operands) -> bool:
     """Whether a call may be computed this way."""
     if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
         return False
+    # What the user asks of kernels is meant for those that hold queries.
+    if any(dataclasses.replace(x, q_blocksize=None, kv_blocksize=None) != type(x)() for x in call.params):
+        return False
     together = _together(call, operands)
     if call.selection[1] > 1 or together < LEAST_TOGETHER or operands.query.shape[1] < 2 * together:
         return False
