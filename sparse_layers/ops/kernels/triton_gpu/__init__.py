@@ -2,7 +2,8 @@
 
 Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`
 and `backward_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py` strings passes
-together, `settings.py` has the tile sizes, and `launch.py` is the way to the device.
+together, `by_key.py` computes selections whose queries hardly agree, `settings.py` has the tile sizes, and `launch.py`
+is the way to the device.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
