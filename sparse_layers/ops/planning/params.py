@@ -12,6 +12,7 @@ class KernelParams:
 
     Every implementation but `cudnn`, which takes none, reads ``q_blocksize`` and ``kv_blocksize``; the other fields are
     those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: nothing reads these yet.
+    A selection takes its blocks from itself; where any of the other fields is given, `triton` computes it by queries.
 
     Attributes:
       q_blocksize: rows of q in one block of the plan (a multiple of 8). In `triton`, the lists of dq are the forward's.

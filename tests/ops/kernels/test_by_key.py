@@ -3,6 +3,7 @@
 That it computes what the other way does is in `tests.ops.test_selections`, whose "scattered" cases go this way.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -65,7 +66,12 @@ def test_who_hardly_agrees(direction):
     assert not pays(np.full_like(ids, -1))
 
 
-def test_whom_it_serves():
+def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
+    monkeypatch.setattr(by_key, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
+    assert by_key.pays(*call_of(SCATTERED), "forward")
+
+
+def test_whom_it_serves(monkeypatch):
     assert by_key.serves(*call_of(SCATTERED))
     assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
     assert not by_key.serves(*call_of(SCATTERED[:, :13], granularity=16))
@@ -73,6 +79,17 @@ def test_whom_it_serves():
     assert by_key.serves(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1)))  # but 32 where heads differ
     assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
     assert not by_key.serves(*call_of(SCATTERED[..., :0]))
+    call, operands = call_of(SCATTERED)
+    for fwd, bwd, served in (
+        ({}, {"num_warps": 8}, False),
+        ({"num_key_splits": 1}, {}, False),
+        ({"q_blocksize": 8}, {}, True),
+    ):
+        params = sl.FwdParams(**fwd), sl.BwdParams(**bwd)  # explicit values win: kernels of this way have none
+        assert by_key.serves(dataclasses.replace(call, params=params), operands) == served
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(80, 166912, 108))  # an A100
+    assert by_key.serves(*call_of(SCATTERED, size=128))
+    assert not by_key.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
 
 def test_the_way_is_chosen_at_run_time(monkeypatch):
@@ -122,11 +139,24 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_large_numbers_without_a_block_stay_none():
+    """Also where blocks are cut, here into 8 parts: 8 times 2**30 is 0 in 32 bits."""
+    call, _ = call_of(SCATTERED)
+    call = dataclasses.replace(call, selection=(512, 1))
+    operands = Operands(*arrays())
+    ids = jnp.asarray(SCATTERED[..., :1] % 2)
+    found, wanted = (
+        by_key.forward(call, operands._replace(chosen=x)) for x in (jnp.concatenate([ids, ids * 0 + 2**30], -1), ids)
+    )
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("k", [4, 32])
 def test_results_of_choices_take_no_more_than_the_operands(k, monkeypatch):
     """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
     monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
-    length, heads, size = 4096, 4, 64
+    length, heads, size = 32768, 4, 64
     x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)
 

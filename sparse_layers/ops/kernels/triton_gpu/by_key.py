@@ -42,13 +42,18 @@ def serves(call: Call, operands: Operands) -> bool:
     """Whether a call may be computed this way."""
     if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
         return False
+    # What the user asks of kernels is meant for those that hold queries.
+    if any(dataclasses.replace(x, q_blocksize=None, kv_blocksize=None) != type(x)() for x in call.params):
+        return False
     together = _together(call, operands)
     if call.selection[1] > 1 or together == 1 or operands.query.shape[1] < 2 * together:
         return False
     device, choices = launch.device(), _Choices(call, operands, 0, 1, ())
     assert isinstance(device, launch.Device)
-    needed = (shared_memory(x, choices.settings(x), *choices.sizes, device.capability) for x in KERNELS)
-    return max(needed) <= device.shared_memory
+    settings = {x: choices.settings(x) for x in KERNELS}
+    needed = max(shared_memory(x, y, *choices.sizes, device.capability) for x, y in settings.items())
+    # The mask of a row of queries is read by words, for as many keys at a time.
+    return needed <= device.shared_memory and min(x.major for x in settings.values()) >= 32
 
 
 def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
@@ -69,13 +74,24 @@ def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
     # Forward, a tile of few rows takes as long as a full one.
     filled = max(together, FULL_TILE // Link(call, operands, 0, 1, ()).pack) if direction == "forward" else together
     walked = _different(ids.reshape(-1, together * k), columns) * filled
-    return walked > LEAST_WASTE[direction] * _different(ids, columns)
+    # Tiles of keys take as long, too, where blocks do not fill them.
+    block, finer = call.selection[0], _finer(call, operands)
+    tiled = finer * max(32, launch.padded(block // finer)) / block
+    return walked > LEAST_WASTE[direction] * tiled * _different(ids, columns)
 
 
 def _different(ids: jax.Array, columns: int) -> jax.Array:
     """How many blocks there are in the rows of ids, one that is in several rows as often."""
     ids = jnp.sort(ids, axis=-1)
-    return (differs(ids) & (ids >= 0) & (ids < columns)).sum()
+    return (differs(ids) & (ids >= 0) & (ids < columns)).sum(dtype=jnp.float32)  # there may be more than 2 ** 31
+
+
+def _finer(call: Call, operands: Operands) -> int:
+    """Into how many a block is cut, so that a program can hold one."""
+    assert call.selection is not None
+    block, choices = call.selection[0], _Choices(call, operands, 0, 1, ())
+    most = min(choices.settings(kernel).major for kernel in KERNELS)
+    return next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
 
 
 def _together(call: Call, operands: Operands) -> int:
@@ -95,8 +111,8 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         sinks = -jnp.inf if operands.sinks is None else operands.sinks.astype(jnp.float32)
         total = jnp.logaddexp(jax.nn.logsumexp(lse, axis=2), sinks)
         weights = jnp.exp(lse - jnp.where(total == -jnp.inf, 0, total)[:, :, None])
-        out = jnp.where(live[..., None], out, 0) * weights[..., None]
-        return None, (out.sum(2, dtype=jnp.float32).astype(operands.query.dtype), total)
+        out = jnp.where(live[..., None], out.astype(jnp.float32), 0) * weights[..., None]
+        return None, (out.sum(2).astype(operands.query.dtype), total)
 
     return _in_turns(some, call, operands, ())[1]
 
@@ -123,17 +139,17 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     """
     assert call.selection is not None and operands.chosen is not None
     (block, granularity), query = call.selection, operands.query
-    # Blocks are cut so that a program can hold one.
-    most = min(_Choices(call, operands, 0, 1, ()).settings(kernel).major for kernel in KERNELS)
-    finer = next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
-    chosen = operands.chosen[..., None] * finer + np.arange(finer, dtype=np.int32)
-    chosen = jnp.where(operands.chosen[..., None] < 0, -1, chosen).reshape(*operands.chosen.shape[:3], -1)
+    finer = _finer(call, operands)
+    # What is no block stays none: times `finer`, a large number may become that of a block.
+    ids, columns = operands.chosen[..., None], -(-operands.key.shape[1] // block)
+    chosen = jnp.where((ids >= 0) & (ids < columns), ids * finer + np.arange(finer, dtype=np.int32), -1)
+    chosen = chosen.reshape(*operands.chosen.shape[:3], -1)
     call = dataclasses.replace(call, selection=(block // finer, granularity))
     table = table_of(operands, (1, block // finer), call.masks, True)
     tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
     room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
     needed = chosen.shape[-1] * query.nbytes // query.shape[-1] * size
-    turns = min(tokens, max(1, needed // room))
+    turns = min(tokens, max(1, -(-needed // room)))
     length = -(-tokens // turns)
 
     def cut(x, fill=0):

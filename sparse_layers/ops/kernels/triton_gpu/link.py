@@ -247,7 +247,10 @@ class Link:
         asked: int | None,
         dkv: bool,
     ) -> "_Prepared":
-        """A launch over lists; ``asked`` is what `pieces_asked` says, the other arguments are fields of `_Prepared`."""
+        """A launch over lists, for dk and dv if ``dkv``.
+
+        ``asked`` is what `pieces_asked` says, the other arguments are fields of `_Prepared`.
+        """
         device = launch.device()
         assert isinstance(device, launch.Device)
         steps, passed = self._steps(walks, dkv)

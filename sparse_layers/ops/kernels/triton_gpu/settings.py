@@ -26,7 +26,8 @@ class Settings:
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
 # blocks of at least as many rows, or else the last. Measured on an H200. "fused" is the dq kernel that gives dk and dv,
-# too; it is not used where it has no entry. "dqkv" is the kernel of dk and dv that gives dq, too, for gathered queries.
+# too; it is not used where it has no entry. "by_key" is the forward kernel that holds keys and gathers queries, "dqkv"
+# the kernel of dk and dv that does so and gives dq, too.
 _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 2): {
         64: (Settings(64, 64, 4, 3),),
@@ -111,11 +112,11 @@ def choose(
     """The settings of a kernel: explicit ones, else those of the table, made to fit the device and the blocks.
 
     Args:
-      kernel: "forward", "dq", "dkv" or "fused".
+      kernel: "forward", "dq", "dkv", "fused", "by_key" or "dqkv".
       itemsize: bytes of an element of q, k and v.
       sizes: head sizes of q and k, and of v, rounded up to powers of two.
       blocks: rows of a block of the side that a program holds, and of the other.
-      params: the user's; for dkv, whose programs hold keys, blocksize_m and blocksize_n change places.
+      params: the user's; for programs that hold keys, blocksize_m and blocksize_n change places.
       device: where it will run.
     """
     entries = _entries(kernel, itemsize, sizes)

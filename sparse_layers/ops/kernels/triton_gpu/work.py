@@ -8,6 +8,7 @@ over the pieces, each with a result of its own, and the launch of all jobs then 
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,7 +90,10 @@ def cut(steps: Any, number: Any, most: int | None = None) -> Cut | None:
         return None
     place = np.arange(most)
     # The job of each piece: as many jobs as have all of their pieces before it.
-    job = (ends[:, None, :] <= place[:, None]).sum(-1)
+    if xp is np:
+        job = np.stack([own.searchsorted(place, side="right") for own in ends])
+    else:
+        job = jax.vmap(lambda own: jnp.searchsorted(own, place, side="right", method="scan_unrolled"))(ends)
     exists, job = job < steps.shape[1], xp.minimum(job, steps.shape[1] - 1)
     own, first, total = (xp.take_along_axis(x, job, axis=1) for x in (number, firsts, steps))
     share = -(-total // xp.maximum(own, 1))
