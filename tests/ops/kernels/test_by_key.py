@@ -55,7 +55,7 @@ def test_who_hardly_agrees(direction):
 
     assert pays(SCATTERED)
     assert not pays(AGREEING)
-    for few, right in ((1, False), (4, True)):  # of 32 neighbours choose for themselves, and the others alike
+    for few, right in ((3, False), (8, True)):  # of 32 neighbours choose for themselves, and the others alike
         some = np.where(np.arange(T)[:, None, None] % 32 < few, SCATTERED, AGREEING)[:, :, :1]
         assert pays(some, heads=(1, 1)) == (right or direction == "forward")  # a tile of 32 rows is half empty
         assert pays(some, heads=(2, 1)) == right
@@ -110,7 +110,7 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
     assert not by_key.serves(*call_of(SCATTERED))
 
 
-@pytest.mark.parametrize(("turns", "k"), [(1, 10), (3, 9)])  # JAX keeps programs, by their shapes
+@pytest.mark.parametrize(("turns", "k"), [(1, 10), (3, 8)])  # JAX keeps programs, by their shapes
 def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     """All chose one block: pieces of its list, and the same to the bit in every run; also in turns of queries."""
     if turns > 1:
