@@ -147,7 +147,7 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     call = dataclasses.replace(call, selection=(block // finer, granularity))
     table = table_of(operands, (1, block // finer), call.masks, True)
     tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
-    room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
+    room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))  # out is like q
     needed = chosen.shape[-1] * query.nbytes // query.shape[-1] * size
     turns = min(tokens, max(1, -(-needed // room)))
     length = -(-tokens // turns)
