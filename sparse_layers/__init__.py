@@ -12,9 +12,11 @@ from .masks import Columns as Columns
 from .masks import Empty as Empty
 from .masks import Full as Full
 from .masks import Global as Global
+from .masks import Grid as Grid
 from .masks import LogSparse as LogSparse
 from .masks import Mask as Mask
 from .masks import MaskMod as MaskMod
+from .masks import Neighborhood as Neighborhood
 from .masks import Not as Not
 from .masks import Or as Or
 from .masks import Prefix as Prefix

@@ -1,8 +1,9 @@
 """WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy, and of JAX
 only what makes them static in pytrees and what its errors are.
 
-A new pattern is one class in `primitives.py`, or, if others can be combined to it, one docstring and expression in
-`presets.py`; masks of another library are read in `adapters.py`, its config files in a file like `deepspeed.py`.
+A new pattern is one class in `primitives.py`, in `grids.py` if tokens have coordinates, or, if others can be combined
+to it, one docstring and expression in `presets.py`; masks of another library are read in `adapters.py`, its config
+files in a file like `deepspeed.py`.
 """
 
 from .adapters import MaskMod as MaskMod
@@ -16,6 +17,8 @@ from .algebra import Not as Not
 from .algebra import Or as Or
 from .algebra import Transposed as Transposed
 from .deepspeed import from_deepspeed as from_deepspeed
+from .grids import Grid as Grid
+from .grids import Neighborhood as Neighborhood
 from .presets import preset as preset
 from .presets import preset_options as preset_options
 from .presets import presets as presets

@@ -41,6 +41,15 @@ COMPUTABLE = {
     "blocks": sl.Blocks(sl.Window(1), 4),
     "blocks of random": sl.Blocks(sl.Random(2), 3),
     "shifted": Shifted(sl.BlockDiagonal(6), 4),
+    "grid": sl.Grid((4, 6), (sl.Window(1, 1), sl.Causal())),
+    "grid, one axis": sl.Grid((50,), sl.Strided(3), offset=2),
+    "grid, three axes": sl.Grid((3, 4, 5), (sl.BlockDiagonal(2), sl.Window(1), sl.Columns(3, 1)), offset=4),
+    "grid, pixels in a row": sl.Grid((9, 1, 7), (sl.Strided(4), sl.Full(), sl.Window(2, 1))),
+    "neighborhood": sl.Neighborhood(20, 5),
+    "neighborhood, even": sl.Neighborhood(45, 4),
+    "neighborhood, dilated": sl.Neighborhood(40, 3, dilation=4),
+    "neighborhood, causal": sl.Neighborhood(50, 6, 2, causal=True),
+    "neighborhood, whole": sl.Neighborhood(9, 9),
     "transposed": sl.Columns(7, 2, 4).T,
     "and": sl.Causal() & sl.Strided(4),
     "or": sl.Window(2) | sl.Prefix(3),
@@ -68,6 +77,13 @@ primitives = st.one_of(
     st.builds(sl.Global, st.integers(0, 20)),
     st.builds(sl.Random, st.integers(1, 4), st.integers(-9, 9), st.none() | sizes),
 )
+
+
+def on_grid(drawn):
+    shape, axes = zip(*drawn[0], strict=True)
+    return sl.Grid(shape, axes, offset=drawn[1])
+
+
 expressions = st.recursive(
     primitives,
     lambda inner: st.one_of(
@@ -77,6 +93,9 @@ expressions = st.recursive(
         inner.map(lambda m: m.T),
         st.builds(sl.Blocks, inner, st.integers(1, 7)),
         st.builds(Shifted, inner, st.integers(0, 9)),
+        st.tuples(st.lists(st.tuples(st.integers(1, 7), inner), min_size=1, max_size=3), st.integers(0, 5)).map(
+            on_grid
+        ),
     ),
     max_leaves=6,
 )

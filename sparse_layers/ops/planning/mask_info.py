@@ -87,7 +87,7 @@ def masks_for(mask: Any, q_len: int, kv_len: int, name: str | None = None) -> tu
     rule = f"(q_len, kv_len) = {(q_len, kv_len)}" if name is None else f"seq_len={q_len} (queries, keys)"
     try:
         for entry in mask if isinstance(mask, Sequence) else [mask]:
-            shape = getattr(entry, "shape", None)
+            shape = None if isinstance(entry, Mask) else getattr(entry, "shape", None)
             if isinstance(shape, tuple) and tuple(shape[-2:]) != (q_len, kv_len):
                 raise ValueError(f"mask: its last two axes must be {rule}, got {tuple(shape)}")
         masks = as_masks(mask)
@@ -180,7 +180,7 @@ def process_mask(
       >>> info.block_mask.tolist(), info.partial_mask_blocks.tolist(), function
       ([[[1, 0], [2, 1]]], [[[True, False], [True, True]]], None)
     """
-    if not hasattr(mask, "shape"):
+    if isinstance(mask, Mask) or not hasattr(mask, "shape"):
         raise TypeError(f"mask: expected lengths, bind(mask, heads, q_len, kv_len) gives them; got {mask!r}")
     if isinstance(mask, jax.core.Tracer):
         raise TypeError(f"mask: of an array known at run time only, process_dynamic_mask makes the lists; got {mask!r}")

@@ -1,0 +1,230 @@
+"""Masks of tokens with coordinates: pixels of an image, patches of a video, any row-major grid."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Mask, graded, set_integers
+from .options import LONGEST, checked, whole
+
+# Axes are independent: if each allows something and one not everything, so does the grid.
+_PRODUCT_TABLE = AND_TABLE.copy()
+_PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
+# An interval of positions: whether there is one, and the first and the last coordinate on each axis.
+_Box = tuple[Any, list[tuple[Any, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Mask):
+    """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
+
+    Token ``offset + p`` has the row-major coordinates of p in ``shape``: the last axis runs fastest, as in
+    ``image.reshape(height * width, channels)``. Any mask serves an axis, with coordinates for positions: windows,
+    strides, blocks, causality. ``Grid(...) & Causal()`` is causal in raster order, ``|`` unites neighbourhoods.
+
+    Tokens before ``offset`` and beyond the grid attend to nothing and are attended by nothing: a prompt before the
+    image that all see, and that sees all, is ``Grid(..., offset=n) | Global(n)``. A sequence may end within the grid.
+
+    Args:
+      shape: lengths of the axes, the slowest first.
+      axes: one mask for each axis, or one for all.
+      offset: position of the grid's first token.
+
+    Raises:
+      ValueError: shape has no axes, lengths that are no positive integers, or more tokens than a sequence can have;
+        axes are not as many; or offset is negative or no integer.
+      TypeError: shape is no sequence, or axes are no masks.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> near = sl.Grid((3, 4), sl.Window(1, 1))  # the 3 x 3 pixels around each pixel of 3 rows of 4
+      >>> print(sl.picture(near, 12))
+      ■ ■ · · ■ ■ · · · · · ·
+      ■ ■ ■ · ■ ■ ■ · · · · ·
+      · ■ ■ ■ · ■ ■ ■ · · · ·
+      · · ■ ■ · · ■ ■ · · · ·
+      ■ ■ · · ■ ■ · · ■ ■ · ·
+      ■ ■ ■ · ■ ■ ■ · ■ ■ ■ ·
+      · ■ ■ ■ · ■ ■ ■ · ■ ■ ■
+      · · ■ ■ · · ■ ■ · · ■ ■
+      · · · · ■ ■ · · ■ ■ · ·
+      · · · · ■ ■ ■ · ■ ■ ■ ·
+      · · · · · ■ ■ ■ · ■ ■ ■
+      · · · · · · ■ ■ · · ■ ■
+      >>> column = sl.Grid((3, 4), (sl.Causal(), sl.Window(0)))  # the pixel itself, and those above it
+      >>> column.dense(12)[9].nonzero()[0].tolist()
+      [1, 5, 9]
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[Mask, ...]
+    offset: int = 0
+
+    def __init__(self, shape: Sequence[int], axes: Mask | Sequence[Mask], offset: int = 0):
+        if isinstance(shape, str) or not isinstance(shape, Sequence | np.ndarray):
+            raise TypeError(f"Grid: shape must be a sequence of lengths, got {shape!r}")
+        lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
+        if len(lengths) != len(shape) or not lengths:
+            raise ValueError(f"Grid: shape must be integers >= 1, one for each axis, got {shape!r}")
+        if math.prod(lengths) > LONGEST:
+            raise ValueError(f"Grid: shape must hold at most {LONGEST} tokens, got {shape!r}")
+        masks = (axes,) * len(lengths) if isinstance(axes, Mask) else axes
+        if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
+            raise TypeError(f"Grid: axes must be masks, one for each axis or one for all, got {axes!r}")
+        if len(masks) != len(lengths):
+            raise ValueError(f"Grid: axes must be one mask for each of the {len(lengths)} axes, got {len(masks)}")
+        for name, value in (("shape", lengths), ("axes", tuple(masks)), ("offset", offset)):
+            object.__setattr__(self, name, value)
+        set_integers(self, 0, "offset")
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of the grid."""
+        return math.prod(self.shape)
+
+    @property
+    def computable(self) -> bool:
+        return all(mask.computable for mask in self.axes)
+
+    def __call__(self, q, k):
+        q, k = q - self.offset, k - self.offset
+        allowed = (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
+        stride = self.size
+        for length, mask in zip(self.shape, self.axes, strict=True):
+            stride //= length
+            allowed = allowed & mask(q // stride % length, k // stride % length)
+        return allowed
+
+    def grade(self, q0, q1, k0, k1):
+        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
+        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
+        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
+        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
+        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
+            exists = q_exists & k_exists
+            state = np.int8(FULL)
+            for mask, q, k in zip(self.axes, q_box, k_box, strict=True):
+                state = _PRODUCT_TABLE[state, mask.grade(*q, *k)]
+            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
+            maybe_some = maybe_some | (exists & (state != EMPTY))
+            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
+            maybe_not_all = maybe_not_all | (exists & (state != FULL))
+        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
+        states = np.where(maybe_not_all, states, np.int8(FULL))
+        return np.where(maybe_some, states, np.int8(EMPTY))
+
+    def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
+        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
+
+
+def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:
+    """The positions first .. last, none if last < first, as disjoint boxes, of which some may not exist anywhere.
+
+    The part of a row that comes first, whole rows, and the part of a row that comes last; parts are cut likewise.
+    """
+    if len(shape) == 1:
+        yield first <= last, [(first, np.maximum(first, last))]
+        return
+    size = math.prod(shape[1:])
+    begin, end = -(-first // size), (last + 1) // size  # of the whole rows
+    rest = np.maximum(begin, end) * size  # what comes last begins there
+    for row, low, high in ((begin - 1, first, np.minimum(last, begin * size - 1)), (end, rest, last)):
+        exists = low <= high
+        if exists.any():
+            row, low, high = (np.where(exists, x, 0) for x in (row, low, high))
+            for inner, box in _boxes(low - row * size, high - row * size, shape[1:]):
+                yield exists & inner, [(row, row), *box]
+    exists = begin < end
+    if exists.any():
+        whole_axes = [(np.zeros_like(begin), np.full_like(begin, n - 1)) for n in shape[1:]]
+        yield exists, [(np.where(exists, begin, 0), np.where(exists, end - 1, 0)), *whole_axes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighborhood(Mask):
+    """The ``kernel`` keys nearest to the query on an axis of ``length``: near an edge the window slides inward.
+
+    Every query sees exactly ``kernel`` keys, those of index i on an axis of n: ``start <= k < start + kernel`` with
+    ``start = clip(i - kernel // 2, 0, n - kernel)``. With a dilation, that holds among the positions of the same
+    ``position % dilation``. A causal axis has the last ``kernel`` keys up to the query, and fewer at its begin. The
+    definition is that of NATTEN (Hassani et al. 2023, "Neighborhood Attention Transformer"; 2024, "Faster Neighborhood
+    Attention"). Positions beyond the axis attend to nothing. Most often it is an axis of a `Grid`.
+
+    Args:
+      length: positions of the axis.
+      kernel: keys of a query.
+      dilation: distance of neighbouring keys.
+      causal: whether keys after the query are hidden.
+
+    Raises:
+      ValueError: a number that is no positive integer, or kernel * dilation > length, or causal is no bool.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Neighborhood(7, 3), 7))
+      ■ ■ ■ · · · ·
+      ■ ■ ■ · · · ·
+      · ■ ■ ■ · · ·
+      · · ■ ■ ■ · ·
+      · · · ■ ■ ■ ·
+      · · · · ■ ■ ■
+      · · · · ■ ■ ■
+      >>> image = sl.Grid((64, 64), sl.Neighborhood(64, 7))  # 7 x 7 pixels of 64 x 64
+      >>> int(image.dense(64 * 64)[0].sum())
+      49
+    """
+
+    length: int
+    kernel: int
+    dilation: int = 1
+    causal: bool = False
+
+    def __post_init__(self):
+        set_integers(self, 1, "length", "kernel", "dilation")
+        checked("Neighborhood: causal", self.causal, bool)
+        if self.kernel * self.dilation > self.length:
+            raise ValueError(
+                f"Neighborhood: kernel * dilation must be at most length, got {self.kernel} * {self.dilation} > "
+                f"{self.length}"
+            )
+
+    def __call__(self, q, k):
+        residue, i, j = q % self.dilation, q // self.dilation, k // self.dilation
+        first = i - (self.kernel - 1 if self.causal else self.kernel // 2)
+        if self.causal:
+            near = (first <= j) & (j <= i)
+        else:  # clipped: the last window reaches to the end, the first one from the begin
+            last_window = self._count(residue) - self.kernel
+            near = ((first <= j) | (last_window <= j)) & ((j - self.kernel < first) | (j < self.kernel))
+        return near & (k % self.dilation == residue) & ((q < self.length) & (k < self.length))
+
+    def _count(self, residue: Any) -> Any:
+        """How many positions there are of a residue."""
+        return (self.length - 1 - residue) // self.dilation + 1
+
+    def grade(self, q0, q1, k0, k1):
+        q_last, k_last = np.minimum(q1, self.length - 1), np.minimum(k1, self.length - 1)
+        some, every, q_residues, k_residues = np.bool_(False), np.bool_(True), 0, 0
+        for residue in range(self.dilation):
+            # Among the positions of the residue, the first and last index in the rectangle, and the windows of these.
+            (i0, j0), (i1, j1) = (
+                (-((residue - q0) // self.dilation), -((residue - k0) // self.dilation)),
+                ((q_last - residue) // self.dilation, (k_last - residue) // self.dilation),
+            )
+            if self.causal:
+                begins, ends = [i - self.kernel + 1 for i in (i0, i1)], [i0, i1]
+            else:
+                begins = [np.clip(i - self.kernel // 2, 0, self._count(residue) - self.kernel) for i in (i0, i1)]
+                ends = [begin + self.kernel - 1 for begin in begins]
+            exists = (i0 <= i1) & (j0 <= j1)
+            # Windows of neighbours leave no hole between them.
+            some = some | (exists & (begins[0] <= j1) & (j0 <= ends[1]))
+            every = every & (~exists | ((begins[1] <= j0) & (j1 <= ends[0])))
+            q_residues, k_residues = q_residues + (i0 <= i1), k_residues + (j0 <= j1)
+        every = every & (q_residues == 1) & (k_residues == 1) & (q1 == q_last) & (k1 == k_last)
+        return graded(some, some & every)
