@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Mask, graded, set_integers
+from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers
 from .options import LONGEST, checked, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
@@ -36,7 +36,8 @@ class Grid(Mask):
 
     Raises:
       ValueError: shape has no axes, lengths that are no positive integers, or more tokens than a sequence can have;
-        axes are not as many; or offset is negative or no integer.
+        axes are not as many, or a `Neighborhood` or `Array` among them is not of its axis' length; or offset is
+        negative or no integer.
       TypeError: shape is no sequence, or axes are no masks.
 
     Example:
@@ -65,7 +66,7 @@ class Grid(Mask):
     offset: int = 0
 
     def __init__(self, shape: Sequence[int], axes: Mask | Sequence[Mask], offset: int = 0):
-        if isinstance(shape, str) or not isinstance(shape, Sequence | np.ndarray):
+        if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
             raise TypeError(f"Grid: shape must be a sequence of lengths, got {shape!r}")
         lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
         if len(lengths) != len(shape) or not lengths:
@@ -74,9 +75,17 @@ class Grid(Mask):
             raise ValueError(f"Grid: shape must hold at most {LONGEST} tokens, got {shape!r}")
         masks = (axes,) * len(lengths) if isinstance(axes, Mask) else axes
         if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
-            raise TypeError(f"Grid: axes must be masks, one for each axis or one for all, got {axes!r}")
+            raise TypeError(
+                "Grid: axes must be masks, one for each axis or one for all; preset makes one of a name, Array of an "
+                f"array; got {axes!r}"
+            )
         if len(masks) != len(lengths):
             raise ValueError(f"Grid: axes must be one mask for each of the {len(lengths)} axes, got {len(masks)}")
+        for axis, (length, mask) in enumerate(zip(lengths, masks, strict=True)):
+            if isinstance(mask, Neighborhood) and mask.length != length:
+                raise ValueError(f"Grid: axes[{axis}] must have the length of its axis, {length}, got {mask!r}")
+            if isinstance(mask, Array) and min(mask.array.shape) < length:
+                raise ValueError(f"Grid: axes[{axis}] must cover its axis of {length}, got shape {mask.array.shape}")
         for name, value in (("shape", lengths), ("axes", tuple(masks)), ("offset", offset)):
             object.__setattr__(self, name, value)
         set_integers(self, 0, "offset")
@@ -106,6 +115,8 @@ class Grid(Mask):
         some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
         for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
             exists = q_exists & k_exists
+            if not exists.any():
+                continue
             state = np.int8(FULL)
             for mask, q, k in zip(self.axes, q_box, k_box, strict=True):
                 state = _PRODUCT_TABLE[state, mask.grade(*q, *k)]
@@ -128,7 +139,8 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:
     The part of a row that comes first, whole rows, and the part of a row that comes last; parts are cut likewise.
     """
     if len(shape) == 1:
-        yield first <= last, [(first, np.maximum(first, last))]
+        exists = first <= last
+        yield exists, [(np.where(exists, first, 0), np.where(exists, last, 0))]
         return
     size = math.prod(shape[1:])
     begin, end = -(-first // size), (last + 1) // size  # of the whole rows
@@ -153,7 +165,8 @@ class Neighborhood(Mask):
     ``start = clip(i - kernel // 2, 0, n - kernel)``. With a dilation, that holds among the positions of the same
     ``position % dilation``. A causal axis has the last ``kernel`` keys up to the query, and fewer at its begin. The
     definition is that of NATTEN (Hassani et al. 2023, "Neighborhood Attention Transformer"; 2024, "Faster Neighborhood
-    Attention"). Positions beyond the axis attend to nothing. Most often it is an axis of a `Grid`.
+    Attention"). Of an even kernel, one key more lies before the query than after it. Positions beyond the axis attend
+    to nothing and are attended by nothing. Most often it is an axis of a `Grid`, of the same length.
 
     Args:
       length: positions of the axis.
@@ -198,10 +211,14 @@ class Neighborhood(Mask):
         first = i - (self.kernel - 1 if self.causal else self.kernel // 2)
         if self.causal:
             near = (first <= j) & (j <= i)
-        else:  # clipped: the last window reaches to the end, the first one from the begin
-            last_window = self._count(residue) - self.kernel
-            near = ((first <= j) | (last_window <= j)) & ((j - self.kernel < first) | (j < self.kernel))
-        return near & (k % self.dilation == residue) & ((q < self.length) & (k < self.length))
+        else:  # clipped, by operators that numbers and all arrays have: x >> 31 is -1 where x is negative
+            over = first - (self._count(residue) - self.kernel)
+            first = first - (over & ~(over >> 31))
+            first = first & ~(first >> 31)
+            near = (first <= j) & (j - self.kernel < first)
+        if self.dilation > 1:
+            near = near & (k % self.dilation == residue)
+        return near & ((q < self.length) & (k < self.length))
 
     def _count(self, residue: Any) -> Any:
         """How many positions there are of a residue."""
@@ -209,13 +226,13 @@ class Neighborhood(Mask):
 
     def grade(self, q0, q1, k0, k1):
         q_last, k_last = np.minimum(q1, self.length - 1), np.minimum(k1, self.length - 1)
-        some, every, q_residues, k_residues = np.bool_(False), np.bool_(True), 0, 0
-        for residue in range(self.dilation):
+        some, every, d = np.bool_(False), np.bool_(True), self.dilation
+        # All residues from one of these to the next have the same indices in the rectangle, and as many positions.
+        residues = [0] if d == 1 else [0, self.length % d, q0 % d, (q_last + 1) % d, k0 % d, (k_last + 1) % d]
+        for residue in residues:
             # Among the positions of the residue, the first and last index in the rectangle, and the windows of these.
-            (i0, j0), (i1, j1) = (
-                (-((residue - q0) // self.dilation), -((residue - k0) // self.dilation)),
-                ((q_last - residue) // self.dilation, (k_last - residue) // self.dilation),
-            )
+            i0, j0 = -((residue - q0) // d), -((residue - k0) // d)
+            i1, j1 = (q_last - residue) // d, (k_last - residue) // d
             if self.causal:
                 begins, ends = [i - self.kernel + 1 for i in (i0, i1)], [i0, i1]
             else:
@@ -225,6 +242,6 @@ class Neighborhood(Mask):
             # Windows of neighbours leave no hole between them.
             some = some | (exists & (begins[0] <= j1) & (j0 <= ends[1]))
             every = every & (~exists | ((begins[1] <= j0) & (j1 <= ends[0])))
-            q_residues, k_residues = q_residues + (i0 <= i1), k_residues + (j0 <= j1)
-        every = every & (q_residues == 1) & (k_residues == 1) & (q1 == q_last) & (k1 == k_last)
-        return graded(some, some & every)
+        if d > 1:  # with two residues on a side there are pairs of different ones
+            every = every & (q0 == q_last) & (k0 == k_last)
+        return graded(some, some & every & (q1 == q_last) & (k1 == k_last))

@@ -86,6 +86,17 @@ def test_neighborhood_of_an_image():
         (lambda: sl.Grid((4, 4), (sl.Full(),)), ValueError, "axes must be one mask for each of the 2 axes, got 1"),
         (lambda: sl.Grid((4, 4), "causal"), TypeError, "axes must be masks.*got 'causal'"),
         (lambda: sl.Grid((4, 4), sl.Full(), offset=-1), ValueError, "Grid: offset must be an integer >= 0, got -1"),
+        (lambda: sl.Grid(np.array(4), sl.Full()), TypeError, "shape must be a sequence of lengths, got array"),
+        (
+            lambda: sl.Grid((4, 6), sl.Neighborhood(6, 3)),
+            ValueError,
+            r"axes\[0\] must have the length of its axis, 4, got",
+        ),
+        (
+            lambda: sl.Grid((4,), [sl.Array(np.eye(3) > 0)]),
+            ValueError,
+            r"axes\[0\] must cover its axis of 4, got shape",
+        ),
         (lambda: sl.Neighborhood(10, 4, 3), ValueError, r"kernel \* dilation must be at most length, got 4 \* 3 > 10"),
         (lambda: sl.Neighborhood(10, 0), ValueError, "Neighborhood: kernel must be an integer >= 1, got 0"),
         (lambda: sl.Neighborhood(10, 2, causal=1), ValueError, "Neighborhood: causal must be true or false, got 1"),
@@ -110,6 +121,42 @@ def test_a_million_tokens_are_planned_in_closed_form(implementation, monkeypatch
     mask = sl.Grid((61, 127, 131), [sl.Neighborhood(61, 5), sl.Neighborhood(127, 15), sl.Neighborhood(131, 15)])
     (passes,) = sl.make_plan(mask, mask.size, implementation=implementation).chains
     assert sum(one.fwd_blocks for one in passes) < 2**21 and looked_at < 2**26 < mask.size**2 // 2**13
+
+
+def test_any_dilation_is_graded_alike():
+    """In a few steps: a million positions in thousands of residues."""
+    for length, dilation, causal in itertools.product((22, 30, 47), (2, 3, 5, 7), (False, True)):
+        mask = sl.Neighborhood(length, 3, dilation, causal)
+        dense = mask.dense(60)
+        q0, q1, k0, k1 = np.random.default_rng(length).integers(0, 60, (4, 300))
+        for q, p, k, j in zip(*np.sort([q0, q1], axis=0), *np.sort([k0, k1], axis=0), strict=True):
+            tile = dense[q : p + 1, k : j + 1]
+            assert mask.grade(q, p, k, j) == int(tile.any()) + int(tile.all())
+    (passes,) = sl.make_plan(sl.Neighborhood(2**20, 5, 4096), 2**20, implementation="xla").chains
+    assert 2**15 < sum(one.fwd_blocks for one in passes) < 2**17
+
+
+def test_an_axis_is_not_asked_beyond_its_length():
+    table = np.arange(5) % 2
+
+    class Looked(sl.Mask):
+        computable = False
+
+        def __call__(self, q, k):
+            return table[q] == table[k]
+
+        def bounds(self, q0, q1, k0, k1):
+            return np.where((q0 == q1) & (k0 == k1), 2 * (table[q0] == table[k0]), 1)
+
+    for grid in (sl.Grid((5,), Looked()), sl.Grid((5, 1), (Looked(), sl.Full()))):
+        assert grid.bounds([0, 3, 9], [0, 4, 20], [2, 2, 0], [2, 3, 4]).tolist() == [2, 1, 0]
+        assert sl.make_plan(grid, 300).chains
+
+
+def test_notebooks_show_the_whole_grid():
+    assert "4096 queries, 4096 keys" in sl.Grid((64, 64), sl.Window(3, 3))._repr_html_()
+    assert "4176 queries" in (sl.Grid((64, 64), sl.Window(3, 3), offset=77) & sl.Causal())._repr_html_()
+    assert "100 queries" in sl.Neighborhood(100, 7)._repr_html_()
 
 
 def test_attention_on_a_grid():
