@@ -41,7 +41,7 @@ EVERY = [(f"{i}-" + "-".join(map(str, x)), *x) for i, x in enumerate(EVERY)]
 
 @pytest.mark.parametrize(("name", "granularity", "scope", "block", "group", "dtype"), EVERY, ids=[x[0] for x in EVERY])
 def test_selections(name, granularity, scope, block, group, dtype):
-    """Of blocks of 32, queries choose too differently to be taken together with their neighbours; of others they agree.
+    """Choices are independent: where there are many blocks, single queries are taken to them by key.
 
     What comes with them changes from one to the next.
     """

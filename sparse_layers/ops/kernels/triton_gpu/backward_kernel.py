@@ -137,8 +137,7 @@ def _walk_pass(
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
     first, free, steps, count = span
-    low, high = share_of(begin, end, passed, steps)
-    middle = tl.minimum(tl.maximum(free, low), high)
+    low, middle, high = share_of(begin, end, passed, free, steps)
     lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
     for MASKED in tl.static_range(2):
         if L.ANY_MASKED if MASKED else L.ANY_FREE:
@@ -385,8 +384,7 @@ def dkv_kernel(
         passed = 0
         if W.PIECES:
             passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) // Q.PACK * W.BLOCKS + block)
-        low, high = share_of(begin, end, passed, steps)
-        middle = tl.minimum(tl.maximum(free, low), high)
+        low, middle, high = share_of(begin, end, passed, free, steps)
         at = b * A.T * A.HEADS + head
         scalars = (b * A.HEADS + head) * A.T
         sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars

@@ -106,8 +106,7 @@ def by_key_kernel(
     exists = (within < KV.BLOCK) & (token < A.S)
 
     first, free, steps, count = list_of(spans, b, head, block, Q, L, W)
-    low, high = share_of(begin, end, 0, steps)
-    middle = tl.minimum(tl.maximum(free, low), high)
+    low, middle, high = share_of(begin, end, 0, free, steps)
     at = b * A.S * A.KV_HEADS + kv_head
     keys = load_rows(addresses(k + at * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     values = load_rows(addresses(v + at * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)

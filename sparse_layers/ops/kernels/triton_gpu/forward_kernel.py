@@ -100,8 +100,7 @@ def _walk_pass(
 ):
     """Goes on over those of a pass' steps that lie from begin to end."""
     first, free, steps, count = span
-    low, high = share_of(begin, end, passed, steps)
-    middle = tl.minimum(tl.maximum(free, low), high)
+    low, middle, high = share_of(begin, end, passed, free, steps)
     lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
     if L.ANY_FREE:
         state = _walk(state, queries, sources, low, middle, count, lists, rows, A, Q, KV, L, False)

@@ -129,9 +129,13 @@ def list_of(spans, b, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.const
 
 
 @triton.jit
-def share_of(begin, end, passed, count):
-    """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others."""
-    return tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
+def share_of(begin, end, passed, free, count):
+    """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others.
+
+    (The first of them, the first that is not among the ``free`` ones, their end).
+    """
+    low, high = tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
+    return low, tl.minimum(tl.maximum(free, low), high), high
 
 
 @triton.jit
