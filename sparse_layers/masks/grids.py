@@ -1,9 +1,10 @@
 """Masks of tokens with coordinates: pixels of an image, patches of a video, any row-major grid."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,9 +118,7 @@ class Grid(Mask):
             exists = q_exists & k_exists
             if not exists.any():
                 continue
-            state = np.int8(FULL)
-            for mask, q, k in zip(self.axes, q_box, k_box, strict=True):
-                state = _PRODUCT_TABLE[state, mask.grade(*q, *k)]
+            state = product_grade(mask.grade(*q, *k) for mask, q, k in zip(self.axes, q_box, k_box, strict=True))
             some = some | (exists & ((state == PARTIAL) | (state == FULL)))
             maybe_some = maybe_some | (exists & (state != EMPTY))
             not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
@@ -131,6 +130,11 @@ class Grid(Mask):
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
         return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
+
+
+def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
+    """The grade of a box of pairs of tokens, of the grades on its axes."""
+    return functools.reduce(lambda a, b: _PRODUCT_TABLE[a, b], grades, np.array(FULL, np.int8))
 
 
 def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:

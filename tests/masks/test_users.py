@@ -13,7 +13,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
-from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.masks.test_masks import COMPUTABLE
 from tests.ops.cases import candidates
 
@@ -276,7 +276,7 @@ def test_numbers_beyond_any_length_in_the_op():
 
 def test_masks_compute_under_strict_promotion():
     masks = [*COMPUTABLE.values(), *(mask for name in sl.presets() for mask in sl.as_masks(name))]
-    for order in (RowOrder(29), ResidueMajor(29, 3), Gathered(30, 8, 2, 5)):
+    for order in (RowOrder(29), RowOrder.residue_major(29, 3), RowOrder.gathered(30, 8, 2, 5)):
         masks.append(Reordered(sl.Random(2) | sl.Strided(3), order, order))
     positions = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1), (1, 5))]
     with jax.numpy_dtype_promotion("strict"):

@@ -124,6 +124,9 @@ def _named(results) -> dict[str, np.ndarray]:
     return {name: x for name, x in zip(NAMES, results, strict=True) if x is not None}
 
 
+_SMALL_TILES = dataclasses.replace(TUNING["xla"], blocks=((32, 32),))
+
+
 def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None, bwd_params=None) -> list[sl.Plan]:
     """A plan for each chain that the planner weighs for a mask, whatever it would choose; natural order comes first.
 
@@ -135,7 +138,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     by_mask = []
     for one in sl.as_masks(mask):
         chains = []
-        for _, groups in plans.splits(one, q_len, kv_len):
+        for _, groups in plans.splits(one, q_len, kv_len, _SMALL_TILES):
             drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)
@@ -374,6 +377,11 @@ def _features():
     yield Case("large-logits", window, 129, scale=9.0)
     yield Case("value-size", fixed, 300, sizes=(16, 24), split=True)
     yield Case("value-size-1", window, 129, sizes=(5, 1), core=False)
+    # Tiles do not divide these grids. Tokens lie before the second, behind it, and the third ends within it.
+    near = [sl.Neighborhood(n, 5) for n in (11, 13, 19, 7)]
+    yield Case("grid", sl.Grid((13, 19), near[1:3]), 247, split=True, fwd=(32, 64))
+    yield Case("grid-among-others", sl.Grid((11, 13), near[:2], 40) | sl.Global(40), 300, split=True, sinks=True)
+    yield Case("grid-cut", sl.Grid((7, 7, 7), near[3]) & causal, 300, dtype="bfloat16", split=True, fwd=(32, 32))
     # Residue classes have 32 rows, too: in both passes, each key is in one block only. The scale keeps budgets small.
     diagonal, large = causal & (sl.BlockDiagonal(32) | sl.Strided(8)), {"heads": (2, 2), "sizes": (128, 72), "batch": 1}
     yield Case("large-heads", diagonal, 250, dtype="bfloat16", split=True, fwd=(32, 32), scale=0.02, **large)

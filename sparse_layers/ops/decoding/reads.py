@@ -13,6 +13,7 @@ Positions are arithmetic, so that every token of a batch may stand elsewhere. `K
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from ...masks.primitives import Empty
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.mask_info import bind, process_mask
 from ..planning.plan import MAX_CELLS, is_causal, splits
-from ..planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+from ..planning.views import Reordered, RowOrder
 
 # Elements of a mask that are evaluated, at most, to find out how far back a part reaches; beyond, its blocks tell.
 _REACH_ELEMENTS = 1 << 25
@@ -36,8 +37,8 @@ class Store:
     """Where a part keeps its keys: ``runs`` contiguous pieces of ``run`` rows.
 
     Attributes:
-      order: of the rows. In natural and residue-major order each residue class is a ring of ``kept`` rows; in gathered
-        order every row has a place.
+      order: of the rows. In natural and residue-major order each residue class is a ring of ``kept`` rows; of gathered
+        tokens every one has a place.
       kept: rows of a class.
       run: rows of a piece.
     """
@@ -48,7 +49,7 @@ class Store:
 
     @property
     def classes(self) -> int:
-        return self.order.stride if isinstance(self.order, ResidueMajor) else 1
+        return math.prod(self.order.shape[1:]) if self.order.complete else 1
 
     @property
     def runs(self) -> int:
@@ -56,17 +57,15 @@ class Store:
 
     def slot(self, token: jax.Array) -> jax.Array:
         """The place of each token, `runs` * `run` for none."""
-        order = self.order
-        if isinstance(order, Gathered):
-            period, offset = jnp.divmod(token, order.period)
-            inside = (offset >= order.start) & (offset < order.stop)
-            return jnp.where(inside, period * order.width + offset - order.start, self.runs * self.run)
+        if not self.order.complete:
+            row = self.order.row(token)
+            return jnp.where(row < self.order.rows, row, self.runs * self.run)
         index, residue = jnp.divmod(token, self.classes)
         return residue * self.kept + index % self.kept
 
     def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
         """The token at each place once token ``last`` was written; negative or beyond ``last`` for none."""
-        if isinstance(self.order, Gathered):
+        if not self.order.complete:
             return self.order.token(slot)
         residue, place = jnp.divmod(slot, self.kept)
         newest = (last - residue) // self.classes
@@ -176,17 +175,14 @@ def parts(mask: Mask, length: int) -> tuple[Part, ...]:
 
 def _part(mask: Mask, order: RowOrder, length: int) -> list[Part]:
     """The part in a row order of its keys, or none if nothing is allowed in it."""
-    view = Reordered(mask, order if isinstance(order, ResidueMajor) else RowOrder(length), order)
+    view = Reordered(mask, order if order.complete else RowOrder(length), order)
     grid, block = _grid(view)
     if not len(grid.rows):
         return []
-    if isinstance(order, Gathered):
-        kept = order.rows
-    else:
-        kept = min(_reach(view, grid, block) + 1, order.class_rows if isinstance(order, ResidueMajor) else order.rows)
+    kept = min(_reach(view, grid, block) + 1, order.shape[0]) if order.complete else order.rows
     widest = int(np.bincount(grid.rows).max())
     # Rows that are picked out are copied before they are multiplied: the whole is read as fast as half of it is picked.
-    if mask.computable and (isinstance(order, ResidueMajor) or kept <= 2 * widest * block):
+    if mask.computable and ((order.complete and not order.natural) or kept <= 2 * widest * block):
         return [Part(mask, Store(order, kept, kept), None)]
     rows, columns = grid.num_rows * block, grid.num_columns * block
     info = process_mask(bind(view, 1, rows, columns), (block, block))[0]

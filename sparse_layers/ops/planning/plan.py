@@ -5,6 +5,7 @@ of patterns may be computed one pattern after the other, each in the row order t
 
 * ``Strided(l)`` asks for residue-major order of queries and keys, where it is block-diagonal;
 * ``Columns(l, c)`` and ``Prefix(n)`` ask for just their keys, gathered; their transposes for just their queries;
+* a ``Grid`` asks for its tokens tile by tile, in tiles of the shape that leaves the fewest pairs of tiles;
 * everything else stays in natural order.
 
 `make_plan` splits a union by the orders its terms ask for, makes the terms disjoint (``term & ~earlier``), estimates
@@ -21,14 +22,15 @@ import numpy as np
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
+from ...masks.grids import Grid
 from ...masks.options import Length, checked, own_keywords
-from ...masks.primitives import Causal, Columns, Global, Prefix, Strided
+from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
 from .params import BwdParams, FwdParams, checked_params
 from .platforms import TUNING, Tuning, checked_implementation, first_choice
-from .views import Gathered, Reordered, ResidueMajor, RowOrder
+from .views import Reordered, RowOrder
 
 Wish = tuple[RowOrder, RowOrder]
 
@@ -228,7 +230,7 @@ def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> 
 def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
     """The cheapest chain for one mask, and what was weighed."""
     weighed = []
-    for number, (name, groups) in enumerate(splits(mask, q_len, kv_len)):
+    for number, (name, groups) in enumerate(splits(mask, q_len, kv_len, tuned)):
         passes = [_Draft(Reordered(part, *wish), fwd_params, tuned) for wish, part in groups]
         passes = [draft for draft in passes if draft.blocks]
         weighed.append((sum(draft.cost for draft in passes), number, name, passes))
@@ -368,11 +370,14 @@ def _round_up(n: int, block: int) -> int:
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def splits(mask: Mask, q_len: int, kv_len: int):
-    """Yields (description, [(row orders, part of the mask)]), the parts disjoint and their union the mask."""
+def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
+    """Yields (description, [(row orders, part of the mask)]), the parts disjoint and their union the mask.
+
+    Grids are cut into tiles only if it is said what blocks cost.
+    """
     natural: Wish = (RowOrder(q_len), RowOrder(kv_len))
     yield str(natural[0]), [(natural, mask)]
-    terms = [(_wish(term, q_len, kv_len) or natural, functools.reduce(And, term)) for term in _terms(mask)]
+    terms = [(_wish(term, q_len, kv_len, tuned) or natural, functools.reduce(And, term)) for term in _terms(mask)]
     wishes = list(dict.fromkeys(wish for wish, _ in terms if wish != natural))
     if len(terms) > MAX_TERMS or not wishes:
         return
@@ -437,11 +442,14 @@ def _pushed(mask: Mask) -> Mask:
     return mask
 
 
-def _wish(factors: list[Mask], q_len: int, kv_len: int) -> Wish | None:
+def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) -> Wish | None:
     """The row orders that a term asks for; None for natural order."""
     for factor in factors:
         if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
-            return ResidueMajor(q_len, factor.stride), ResidueMajor(kv_len, factor.stride)
+            return RowOrder.residue_major(q_len, factor.stride), RowOrder.residue_major(kv_len, factor.stride)
+        if isinstance(factor, Grid) and tuned and (tile := _tile(factor, tuned)):
+            q_order, kv_order = (RowOrder(n, factor.shape, tile, offset=factor.offset) for n in (q_len, kv_len))
+            return q_order, kv_order
     q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
     for factor in factors:
         if kv_order.natural:
@@ -451,12 +459,40 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int) -> Wish | None:
     return None if q_order.natural and kv_order.natural else (q_order, kv_order)
 
 
+@functools.lru_cache(maxsize=256)
+def _tile(grid: Grid, tuned: Tuning) -> tuple[int, ...] | None:
+    """The tile in which a grid costs least, no smaller than a block; None if the grid has no room for one."""
+    counts = [_active_tiles(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
+    blocks = sorted({max(shape) for shape in tuned.blocks})
+    tiles = [x for x in itertools.product(*counts) if blocks[0] // 2 < math.prod(x) <= 4 * blocks[-1]]
+
+    def cost(tile):  # active pairs of tiles on the grid are pairs on each axis; of equals, those with the longest rows
+        pairs, tokens = math.prod(count[n] for count, n in zip(counts, tile, strict=True)), math.prod(tile)
+        # A tile meets so many tokens of the blocks that hold it, if it begins anywhere that is possible.
+        met = [(tokens + block - math.gcd(tokens, block), block) for block in blocks]
+        return pairs * min(n**2 + tuned.pairs_per_step * (n / block) ** 2 for n, block in met), tile
+
+    return min(tiles, key=cost, default=None)
+
+
+def _active_tiles(mask: Mask, length: int) -> dict[int, int]:
+    """How many pairs of tiles of an axis are active, by the size of a tile: powers of two, and the mask's own blocks."""
+    found, inside = {}, Reordered(mask, RowOrder(length), RowOrder(length))
+    sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
+    sizes |= {mask.block} if isinstance(mask, Blocks) else {mask.size} if isinstance(mask, BlockDiagonal) else set()
+    for size in sorted(sizes):
+        cells = -(-length // size)
+        if cells * cells <= MAX_CELLS:
+            found[size] = len(active_blocks(inside, cells, cells, size, size).rows)
+    return found
+
+
 def _selected(factor: Mask, length: int) -> RowOrder:
     """The order that holds just the positions a factor selects."""
     if isinstance(factor, Prefix) and 0 < factor.size < length:
-        return Gathered(length, length, 0, factor.size)
+        return RowOrder.gathered(length, length, 0, factor.size)
     if isinstance(factor, Columns) and factor.start < length:
         period, stop = min(factor.period, length), min(factor.end, length)
         if stop - factor.start < period:
-            return Gathered(length, period, factor.start, stop)
+            return RowOrder.gathered(length, period, factor.start, stop)
     return RowOrder(length)

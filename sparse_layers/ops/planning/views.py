@@ -2,201 +2,254 @@
 
 A pass of a plan works in *row space*: row r of its queries is token ``q_order.token(r)``, row c of its keys is token
 ``kv_order.token(c)``. A stride becomes block-diagonal in residue-major order, summary columns become contiguous when
-they are gathered; nothing else of a pattern has to be known to skip blocks. `Reordered` is the pattern seen in row
-space, again a mask, so block lists, drawing and kernels need no second notion.
+they are gathered, neighbours on a grid become neighbours in tile-major order; nothing else of a pattern has to be known
+to skip blocks. `Reordered` is the pattern seen in row space, again a mask, so block lists, drawing and kernels need no
+second notion.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import AND_TABLE, EMPTY, FULL, NOT_TABLE, OR_TABLE, PARTIAL, UNSURE, And, Mask, Not, Or
-from ...masks.primitives import BlockDiagonal, Columns, Strided
+from ...masks.grids import Grid, product_grade
+from ...masks.primitives import Columns, Full, Strided, Window
+
+
+class Axis(NamedTuple):
+    """What one axis adds to the token of a row: its coordinate there, times ``stride``.
+
+    Attributes:
+      stride: tokens between neighbouring coordinates.
+      length: coordinates of the axis; 0 for the first, which nothing follows.
+      kept: coordinates that have rows.
+      checked: whether rows may have a coordinate from ``kept`` on, and no token therefore, that lies in the sequence.
+      digits: the coordinate is the sum of ``row // rows % size * step`` over digits (rows, size, step), without the
+        remainder where size is 0.
+    """
+
+    stride: int
+    length: int
+    kept: int
+    checked: bool
+    digits: tuple[tuple[int, int, int], ...]
+
+
+class Box(NamedTuple):
+    """The tokens of rows first .. last, as a box of coordinates that holds them.
+
+    Attributes:
+      low, high: first and last coordinate on each axis, of those that have rows.
+      first, last: first and last token of the box, of those that exist.
+      whole: for each axis, whether every coordinate from low to high is that of some row.
+      exact: whether every token of the box is one of the rows'.
+      exists: EMPTY, PARTIAL or FULL: which of the rows have a token.
+    """
+
+    low: list[np.ndarray]
+    high: list[np.ndarray]
+    first: np.ndarray
+    last: np.ndarray
+    whole: list[np.ndarray]
+    exact: np.ndarray
+    exists: np.ndarray
+
+    @property
+    def contiguous(self) -> np.ndarray:
+        """Whether the rows' tokens are ``first`` to ``last`` without a hole."""
+        sizes = [high - low + 1 for low, high in zip(self.low, self.high, strict=True)]
+        return self.exact & (self.last - self.first < math.prod(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """Tokens 0 .. length - 1 in their natural order; base of the other orders.
+    """A view of the token axis: reshaped to ``shape``, cut to what is kept, and walked tile by tile.
+
+    Token ``offset + p`` has the row-major coordinates of p in ``shape``. The coordinates below ``kept`` are cut into
+    tiles; tiles follow each other in row-major order, and so do the tokens of a tile. Where ``tile`` does not divide
+    ``kept``, rows of the last tiles have no token. All is one axis and one tile in natural order, ``RowOrder(length)``.
 
     Attributes:
       length: number of tokens of the sequence.
+      shape: lengths of the axes, the slowest first.
+      tile: coordinates of a tile on each axis.
+      kept: how many coordinates of each axis have rows.
+      offset: the first token that has a row.
     """
 
     length: int
+    shape: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    offset: int = 0
+
+    def __post_init__(self):
+        shape = self.shape or (self.length,)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "kept", self.kept or shape)
+        object.__setattr__(self, "tile", self.tile or self.kept)
+
+    @classmethod
+    def residue_major(cls, length: int, stride: int) -> "RowOrder":
+        """Tokens sorted by ``token % stride``, then by position: a tile is a column of [length / stride, stride]."""
+        classes = -(-length // stride)
+        return cls(length, (classes, stride), (classes, 1))
+
+    @classmethod
+    def gathered(cls, length: int, period: int, start: int, stop: int) -> "RowOrder":
+        """Only the tokens with ``start <= token % period < stop``, contiguous."""
+        # The last period is taken only as far as some of its tokens exist.
+        periods = -(-max(length - start, 0) // period)
+        return cls(length, (periods, period), (1, stop - start), (periods, stop - start), start)
 
     @property
     def rows(self) -> int:
         """Number of rows; row indices from there on are padding."""
-        return self.length
+        return math.prod(-(-n // tile) * tile for n, tile in zip(self.kept, self.tile, strict=True))
 
     @property
     def natural(self) -> bool:
         """Whether every row is the token of the same index."""
-        return type(self) is RowOrder
+        return self.shape == self.tile == (self.length,) and self.offset == 0
 
     @property
     def complete(self) -> bool:
         """Whether every token has a row."""
-        return True
+        return self.offset == 0 and self.kept == self.shape and math.prod(self.shape) >= self.length
 
-    @property
-    def numbers(self) -> tuple[int, int, int, int]:
-        """(count, step, jump, start), for kernels: token = row % count * step + row // count * jump + start.
-
-        It holds for rows below `rows`; count is 0 in natural order, where token = row.
-        """
-        return 0, 0, 0, 0
+    @functools.cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """How tokens follow from rows: ``token = offset + sum(coordinate * stride)``; () in natural order."""
+        if self.natural:
+            return ()
+        outer = [-(-n // tile) for n, tile in zip(self.kept, self.tile, strict=True)]
+        sizes, steps = [*outer, *self.tile], [*self.tile, *(1 for _ in self.tile)]
+        slowest = next((i for i, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+        digits: list[list[tuple[int, int, int]]] = [[] for _ in self.shape]
+        for i, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            if size > 1 or i == slowest:
+                rows = math.prod(max(1, n) for n in sizes[i + 1 :])
+                digits[i % len(outer)].append((rows, 0 if i == slowest else size, step))
+        found = []
+        for i, kept in enumerate(self.kept):
+            stride = math.prod(self.shape[i + 1 :])
+            padded = i == slowest % len(outer) or outer[i] * self.tile[i] > kept
+            # Beyond the first axis there are no tokens, if the sequence does not go on there.
+            checked = padded and (i > 0 or kept < self.shape[0] or self.offset + kept * stride < self.length)
+            found.append(Axis(stride, self.shape[i] if i else 0, kept, checked, tuple(digits[i])))
+        return tuple(found)
 
     def token(self, row: Any) -> Any:
         """The token of each row, by operators on integer arrays; a value >= length where there is none."""
-        return row
+        if self.natural:
+            return row
+        token: Any = self.offset
+        beyond: Any = False
+        for axis in self.axes:
+            coordinate = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
+            token = token + coordinate * axis.stride
+            if axis.checked:
+                beyond = beyond | (coordinate >= axis.kept)
+        return token + (beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond) * self.length
 
-    def hull(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The smallest known token interval (inclusive) that holds the tokens of rows first .. last."""
-        return self.token(first), self.token(last)
+    def row(self, token: jax.Array) -> jax.Array:
+        """The row of each token, `rows` where there is none."""
+        if self.natural:
+            return token
+        place = token - self.offset
+        row, exists = jnp.zeros_like(place), place >= 0
+        for axis in self.axes:
+            coordinate = place // axis.stride % axis.length if axis.length else place // axis.stride
+            exists &= coordinate < axis.kept
+            for rows, size, step in axis.digits:
+                row += (coordinate // step % size if size else coordinate // step) * rows
+        return jnp.where(exists, row, self.rows)
+
+    def box(self, first: np.ndarray, last: np.ndarray) -> Box:
+        """The tokens of rows first .. last."""
+        axes = [(axis.stride, axis.digits) for axis in self.axes] or [(1, ((1, 0, 1),))]
+        low, high = ([np.zeros_like(first) for _ in axes] for _ in range(2))
+        same, whole = np.ones_like(low[0], bool), [np.bool_(False) for _ in axes]
+        exact = same
+        digits = [(rows, size, step, i) for i, (_, found) in enumerate(axes) for rows, size, step in found]
+        for rows, size, step, axis in sorted(digits, reverse=True):  # by rows: the slowest digit first
+            ends = [x // rows % size if size else x // rows for x in (first, last)]
+            low[axis] = low[axis] + np.where(same, ends[0], 0) * step
+            high[axis] = high[axis] + np.where(same, ends[1], size - 1) * step
+            differ = same & (ends[0] != ends[1])
+            if step == 1:
+                whole[axis] = whole[axis] | differ
+            # Rows that begin and end with faster digits of which some are left out are no box.
+            exact = exact & (~differ | ((first % rows == 0) & ((last + 1) % rows == 0)))
+            same = same & ~differ
+        whole = [exact | any_ | (a == b) for any_, a, b in zip(whole, low, high, strict=True)]
+        some = every = np.bool_(True)
+        for i, kept in enumerate(self.kept):
+            some, every = some & (low[i] < kept), every & (high[i] < kept)
+            low[i], high[i] = np.minimum(low[i], kept - 1), np.minimum(high[i], kept - 1)
+        tokens = [self.offset + sum(c * stride for c, (stride, _) in zip(x, axes, strict=True)) for x in (low, high)]
+        some, every = some & (tokens[0] < self.length), every & (tokens[1] < self.length)
+        exists = np.where(every, np.int8(FULL), np.where(some, np.where(exact, PARTIAL, UNSURE), EMPTY).astype(np.int8))
+        begin, end = (np.minimum(x, self.length - 1) for x in tokens)
+        return Box(low, high, begin, end, whole, exact, exists)
 
     def gather(self, x: jax.Array, padded: int) -> jax.Array:
         """[B, length, ...] in token order -> [B, padded, ...] in row order, 0 in padding rows."""
-        return _pad(x, padded)
+        if not self.natural:
+            batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
+            x = _resized(x[:, self.offset :], 1, math.prod(self.shape)).reshape(batch, *self.shape, *rest)
+            for i, (outer, tile) in enumerate(self._tiles):
+                x = _resized(jax.lax.slice_in_dim(x, 0, self.kept[i], axis=i + 1), i + 1, outer * tile)
+            x = x.reshape(batch, *itertools.chain(*self._tiles), *rest)
+            x = jnp.moveaxis(x, range(1, 2 * rank, 2), range(1, rank + 1)).reshape(batch, self.rows, *rest)
+        return _resized(x, 1, padded)
 
     def scatter(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
         """[B, padded, ...] in row order -> [B, length, ...] in token order, ``fill`` in tokens without a row."""
-        return x[:, : self.length]
-
-    def known(self, mask: Mask, q_order: "RowOrder", rows: tuple[np.ndarray, ...]) -> np.ndarray | None:
-        """Grades of a mask that hold by the making of these orders, though token hulls could not show it, or None."""
-        return None
-
-    def __str__(self):
-        return "natural order"
-
-
-@dataclasses.dataclass(frozen=True)
-class ResidueMajor(RowOrder):
-    """Tokens sorted by ``token % stride``, then by position: [length / stride, stride] transposed.
-
-    Attributes:
-      stride: number of residue classes.
-    """
-
-    stride: int
-
-    @property
-    def class_rows(self) -> int:
-        """Rows of one residue class; the last row of a class has no token where stride does not divide length."""
-        return -(-self.length // self.stride)
-
-    @property
-    def rows(self) -> int:
-        return self.class_rows * self.stride
-
-    @property
-    def numbers(self):
-        return self.class_rows, self.stride, 1, 0
-
-    def token(self, row):
-        n, beyond = self.class_rows, row >= self.rows
-        beyond = beyond.astype(row.dtype) if hasattr(row, "astype") else beyond
-        # Padding rows would start over at token `stride`: the last summand takes them out of the sequence.
-        return row % n * self.stride + row // n + beyond * self.length
-
-    def hull(self, first, last):
-        n = self.class_rows
-        c0, c1 = first // n, last // n
-        low = np.where(c0 == c1, self.token(first), np.minimum(self.token(first), c0 + 1))
-        high = np.where(c0 == c1, self.token(last), np.maximum(self.token(last), (n - 1) * self.stride + c1 - 1))
-        return low, high
-
-    def gather(self, x, padded):
-        x = _pad(x, self.rows).reshape(x.shape[0], self.class_rows, self.stride, *x.shape[2:])
-        return _pad(x.swapaxes(1, 2).reshape(x.shape[0], self.rows, *x.shape[3:]), padded)
-
-    def scatter(self, x, fill=0.0):
-        x = x[:, : self.rows].reshape(x.shape[0], self.stride, self.class_rows, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(x.shape[0], self.rows, *x.shape[3:])[:, : self.length]
-
-    def known(self, mask, q_order, rows):
-        if not (isinstance(mask, Strided) and isinstance(q_order, ResidueMajor)):
-            return None
-        if not mask.stride == self.stride == q_order.stride:
-            return None
-        sizes = (q_order.class_rows,) * 2 + (self.class_rows,) * 2
-        return BlockDiagonal(1).grade(*(row // size for row, size in zip(rows, sizes, strict=True)))
-
-    def __str__(self):
-        return f"residue-major order, stride {self.stride}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Gathered(RowOrder):
-    """Only the tokens with ``start <= token % period < stop``, contiguous.
-
-    Attributes:
-      period: length of the repeated stretch in tokens.
-      start: first token taken of each period.
-      stop: one past the last token taken.
-    """
-
-    period: int
-    start: int
-    stop: int
-
-    @property
-    def width(self) -> int:
-        """Tokens taken of each period."""
-        return self.stop - self.start
-
-    @property
-    def rows(self) -> int:
-        # The last period is taken only as far as some of its tokens exist.
-        return -(-max(self.length - self.start, 0) // self.period) * self.width
-
-    @property
-    def complete(self):
-        return False
-
-    @property
-    def numbers(self):
-        return self.width, 1, self.period, self.start
-
-    def token(self, row):
-        return row // self.width * self.period + self.start + row % self.width
-
-    def gather(self, x, padded):
-        periods = self.rows // self.width
-        x = _pad(x, max(periods * self.period, x.shape[1]))[:, : periods * self.period]
-        x = x.reshape(x.shape[0], periods, self.period, *x.shape[2:])[:, :, self.start : self.stop]
-        return _pad(x.reshape(x.shape[0], self.rows, *x.shape[3:]), padded)
-
-    def scatter(self, x, fill=0.0):
-        periods = self.rows // self.width
-        x = x[:, : self.rows].reshape(x.shape[0], periods, self.width, *x.shape[2:])
-        ends = (self.start, self.period - self.stop)
-        x = jnp.pad(x, [(0, 0), (0, 0), ends] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
-        x = x.reshape(x.shape[0], periods * self.period, *x.shape[3:])[:, : self.length]
-        return _pad(x, self.length, fill)
-
-    def known(self, mask, q_order, rows):
-        made_for = isinstance(mask, Columns) and (mask.period, mask.start, mask.end) == (
-            self.period,
-            self.start,
-            self.stop,
+        if self.natural:
+            return x[:, : self.length]
+        batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
+        outer, tile = zip(*self._tiles, strict=True)
+        x = jnp.moveaxis(
+            x[:, : self.rows].reshape(batch, *outer, *tile, *rest), range(1, rank + 1), range(1, 2 * rank, 2)
         )
-        return np.array(FULL, np.int8) if made_for else None
+        x = x.reshape(batch, *(n * m for n, m in self._tiles), *rest)
+        for i, (kept, size) in enumerate(zip(self.kept, self.shape, strict=True)):
+            x = _resized(jax.lax.slice_in_dim(x, 0, kept, axis=i + 1), i + 1, size, fill)
+        x = _resized(x.reshape(batch, math.prod(self.shape), *rest), 1, max(self.length - self.offset, 0), fill)
+        return _resized(x, 1, self.length, fill, front=True)
+
+    @property
+    def _tiles(self) -> list[tuple[int, int]]:
+        """(tiles, coordinates of a tile) of each axis."""
+        return [(-(-n // tile), tile) for n, tile in zip(self.kept, self.tile, strict=True)]
 
     def __str__(self):
-        if self.period >= self.length:
-            return f"tokens {self.start} to {self.stop - 1} only"
-        return f"gathered tokens {self.start} to {self.stop - 1} of every {self.period}"
+        if self.natural:
+            return "natural order"
+        if self.kept[1:] != self.shape[1:]:
+            tokens = f"tokens {self.offset} to {self.offset + self.kept[-1] - 1}"
+            return f"{tokens} only" if self.shape[-1] >= self.length else f"gathered {tokens} of every {self.shape[-1]}"
+        if self.tile == (self.shape[0], 1):
+            return f"residue-major order, stride {self.shape[1]}"
+        return f"tiles of {' x '.join(map(str, self.tile))}"
 
 
-def _pad(x: jax.Array, rows: int, fill: float = 0.0) -> jax.Array:
-    if x.shape[1] == rows:
+def _resized(x: jax.Array, axis: int, size: int, fill: float = 0.0, front: bool = False) -> jax.Array:
+    """Cut at the end of an axis, or padded there, or in front."""
+    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
+    missing = size - x.shape[axis]
+    if not missing:
         return x
-    return jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (missing, 0) if front else (0, missing)
+    return jnp.pad(x, widths, constant_values=fill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,28 +277,38 @@ class Reordered(Mask):
         return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
     def grade(self, q0, q1, k0, k1):
-        rows = (q0, q1, k0, k1)
-        hulls = tuple(
-            _clipped(order, token)
-            for order, ends in ((self.q_order, (q0, q1)), (self.kv_order, (k0, k1)))
-            for token in order.hull(*ends)
-        )
-        exists = AND_TABLE[_exists(self.q_order, q0, q1), _exists(self.kv_order, k0, k1)]
-        return AND_TABLE[exists, self._grade(self.mask, rows, hulls)]
+        q, kv = self.q_order.box(q0, q1), self.kv_order.box(k0, k1)
+        return AND_TABLE[AND_TABLE[q.exists, kv.exists], self._grade(self.mask, q, kv)]
 
-    def _grade(self, mask: Mask, rows, hulls) -> np.ndarray:
+    def _grade(self, mask: Mask, q: Box, kv: Box) -> np.ndarray:
         if isinstance(mask, And | Or):
             table = AND_TABLE if isinstance(mask, And) else OR_TABLE
-            return table[self._grade(mask.left, rows, hulls), self._grade(mask.right, rows, hulls)]
+            return table[self._grade(mask.left, q, kv), self._grade(mask.right, q, kv)]
         if isinstance(mask, Not):
-            return NOT_TABLE[self._grade(mask.mask, rows, hulls)]
-        known = self.kv_order.known(mask, self.q_order, rows)
-        if known is not None:
-            return known
-        states = mask.grade(*hulls)
-        if self.q_order.natural and self.kv_order.natural:
-            return states
-        return np.where(states == PARTIAL, np.int8(UNSURE), states)  # the rows are a part of their hull
+            return NOT_TABLE[self._grade(mask.mask, q, kv)]
+        axes = self._axes(mask)
+        if axes is None:
+            states, exact = mask.grade(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
+        else:
+            found = [x.grade(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
+            states, exact = product_grade(found), q.exact & kv.exact
+            if found:  # where all depends on one axis, rows need only be whole on this one
+                whole = [(x == FULL) | (a & b) for x, a, b in zip(found, q.whole, kv.whole, strict=True)]
+                exact = exact | (functools.reduce(np.logical_and, whole) & (sum(x != FULL for x in found) <= 1))
+        return np.where((states == PARTIAL) & ~exact, np.int8(UNSURE), states)  # the rows are a part of their box
+
+    def _axes(self, mask: Mask) -> tuple[Mask, ...] | None:
+        """The masks of the axes, if a mask is the product of these on the axes of both orders; () for all pairs."""
+        q, kv = self.q_order, self.kv_order
+        if isinstance(mask, Columns):  # whatever the queries
+            made_for = (mask.period, mask.start, mask.end) == (kv.shape[-1], kv.offset, kv.offset + kv.kept[-1])
+            return () if made_for else None
+        if isinstance(mask, Grid) and (q.shape, q.offset) == (kv.shape, kv.offset) == (mask.shape, mask.offset):
+            return mask.axes
+        alike = q.shape[1:] == kv.shape[1:] and q.offset == kv.offset
+        if isinstance(mask, Strided) and alike and q.shape[1:] == (mask.stride,):
+            return Full(), Window(0)
+        return None
 
 
 def _clipped(order: RowOrder, token: Any) -> Any:
@@ -254,10 +317,3 @@ def _clipped(order: RowOrder, token: Any) -> Any:
     Not in kernels, which look up no tables but JAX's, and these answer for any index.
     """
     return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
-
-
-def _exists(order: RowOrder, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    low, high = order.hull(first, last)
-    every = (last < order.rows) & (high < order.length)
-    some = (first < order.rows) & (low < order.length)
-    return np.where(every, np.int8(FULL), np.where(some, np.int8(PARTIAL if order.natural else UNSURE), np.int8(EMPTY)))

@@ -7,7 +7,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.planning import lists
-from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+from sparse_layers.ops.planning.views import Reordered, RowOrder
 
 CAUSAL, NEAR, NONE = sl.Causal(), sl.Causal() & sl.Window(20), sl.Empty()
 
@@ -94,8 +94,8 @@ def check_sorted(candidates, wanted, by_key):
 def test_lists_in_row_orders_of_a_pass():
     t, shape = 150, (16, 32)
     for mask, orders in {
-        CAUSAL & sl.Strided(7): (ResidueMajor(t, 7), ResidueMajor(t, 7)),
-        CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), Gathered(t, 12, 8, 12)),
+        CAUSAL & sl.Strided(7): (RowOrder.residue_major(t, 7), RowOrder.residue_major(t, 7)),
+        CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), RowOrder.gathered(t, 12, 8, 12)),
     }.items():
         moved = Reordered(mask, *orders)
         candidates, tiles = lists.static_candidates([moved], shape, True)

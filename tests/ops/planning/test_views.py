@@ -1,3 +1,5 @@
+import itertools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -7,20 +9,36 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
-from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
+from sparse_layers.ops.planning.views import Reordered, RowOrder
 
 ORDERS = [
     *(RowOrder(length) for length in (1, 7, 64)),
-    *(ResidueMajor(length, stride) for length in (1, 7, 8, 29, 64) for stride in (2, 3, 8, 11)),
-    *(Gathered(length, 8, *taken) for length in (9, 16, 21, 24, 30) for taken in ((0, 3), (6, 8), (2, 5), (7, 8))),
-    *(Gathered(length, length, *taken) for length in (9, 30) for taken in ((0, 5), (3, 7), (8, 9))),
-    Gathered(5, 8, 0, 3),  # the only period is not whole
-    Gathered(5, 8, 4, 8),
+    *(RowOrder.residue_major(length, stride) for length in (1, 7, 8, 29, 64) for stride in (2, 3, 8, 11)),
+    *(
+        RowOrder.gathered(length, 8, *ends)
+        for length in (9, 16, 21, 24, 30)
+        for ends in ((0, 3), (6, 8), (2, 5), (7, 8))
+    ),
+    *(RowOrder.gathered(length, length, *ends) for length in (9, 30) for ends in ((0, 5), (3, 7), (8, 9))),
+    RowOrder.gathered(5, 8, 0, 3),  # the only period is not whole
+    RowOrder.gathered(5, 8, 4, 8),
+    RowOrder(48, (6, 8), (2, 4)),
+    RowOrder(48, (6, 8), (6, 2)),
+    RowOrder(48, (6, 8), (1, 8)),  # as natural order, by another name
+    RowOrder(35, (5, 7), (2, 4)),  # tiles do not divide the grid,
+    RowOrder(29, (5, 7), (4, 2)),  # and the sequence ends within it,
+    RowOrder(50, (5, 7), (2, 2), offset=3),  # or goes on after it, and begins before
+    RowOrder(20, (5, 7), (2, 2), offset=4),
+    RowOrder(60, (3, 4, 5), (2, 2, 2)),
+    RowOrder(70, (3, 4, 5), (1, 4, 3), offset=10),
+    RowOrder(60, (3, 4, 5), (2, 2, 2), (3, 2, 3)),
+    RowOrder(7, (1, 7), (1, 2)),
+    RowOrder(9, (3, 3), (3, 3), (1, 1), offset=4),  # a single row
 ]
 
 
 def order_id(order):
-    return f"{order.length}: {order}"
+    return f"{order.length}: {order} {order.shape} {order.kept} {order.offset}"
 
 
 each_order = pytest.mark.parametrize("order", ORDERS, ids=order_id)
@@ -28,33 +46,49 @@ each_order = pytest.mark.parametrize("order", ORDERS, ids=order_id)
 
 def chosen(order):
     """The tokens that an order holds, in its order, by definition."""
-    tokens = range(order.length)
-    if isinstance(order, ResidueMajor):
-        return sorted(tokens, key=lambda x: (x % order.stride, x))
-    if isinstance(order, Gathered):
-        return [x for x in tokens if order.start <= x % order.period < order.stop]
-    return list(tokens)
+    found = []
+    for token in range(order.offset, order.length):
+        coordinates, rest = [], token - order.offset
+        for n in reversed(order.shape[1:]):
+            coordinates.insert(0, rest % n)
+            rest //= n
+        coordinates.insert(0, rest)
+        if all(c < n for c, n in zip(coordinates, order.kept, strict=True)):
+            ends = [divmod(c, tile) for c, tile in zip(coordinates, order.tile, strict=True)]
+            found.append(([tile for tile, _ in ends], [inside for _, inside in ends], token))
+    return [token for *_, token in sorted(found)]
 
 
 # --- rows and tokens -------------------------------------------------------------------------------------------------
 
 
+def test_orders_by_name():
+    for length, stride in ((1, 2), (7, 3), (64, 8)):
+        order = RowOrder.residue_major(length, stride)
+        assert chosen(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.complete
+    for length, period, start, stop in ((30, 8, 2, 5), (5, 8, 4, 8), (9, 9, 3, 7), (16, 8, 6, 8)):
+        order = RowOrder.gathered(length, period, start, stop)
+        assert chosen(order) == [x for x in range(length) if start <= x % period < stop] and not order.complete
+
+
 @each_order
-def test_numbers_give_the_tokens_and_complete_says_whether_all(order):
-    row = np.arange(order.rows)
-    count, step, jump, start = order.numbers
-    tokens = row % count * step + row // count * jump + start if count else row
-    real = tokens < order.length
-    np.testing.assert_array_equal(tokens[real], order.token(row)[real])
-    assert np.all(order.token(row)[~real] >= order.length)
-    assert not order.complete or set(tokens[real]) == set(range(order.length))
+def test_complete_says_whether_all_tokens_have_rows(order):
+    assert order.complete == (set(chosen(order)) == set(range(order.length)))
 
 
 @each_order
 def test_rows_hold_the_tokens_in_order(order):
     tokens = order.token(np.arange(order.rows))
     assert tokens[tokens < order.length].tolist() == chosen(order)
-    assert order.natural == (type(order) is RowOrder)
+    assert order.natural == (order.axes == ()) == (order == RowOrder(order.length))
+
+
+@each_order
+def test_rows_of_tokens_are_the_inverse(order):
+    rows = np.asarray(order.row(jnp.arange(order.length)))
+    held = np.isin(np.arange(order.length), chosen(order))
+    np.testing.assert_array_equal(order.token(rows)[held], np.arange(order.length)[held])
+    assert (rows[~held] >= order.rows).all() and (rows[held] < order.rows).all()
 
 
 @each_order
@@ -71,13 +105,23 @@ def test_tokens_are_the_same_by_numpy_jax_and_integers(order):
 
 
 @each_order
-def test_hulls_hold_the_tokens(order):
+def test_boxes_hold_the_tokens_of_rows(order):
     first, last = np.triu_indices(order.rows + 3)
-    low, high = order.hull(first, last)
-    for a, b, lowest, highest in zip(first, last, low, high, strict=True):
-        tokens = order.token(np.arange(a, b + 1))
-        tokens = tokens[tokens < order.length]
-        assert np.all((lowest <= tokens) & (tokens <= highest)), (a, b)
+    box = order.box(first, last)
+    held = set(chosen(order))
+    for i, (a, b) in enumerate(zip(first, last, strict=True)):
+        tokens = {x for x in order.token(np.arange(a, b + 1)).tolist() if x < order.length}
+        exists = FULL if len(tokens) == b - a + 1 else PARTIAL if tokens else EMPTY
+        assert box.exists[i] in (UNSURE, exists), (a, b)
+        if not tokens:
+            continue
+        axes = [range(low[i], high[i] + 1) for low, high in zip(box.low, box.high, strict=True)]
+        inside = {order.offset + np.ravel_multi_index(c, order.shape, mode="wrap") for c in itertools.product(*axes)}
+        assert tokens <= inside and box.first[i] <= min(tokens) and max(tokens) <= box.last[i], (a, b)
+        if box.exact[i]:
+            assert inside & held == tokens, (a, b)
+        if box.contiguous[i] and exists == FULL:
+            assert tokens == set(range(box.first[i], box.last[i] + 1)), (a, b)
 
 
 @each_order
@@ -112,12 +156,15 @@ def test_scatter_drops_padding_rows(order):
 
 
 def test_orders_are_values_with_names():
-    assert ResidueMajor(8, 2) == ResidueMajor(8, 2) != ResidueMajor(8, 4)
-    assert RowOrder(8) != ResidueMajor(8, 1) and RowOrder(8) == RowOrder(8)
-    assert len({*ORDERS, *ORDERS}) == len(ORDERS)
-    texts = [str(order) for order in (RowOrder(8), ResidueMajor(8, 2), Gathered(8, 4, 1, 3), Gathered(8, 8, 0, 3))]
+    assert RowOrder.residue_major(8, 2) == RowOrder.residue_major(8, 2) != RowOrder.residue_major(8, 4)
+    assert RowOrder(8) == RowOrder(8, (8,)) and len({*ORDERS, *ORDERS}) == len(ORDERS)
+    gathered = RowOrder.gathered(8, 4, 1, 3), RowOrder.gathered(8, 8, 0, 3)
+    texts = [
+        str(order) for order in (RowOrder(8), RowOrder(64, (8, 8), (2, 4)), RowOrder.residue_major(8, 2), *gathered)
+    ]
     assert texts == [
         "natural order",
+        "tiles of 2 x 4",
         "residue-major order, stride 2",
         "gathered tokens 1 to 2 of every 4",
         "tokens 0 to 2 only",
@@ -125,10 +172,10 @@ def test_orders_are_values_with_names():
 
 
 def test_a_stride_is_block_diagonal_and_columns_are_contiguous():
-    order = ResidueMajor(12, 4)
+    order = RowOrder.residue_major(12, 4)
     rows = Reordered(sl.Causal() & sl.Strided(4), order, order).dense(12)
     np.testing.assert_array_equal(rows, np.kron(np.eye(4), np.tri(3)).astype(bool))
-    columns = Reordered(sl.Columns(4, 3), RowOrder(12), Gathered(12, 4, 3, 4))
+    columns = Reordered(sl.Columns(4, 3), RowOrder(12), RowOrder.gathered(12, 4, 3, 4))
     assert columns.dense(12, 3).all() and not columns.dense(12, 5)[:, 3:].any()
 
 
@@ -194,10 +241,10 @@ def test_grades_in_row_space_are_exact(mask, q_order, kv_order, seed):
 @pytest.mark.parametrize(
     ("mask", "q_order", "kv_order"),
     [
-        (sl.Strided(8), ResidueMajor(64, 8), ResidueMajor(64, 8)),
-        (sl.Columns(8, 6), RowOrder(64), Gathered(64, 8, 6, 8)),
+        (sl.Strided(8), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
+        (sl.Columns(8, 6), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
         (sl.Window(9), RowOrder(64), RowOrder(50)),
-        (sl.Prefix(5), RowOrder(64), Gathered(64, 64, 0, 5)),
+        (sl.Prefix(5), RowOrder(64), RowOrder.gathered(64, 64, 0, 5)),
     ],
     ids=repr,
 )
@@ -209,13 +256,17 @@ def test_grades_are_sure_of_what_an_order_is_made_for(mask, q_order, kv_order):
 @pytest.mark.parametrize(
     ("mask", "q_order", "kv_order"),
     [
-        (sl.Strided(8), ResidueMajor(61, 8), ResidueMajor(50, 8)),  # T != S: classes differ in length
-        (sl.Strided(4), ResidueMajor(64, 8), ResidueMajor(64, 8)),
-        (sl.Columns(8, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
-        (sl.Columns(8, 6, 7), RowOrder(64), Gathered(64, 8, 6, 8)),
-        (sl.Columns(16, 6, 8), RowOrder(64), Gathered(64, 8, 6, 8)),
-        (sl.Columns(8, 6), Gathered(64, 8, 6, 8), RowOrder(64)),
-        (sl.Columns(8, 6).T, Gathered(64, 8, 6, 8), RowOrder(64)),
+        (
+            sl.Strided(8),
+            RowOrder.residue_major(61, 8),
+            RowOrder.residue_major(50, 8),
+        ),  # T != S: classes differ in length
+        (sl.Strided(4), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
+        (sl.Columns(8, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
+        (sl.Columns(16, 6, 8), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6), RowOrder.gathered(64, 8, 6, 8), RowOrder(64)),
+        (sl.Columns(8, 6).T, RowOrder.gathered(64, 8, 6, 8), RowOrder(64)),
     ],
     ids=repr,
 )

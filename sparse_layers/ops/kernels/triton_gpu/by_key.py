@@ -20,7 +20,7 @@ import numpy as np
 
 from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates, differs
 from ...planning.params import BwdParams
-from ...planning.views import RowOrder
+from ...planning.views import Axis, RowOrder
 from ..call import Call, Operands, table_of
 from . import launch
 from .by_key_kernel import by_key_kernel
@@ -188,7 +188,11 @@ class _ByChoice(RowOrder):
       each: choices of a token.
     """
 
-    each: int
+    each: int = 1
+
+    @property
+    def natural(self) -> bool:
+        return False
 
     @property
     def rows(self) -> int:
@@ -199,11 +203,8 @@ class _ByChoice(RowOrder):
         return False
 
     @property
-    def numbers(self):
-        return self.each, 0, 1, 0
-
-    def token(self, row):
-        return row // self.each
+    def axes(self):
+        return (Axis(1, 0, self.length, False, ((self.each, 0, 1),)),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,7 +223,7 @@ class _Choices(Link):
     def q_order(self) -> RowOrder:
         """The token of each choice."""
         assert self.operands.chosen is not None
-        return _ByChoice(self.operands.query.shape[1], self.operands.chosen.shape[-1])
+        return _ByChoice(self.operands.query.shape[1], each=self.operands.chosen.shape[-1])
 
     @functools.cached_property
     def live(self) -> jax.Array:

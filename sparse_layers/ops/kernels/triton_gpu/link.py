@@ -17,7 +17,7 @@ from ..call import Call, Operands
 from . import launch, tiles
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
-from .lists import Lists, Side, lists_of
+from .lists import Lists, Side, kernel_order, lists_of
 from .settings import Settings, choose, pieces_asked, rows_of
 from .work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
 
@@ -404,7 +404,7 @@ class _Prepared:
             "Q": self.q.axis,
             "KV": self.kv.axis,
             "L": _walk(self.walks[0][1]),
-            "OUT": tiles.Rows(True, order.natural, order.rows, 0, 0, 0),
+            "OUT": tiles.Rows(True, order.natural, order.rows, kernel_order(order)),
         }
         first = operands.query, operands.key, operands.value
         lists = [*_arrays_of(self.walks[0][1]), *others]
@@ -464,9 +464,8 @@ def _walk(lists: Lists) -> tiles.Walk:
 def _rows(rows: Rows | None) -> tiles.Rows:
     """By which a kernel finds earlier results."""
     if rows is None:
-        return tiles.Rows(False, True, 0, 0, 0, 0)
-    count, _, jump, start = rows.order.numbers
-    return tiles.Rows(True, rows.order.natural, rows.order.rows, count, jump, start)
+        return tiles.Rows(False, True, 0, kernel_order(RowOrder(0)))
+    return tiles.Rows(True, rows.order.natural, rows.order.rows, kernel_order(rows.order))
 
 
 def _arrays(rows: Rows | None, count: int) -> tuple[jax.Array | None, ...]:

@@ -25,7 +25,12 @@ from ...planning.views import RowOrder
 from ..call import Call, Operands, run_time_blocks
 from . import launch
 from .compact_kernel import CHUNK, Sizes, compact_kernel
-from .tiles import Axis
+from .tiles import Axis, Order
+
+
+def kernel_order(order: RowOrder) -> Order:
+    """What kernels know of a row order."""
+    return Order(order.offset, order.axes, order.length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +64,9 @@ class Side:
     @property
     def axis(self) -> Axis:
         """What kernels know of it."""
-        numbers = self.order.numbers
-        return Axis(self.order.rows, *numbers, self.block, self.tile, self.parts, self.pack, self.gathered)
+        return Axis(
+            self.order.rows, kernel_order(self.order), self.block, self.tile, self.parts, self.pack, self.gathered
+        )
 
     def steps(self, entries: Any) -> Any:
         """How many steps so many entries of a list take."""

@@ -2,8 +2,7 @@
 
 A program of any of the kernels holds a tile of one side (its *major* side: queries in the forward and dq kernels, keys
 in the dk and dv kernel) and walks over the blocks of the other, *minor* side that `lists.py` lists for it. Rows are
-those of the pass; a row order turns a row into a token by four integers, of which COUNT == 0 stands for natural order:
-``token = row % COUNT * STEP + row // COUNT * JUMP + START``.
+those of the pass; `Order` turns a row into a token, and a token into a row.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -37,14 +36,19 @@ class Arrays(NamedTuple):
     SEGMENTED: bool  # whether there are segment ids
 
 
+class Order(NamedTuple):
+    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, as `planning.views.Axis` says."""
+
+    START: int
+    AXES: tuple  # none in natural order
+    NONE: int  # stands for no token; beyond all of them
+
+
 class Axis(NamedTuple):
     """One side of a pass: its rows, and how they are cut."""
 
     ROWS: int
-    COUNT: int  # this and the next three: the row order
-    STEP: int
-    JUMP: int
-    START: int
+    ORDER: Order
     BLOCK: int  # rows of a block of the lists
     TILE: int  # rows of a tile, a power of two
     PARTS: int  # tiles in a block
@@ -79,9 +83,7 @@ class Rows(NamedTuple):
     GIVEN: bool
     BY_TOKEN: bool
     ROWS: int
-    COUNT: int
-    JUMP: int
-    START: int
+    ORDER: Order  # if they lie by row
 
 
 @triton.jit
@@ -157,23 +159,46 @@ def rows_of(lists, step, count, X: tl.constexpr):
 
 
 @triton.jit
-def token_of(row, A: tl.constexpr):
-    """The token of each row of an `Axis`."""
-    if A.COUNT == 0:
+def token_of(row, ORDER: tl.constexpr):
+    """The token of each row of an `Order`."""
+    if len(ORDER.AXES) == 0:
         return row
     else:
-        return row % A.COUNT * A.STEP + row // A.COUNT * A.JUMP + A.START
+        token = row * 0 + ORDER.START
+        for i in tl.static_range(len(ORDER.AXES)):
+            coordinate = _digits(row, ORDER.AXES[i].digits, False)
+            token += coordinate * ORDER.AXES[i].stride
+            if ORDER.AXES[i].checked:
+                token = tl.where(coordinate < ORDER.AXES[i].kept, token, ORDER.NONE)
+        return token
 
 
 @triton.jit
 def row_of(token, exists, R: tl.constexpr):
-    """(row, whether there is one) of each token in `Rows`: in an order of gathered tokens, or in natural order."""
-    if R.COUNT == 0:
+    """(row, whether there is one) of each token in `Rows`."""
+    if R.BY_TOKEN:
         return token, exists
     else:
-        place = token - R.START
-        inside = place % R.JUMP
-        return place // R.JUMP * R.COUNT + inside, exists & (place >= 0) & (inside < R.COUNT)
+        place, row, exists = token - R.ORDER.START, token * 0, exists & (token >= R.ORDER.START)
+        for i in tl.static_range(len(R.ORDER.AXES)):
+            coordinate = place // R.ORDER.AXES[i].stride
+            if R.ORDER.AXES[i].length > 0:
+                coordinate = coordinate % R.ORDER.AXES[i].length
+            exists = exists & (coordinate < R.ORDER.AXES[i].kept)
+            row += _digits(coordinate, R.ORDER.AXES[i].digits, True)
+        return row, exists
+
+
+@triton.jit
+def _digits(x, DIGITS: tl.constexpr, TO_ROW: tl.constexpr):
+    """What the digits (rows, size, step) of an axis make of rows: its coordinate; or of coordinates: rows."""
+    total = x * 0
+    for i in tl.static_range(len(DIGITS)):
+        digit = x // DIGITS[i][2 if TO_ROW else 0]
+        if DIGITS[i][1] > 0:
+            digit = digit % DIGITS[i][1]
+        total += digit * DIGITS[i][0 if TO_ROW else 2]
+    return total
 
 
 @triton.jit
