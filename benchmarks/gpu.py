@@ -281,7 +281,8 @@ def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
 
     make_mask = torch.compile(module.create_block_mask, dynamic=False)
     block_mask = make_mask(mask_mod, None, None, seq_len, seq_len, device=device)
-    attention = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+    grouped = functools.partial(module.flex_attention, enable_gqa=q.shape != k.shape)
+    attention = torch.compile(grouped, dynamic=False, fullgraph=True)
     for x in (q, k, v):
         x.requires_grad_()
 

@@ -476,7 +476,7 @@ def _tile(grid: Grid, tuned: Tuning) -> tuple[int, ...] | None:
 
 
 def _active_tiles(mask: Mask, length: int) -> dict[int, int]:
-    """How many pairs of tiles of an axis are active, by the size of a tile: powers of two, and the mask's own blocks."""
+    """How many pairs of tiles of an axis are active, by the size of a tile: powers of two, and a mask's own blocks."""
     found, inside = {}, Reordered(mask, RowOrder(length), RowOrder(length))
     sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
     sizes |= {mask.block} if isinstance(mask, Blocks) else {mask.size} if isinstance(mask, BlockDiagonal) else set()
