@@ -29,7 +29,7 @@ class Axis(NamedTuple):
       stride: tokens between neighbouring coordinates.
       length: coordinates of the axis; 0 for the first, which nothing follows.
       kept: coordinates that have rows.
-      checked: whether rows may have a coordinate from ``kept`` on, and no token therefore, that lies in the sequence.
+      checked: whether rows of the last tiles have coordinates from ``kept`` on, and no token therefore.
       digits: the coordinate is the sum of ``row // rows % size * step`` over digits (rows, size, step), without the
         remainder where size is 0.
     """
@@ -139,9 +139,9 @@ class RowOrder:
         found = []
         for i, kept in enumerate(self.kept):
             stride = math.prod(self.shape[i + 1 :])
-            padded = i == slowest % len(outer) or outer[i] * self.tile[i] > kept
             # Beyond the first axis there are no tokens, if the sequence does not go on there.
-            checked = padded and (i > 0 or kept < self.shape[0] or self.offset + kept * stride < self.length)
+            inside = i > 0 or kept < self.shape[0] or self.offset + kept * stride < self.length
+            checked = outer[i] * self.tile[i] > kept and inside
             found.append(Axis(stride, self.shape[i] if i else 0, kept, checked, tuple(digits[i])))
         return tuple(found)
 
@@ -149,13 +149,13 @@ class RowOrder:
         """The token of each row, by operators on integer arrays; a value >= length where there is none."""
         if self.natural:
             return row
-        token: Any = self.offset
-        beyond: Any = False
+        token, beyond = self.offset, row >= self.rows
         for axis in self.axes:
             coordinate = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
             token = token + coordinate * axis.stride
             if axis.checked:
                 beyond = beyond | (coordinate >= axis.kept)
+        # Padding rows would start over at the first tokens: the last summand takes them out of the sequence.
         return token + (beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond) * self.length
 
     def row(self, token: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def _walk(
     within, segment, segments = rows
     for step in tl.range(first, last):
         slot, part, _, row, exists_kv = rows_of(lists, step, count, KV)
-        token = token_of(row, KV.ORDER)
+        token = token_of(row, KV)
         exists_kv = exists_kv & (token < A.S)
         key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
         value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
@@ -212,7 +212,7 @@ def dq_kernel(
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
     row = block * Q.BLOCK + within // Q.PACK
-    token = token_of(row, Q.ORDER)
+    token = token_of(row, Q)
     exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
 
     base = q + (b * A.T * A.HEADS + head) * A.H
@@ -289,7 +289,7 @@ def _walk_queries(
     within, segment, segments = rows
     for step in tl.range(first, last):
         slot, part, place, row, exists = rows_of(lists, step, count, Q)
-        token = token_of(row, Q.ORDER)
+        token = token_of(row, Q)
         exists = exists & (token < A.T)
         pointers = vectors_of(sources[0], token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
         queries = load_rows(pointers, exists, A.H, A.D, MASKED)
@@ -362,7 +362,7 @@ def dkv_kernel(
     kv_head, block = job // W.BLOCKS, job % W.BLOCKS
     within = part * KV.TILE + tl.arange(0, KV.TILE)
     row = block * KV.BLOCK + within
-    token = token_of(row, KV.ORDER)
+    token = token_of(row, KV)
     exists = (within < KV.BLOCK) & (row < KV.ROWS) & (token < A.S)
 
     at = b * A.S * A.KV_HEADS + kv_head

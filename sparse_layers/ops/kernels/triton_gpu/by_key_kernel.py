@@ -48,7 +48,7 @@ def _walk(
     within, segment, segments = rows
     for step in tl.range(first, last):
         slot, part, place, row, exists = rows_of(lists, step, count, Q)
-        token = token_of(row, Q.ORDER)
+        token = token_of(row, Q)
         pointers = vectors_of(source, token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
         queries = load_rows(pointers, exists, A.H, A.D, MASKED)
         scores = logits(tl.dot(queries, tl.trans(keys), input_precision="ieee"), A)

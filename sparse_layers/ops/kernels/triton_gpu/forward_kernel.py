@@ -48,7 +48,7 @@ def _walk(
     within, segment, segments = rows
     for step in tl.range(first, last):
         slot, part, _, row, exists = rows_of(lists, step, count, KV)
-        token = token_of(row, KV.ORDER)
+        token = token_of(row, KV)
         exists = exists & (token < A.S)
         key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         products = tl.dot(queries, tl.trans(key), input_precision="ieee")
@@ -155,7 +155,7 @@ def forward_kernel(
     kv_head = head // (A.HEADS // A.KV_HEADS)
     within = part * Q.TILE + tl.arange(0, Q.TILE)
     row = block * Q.BLOCK + within // Q.PACK
-    token = token_of(row, Q.ORDER)
+    token = token_of(row, Q)
     exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
 
     # The list first, which the first keys wait for: 1.6 % of a window of 1024.

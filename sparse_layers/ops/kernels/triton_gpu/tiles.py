@@ -159,17 +159,17 @@ def rows_of(lists, step, count, X: tl.constexpr):
 
 
 @triton.jit
-def token_of(row, ORDER: tl.constexpr):
-    """The token of each row of an `Order`."""
-    if len(ORDER.AXES) == 0:
+def token_of(row, X: tl.constexpr):
+    """The token of each row of an `Axis`."""
+    if len(X.ORDER.AXES) == 0:
         return row
     else:
-        token = row * 0 + ORDER.START
-        for i in tl.static_range(len(ORDER.AXES)):
-            coordinate = _digits(row, ORDER.AXES[i].digits, False)
-            token += coordinate * ORDER.AXES[i].stride
-            if ORDER.AXES[i].checked:
-                token = tl.where(coordinate < ORDER.AXES[i].kept, token, ORDER.NONE)
+        token = row * 0 + X.ORDER.START
+        for i in tl.static_range(len(X.ORDER.AXES)):
+            coordinate = _digits(row, X, i, False)
+            token += coordinate * X.ORDER.AXES[i].stride
+            if X.ORDER.AXES[i].checked:
+                token = tl.where(coordinate < X.ORDER.AXES[i].kept, token, X.ORDER.NONE)
         return token
 
 
@@ -185,19 +185,20 @@ def row_of(token, exists, R: tl.constexpr):
             if R.ORDER.AXES[i].length > 0:
                 coordinate = coordinate % R.ORDER.AXES[i].length
             exists = exists & (coordinate < R.ORDER.AXES[i].kept)
-            row += _digits(coordinate, R.ORDER.AXES[i].digits, True)
+            row += _digits(coordinate, R, i, True)
         return row, exists
 
 
 @triton.jit
-def _digits(x, DIGITS: tl.constexpr, TO_ROW: tl.constexpr):
+def _digits(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
     """What the digits (rows, size, step) of an axis make of rows: its coordinate; or of coordinates: rows."""
+    # Looked up from the outermost bundle: Triton 3.6 takes tuples for constants in the arguments of a kernel only.
     total = x * 0
-    for i in tl.static_range(len(DIGITS)):
-        digit = x // DIGITS[i][2 if TO_ROW else 0]
-        if DIGITS[i][1] > 0:
-            digit = digit % DIGITS[i][1]
-        total += digit * DIGITS[i][0 if TO_ROW else 2]
+    for i in tl.static_range(len(X.ORDER.AXES[AXIS].digits)):
+        digit = x // X.ORDER.AXES[AXIS].digits[i][2 if TO_ROW else 0]
+        if X.ORDER.AXES[AXIS].digits[i][1] > 0:
+            digit = digit % X.ORDER.AXES[AXIS].digits[i][1]
+        total += digit * X.ORDER.AXES[AXIS].digits[i][0 if TO_ROW else 2]
     return total
 
 
