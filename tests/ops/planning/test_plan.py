@@ -406,6 +406,25 @@ def test_the_cheapest_is_taken():
     assert [kind(link.q_order) for link in plan.chains[0]] == ["natural"]
 
 
+def test_grids_are_cut_into_the_cheapest_tiles():
+    def chosen(grid, implementation="triton"):
+        plan = sl.make_plan(grid, grid.size, implementation=implementation)
+        return [(str(link.q_order), link.fwd_blocks, link.fwd_shape) for link in plan.chains[0]]
+
+    side = 128
+    # A tile of 8 x 8 sees 3 x 3 tiles, fewer at the edges: (3 * 16 - 2) ** 2 pairs.
+    near = sl.Grid((side, side), sl.Neighborhood(side, 13))
+    assert chosen(near) == [("tiles of 8 x 8", 46**2, (64, 64))]
+    # Windows are tiles, also where blocks do not fit them, and columns of an image are one after the other.
+    assert chosen(sl.Grid((side, side), sl.BlockDiagonal(8))) == [("tiles of 8 x 8", 256, (64, 64))]
+    assert chosen(sl.Grid((56, 56), sl.BlockDiagonal(7)))[0][0] == "tiles of 7 x 7"
+    columns = sl.Grid((2 * side, side), (sl.Causal(), sl.Window(0)))
+    assert chosen(columns)[0][0] == "tiles of 128 x 1"
+    assert chosen(columns, "xla")[0][0] == "tiles of 128 x 1"
+    # Rows of an image are natural order.
+    assert chosen(sl.Grid((side, side), (sl.Window(0), sl.Full())))[0][0] == "natural order"
+
+
 def test_an_empty_mask_has_no_pass():
     assert sl.make_plan(sl.Empty(), 100).chains == ((),)
     assert sl.make_plan(sl.Causal() & ~sl.Causal(), 100).chains == ((),)
