@@ -164,13 +164,13 @@ def token_of(row, X: tl.constexpr):
     if len(X.ORDER.AXES) == 0:
         return row
     else:
-        token = row * 0 + X.ORDER.START
+        token = row * 0
         for i in tl.static_range(len(X.ORDER.AXES)):
             coordinate = _digits(row, X, i, False)
             token += coordinate * X.ORDER.AXES[i].stride
             if X.ORDER.AXES[i].checked:
                 token = tl.where(coordinate < X.ORDER.AXES[i].kept, token, X.ORDER.NONE)
-        return token
+        return token + X.ORDER.START
 
 
 @triton.jit
