@@ -96,7 +96,7 @@ def test_rows_beyond_the_last_hold_none(order):
     assert np.all(order.token(np.arange(order.rows, order.rows + 200)) >= order.length)
 
 
-@each_order
+@pytest.mark.parametrize("order", ORDERS[1::4], ids=order_id)
 def test_tokens_are_the_same_by_numpy_jax_and_integers(order):
     rows = np.arange(order.rows + 20, dtype=np.int32)
     tokens = order.token(rows)
@@ -106,7 +106,7 @@ def test_tokens_are_the_same_by_numpy_jax_and_integers(order):
 
 @each_order
 def test_boxes_hold_the_tokens_of_rows(order):
-    first, last = np.triu_indices(order.rows + 3)
+    first, last = (x[::3] for x in np.triu_indices(order.rows + 3))
     box = order.box(first, last)
     held = set(chosen(order))
     for i, (a, b) in enumerate(zip(first, last, strict=True)):
@@ -125,32 +125,28 @@ def test_boxes_hold_the_tokens_of_rows(order):
 
 
 @each_order
-@pytest.mark.parametrize("fill", [0.0, -np.inf])
-def test_gather_then_scatter(order, fill):
-    x = np.random.default_rng(0).normal(size=(2, order.length, 3))
+def test_gather_then_scatter(order):
+    x = np.random.default_rng(0).normal(size=(2, order.length, 3)).astype(np.float32)
     padded = -(-order.rows // 8) * 8 + 8
     tokens = order.token(np.arange(padded))
-    rows = np.asarray(order.gather(jnp.asarray(x), padded))
+    exists, held = tokens < order.length, np.isin(np.arange(order.length), tokens)
+    rows = np.array(order.gather(jnp.asarray(x), padded))
     assert rows.shape == (2, padded, 3)
-    exists = tokens < order.length
-    np.testing.assert_array_equal(rows[:, exists], x[:, tokens[exists]].astype(np.float32))
+    np.testing.assert_array_equal(rows[:, exists], x[:, tokens[exists]])
     assert not rows[:, ~exists].any()
-    back = np.asarray(order.scatter(jnp.asarray(rows), fill))
-    held = np.isin(np.arange(order.length), tokens)
-    assert back.shape == x.shape
-    np.testing.assert_array_equal(back[:, held], x[:, held].astype(np.float32))
-    assert np.all(back[:, ~held] == fill)
+    # Padding rows are dropped, whatever they hold; tokens without a row are filled.
+    rows[:, ~exists] = np.nan
+    back = np.asarray(order.scatter(jnp.asarray(rows), -np.inf))
+    np.testing.assert_array_equal(back, np.where(held[:, None], x, -np.inf))
 
 
-@each_order
-def test_scatter_drops_padding_rows(order):
-    padded = -(-order.rows // 16) * 16 + 16
-    rows = np.arange(1, padded + 1, dtype=np.int32)[None]  # without a trailing axis, and integers, as segment ids
-    tokens = order.token(np.arange(padded))
+@pytest.mark.parametrize("order", ORDERS[1::9], ids=order_id)
+def test_scatter_of_integers(order):
+    rows = np.arange(1, order.rows + 1, dtype=np.int32)[None]  # without a trailing axis, as segment ids
+    tokens = order.token(np.arange(order.rows))
     back = np.asarray(order.scatter(jnp.asarray(rows)))[0]
-    exists = tokens < order.length
     expected = np.zeros(order.length, np.int32)
-    expected[tokens[exists]] = rows[0, exists]
+    expected[tokens[tokens < order.length]] = rows[0, tokens < order.length]
     np.testing.assert_array_equal(back, expected)
     assert back.dtype == np.int32
 
