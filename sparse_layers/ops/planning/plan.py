@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ...masks.adapters import MaskLike
-from ...masks.algebra import PARTIAL, And, Blocks, Mask, Not, Or, Transposed
+from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Transposed
 from ...masks.grids import Grid
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
@@ -462,28 +462,37 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 @functools.lru_cache(maxsize=256)
 def _tile(grid: Grid, tuned: Tuning) -> tuple[int, ...] | None:
     """The tile in which a grid costs least, no smaller than a block; None if the grid has no room for one."""
-    counts = [_active_tiles(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
-    blocks = sorted({max(shape) for shape in tuned.blocks})
-    tiles = [x for x in itertools.product(*counts) if blocks[0] // 2 < math.prod(x) <= 4 * blocks[-1]]
+    axes = [_tile_pairs(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
+    least, largest = max(tuned.blocks[0]), max(tuned.blocks[-1])
+    tiles = [x for x in itertools.product(*axes) if least // 2 < math.prod(x) <= 4 * largest]
 
-    def cost(tile):  # active pairs of tiles on the grid are pairs on each axis; of equals, those with the longest rows
-        pairs, tokens = math.prod(count[n] for count, n in zip(counts, tile, strict=True)), math.prod(tile)
-        # A tile meets so many tokens of the blocks that hold it, if it begins anywhere that is possible.
-        met = [(tokens + block - math.gcd(tokens, block), block) for block in blocks]
-        return pairs * min(n**2 + tuned.pairs_per_step * (n / block) ** 2 for n, block in met), tile
+    def met(tokens: int, block: int) -> int:  # by a tile, of the blocks that hold it, if it begins anywhere it may
+        return tokens + block - math.gcd(tokens, block)
+
+    def cost(tile):  # pairs of tiles on the grid are pairs on each axis; of equals, those with the longest rows
+        active, full = map(math.prod, zip(*(axis[n] for axis, n in zip(axes, tile, strict=True)), strict=True))
+        sides = [[met(math.prod(tile), block) for block in shape] for shape in tuned.blocks]
+        steps = [math.prod(n) / math.prod(shape) for n, shape in zip(sides, tuned.blocks, strict=True)]
+        pairs = active + (tuned.partial - 1) * (active - full)
+        each = zip(sides, steps, strict=True)
+        return min(pairs * math.prod(n) + active * count * tuned.pairs_per_step for n, count in each), tile
 
     return min(tiles, key=cost, default=None)
 
 
-def _active_tiles(mask: Mask, length: int) -> dict[int, int]:
-    """How many pairs of tiles of an axis are active, by the size of a tile: powers of two, and a mask's own blocks."""
+def _tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int]]:
+    """How many pairs of tiles of an axis are active, and full, by the size of a tile.
+
+    Sizes are the powers of two, and that of the mask's own blocks.
+    """
     found, inside = {}, Reordered(mask, RowOrder(length), RowOrder(length))
     sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
     sizes |= {mask.block} if isinstance(mask, Blocks) else {mask.size} if isinstance(mask, BlockDiagonal) else set()
     for size in sorted(sizes):
         cells = -(-length // size)
         if cells * cells <= MAX_CELLS:
-            found[size] = len(active_blocks(inside, cells, cells, size, size).rows)
+            states = active_blocks(inside, cells, cells, size, size).states
+            found[size] = len(states), int(np.count_nonzero(states == FULL))
     return found
 
 
