@@ -12,6 +12,7 @@ from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .attention import SparseSelfAttention, check_cache
 from .attention_fn import Pattern
+from .rope import Rope
 from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream
 
 
@@ -37,7 +38,7 @@ class SparseTransformerBlock(nnx.Module):
       dtype: of the computation; None: from inputs and parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
-      rope_theta: see `SparseSelfAttention`.
+      rope, rope_theta: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, normalize_qk, use_sinks, ...; but
         for those that the block sets itself (in_features, out_features, out_kernel_init, decode).
 
@@ -73,6 +74,7 @@ class SparseTransformerBlock(nnx.Module):
         dropout_rate: float = 0.0,
         use_bias: bool = True,
         remat: bool = False,
+        rope: Rope | None = None,
         rope_theta: float | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -108,6 +110,7 @@ class SparseTransformerBlock(nnx.Module):
             features,
             pattern=pattern,
             seq_len=seq_len,
+            rope=rope,
             rope_theta=rope_theta,
             use_bias=use_bias,
             out_kernel_init=out_init,

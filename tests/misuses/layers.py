@@ -125,7 +125,7 @@ SETTINGS = [
     ("linen_block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
     ("linen_block(deterministic='yes')", ValueError, "deterministic", "got 'yes'", FLAG),
     ("attention(rope_theta='x')", ValueError, "rope_theta", "got 'x'", "must be a number > 0"),
-    ("attention(4, 12, rope_theta=100.0)", ValueError, "rope_theta=100.0", "got 3", "needs an even head_dim"),
+    ("attention(4, 12, rope_theta=100.0)", ValueError, "rope=Rope(theta=100.0", "got 3", "2 must divide head_dim"),
     ("attention(scale=True)", ValueError, "scale", "got True", "must be a number"),
     ("attention(scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
     ("attention(logits_soft_cap=True)", ValueError, "logits_soft_cap", "got True", "must be a number > 0"),

@@ -10,7 +10,6 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.modules import settings
-from sparse_layers.modules.attention import rotary
 from tests.arrays import inputs, perturbed
 
 T, F, N = 24, 16, 4
@@ -294,11 +293,11 @@ def test_vmap_over_stacked_layers_and_over_the_batch():
 
 def test_rotary_depends_on_distance_only():
     q, k = inputs(1, 1, 8), inputs(1, 1, 8, seed=1)
-    product = jnp.einsum("tnh,snh->ts", *(rotary(jnp.repeat(x, 12, 0), 100.0) for x in (q, k)))
+    product = jnp.einsum("tnh,snh->ts", *(sl.Rope(100.0)(jnp.repeat(x, 12, 0)) for x in (q, k)))
     for distance in (0, 1, 5):
         np.testing.assert_allclose(np.diagonal(product, distance), product[0, distance], atol=1e-5)
     assert abs(float(product[0, 1] - product[1, 0])) > 1e-3
-    assert rotary(q.astype(jnp.bfloat16), 100.0).dtype == jnp.bfloat16
+    assert sl.Rope()(q.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -311,7 +310,7 @@ def test_rotary_depends_on_distance_only():
         ({"pattern": np.ones((T, T), np.float32)}, ["bool", "float32"]),
         ({"seq_len": 0}, ["seq_len", "0"]),
         ({"dropout_rate": 0.1}, ["dropout_rate", "0.1", "residual"]),
-        ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
+        ({"rope_theta": 1e4, "qkv_features": 12}, ["rope", "2 must divide head_dim", "3"]),
         ({"rope_theta": 0.0}, ["rope_theta", "> 0", "0.0"]),
         ({"num_kv_heads": 3}, ["num_heads", "3"]),
         ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),

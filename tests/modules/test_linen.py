@@ -244,6 +244,7 @@ def test_all_settings_of_the_block_reach_its_attention():
         "qkv_features": 8,
         "num_kv_heads": 1,
         "head_dim": 2,
+        "rope": sl.Rope(9.0),
         "rope_theta": 9.0,
         "use_sinks": True,
         "scale": 0.7,
@@ -504,7 +505,7 @@ def test_settings_of_the_block_are_refused_at_construction_as_in_nnx(options, wo
 NEEDS_FEATURES = [
     ({"pattern": ("all", "local", sl.Window(2))}, ["3 entries", "num_heads=4", "divide"]),
     ({"pattern": np.ones((3, T, T), bool) & (np.arange(3)[:, None, None] > 1)}, ["3 entries", "num_heads=4"]),
-    ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
+    ({"rope_theta": 1e4, "qkv_features": 12}, ["rope", "2 must divide head_dim", "3"]),
     ({"num_kv_heads": 3}, ["num_heads", "3"]),
     ({"qkv_features": 18}, ["num_heads=4", "divide", "18"]),
     ({"head_dim": 3, "qkv_features": 8}, ["qkv_features=8", "head_dim=3", "12"]),
