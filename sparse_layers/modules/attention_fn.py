@@ -171,7 +171,8 @@ class AttentionFn:
         never = "block-sparse attention never forms the attention weights"
         if bias is not None:
             raise ValueError(
-                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits"
+                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits; relative "
+                "positions are said by rotary embeddings, sl.Rope"
             )
         if dropout_rate > 0 and not deterministic:
             raise ValueError(

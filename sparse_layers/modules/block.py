@@ -23,6 +23,9 @@ class SparseTransformerBlock(nnx.Module):
     1/sqrt(2 * num_layers) times smaller than Flax's default, so that the residual stream of the whole stack keeps its
     size; dropout acts at the two branches' ends only.
 
+    The block is causal if its pattern is. With one that looks both ways, and `Rope` for coordinates, it is a block of
+    an encoder, of images or videos, say; `prefill` refuses such a pattern, as tokens to come would change what is kept.
+
     Args:
       num_heads: number of query heads.
       features: features F of the residual stream.
@@ -53,6 +56,11 @@ class SparseTransformerBlock(nnx.Module):
       >>> block = sl.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
       >>> block(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
+      >>> near, rope = sl.Grid((4, 4), sl.Window(1, 1)), sl.Rope(theta=100.0, shape=(4, 4))  # 4 x 4 patches
+      >>> encoder = sl.SparseTransformerBlock(2, 8, pattern=near, seq_len=16, rope=rope, rngs=nnx.Rngs(0))
+      >>> patches = jnp.zeros((1, 16, 8)).at[0, 5].set(jnp.arange(8.0))  # what stands in row 1, column 1 ...
+      >>> (encoder(patches) != 0).any(-1)[0].reshape(4, 4).astype(int).tolist()  # ... reaches its neighbours
+      [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
 
     References:
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.

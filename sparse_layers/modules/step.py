@@ -124,7 +124,10 @@ def check_inputs(
       ValueError, TypeError: see there.
     """
     if sow_weights:
-        raise ValueError("sow_weights must be False: block-sparse attention never forms the attention probabilities")
+        raise ValueError(
+            f"sow_weights must be False, got {sow_weights!r}: block-sparse attention never forms the attention "
+            "probabilities"
+        )
     for letter, (name, x), size, (limit, most) in zip("TS", inputs.items(), features, lengths.items(), strict=False):
         shape = f"[..., {letter}, {size}]"
         check_features(name, x, shape, size)

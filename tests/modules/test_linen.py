@@ -141,7 +141,7 @@ CASES = {
             "use_bias": False,
             "mlp_features": 24,
             "num_kv_heads": 2,
-            "rope_theta": 100.0,
+            "rope": sl.Rope(100.0, (4, 6)),
             "normalize_qk": True,
             "use_sinks": True,
             "scale": 0.9,
