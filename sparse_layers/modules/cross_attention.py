@@ -18,12 +18,12 @@ class SparseCrossAttention(SparseAttention):
 
     Queries come from one sequence, keys and values from another, of its own length and features. All else is that of
     `SparseSelfAttention`: names and initial values of parameters are Flax's, so that the state of a dense layer loads
-    unchanged, and the pattern is compiled at construction. Query t and key s stand at t and s in the pattern: masks of
-    distances, as `Window`, mean something where both sequences count alike, `Columns`, `Full`, arrays and
-    ``Transposed`` masks anywhere. Nothing is causal unless the pattern is.
+    unchanged, and the pattern is compiled at construction. Query t and key s are at positions t and s of the pattern:
+    a mask of distances, as `Window`, fits sequences that count alike; `from_mask_mod` or an array says any other rule.
+    Nothing is causal unless the pattern is.
 
-    There are no rotary embeddings, as positions of two sequences have no distance; where they do, turn your own arrays
-    by a `Rope` and call `block_sparse_attention`. There is no cache for decoding: keys are there from the start.
+    There are no rotary embeddings, since positions of two sequences have no distance. Where they have one, turn arrays
+    of your own by a `Rope` and call `block_sparse_attention`. There is no cache for decoding.
 
     Args:
       num_heads: number of query heads N.

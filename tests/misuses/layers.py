@@ -420,7 +420,13 @@ FN = [
     ("fn(*[jnp.ones((2, 4, 512, 4))] * 3)", ValueError, "query", "got (2, 4, 512, 4)", "look swapped"),
     ("fn(heads, heads, heads, dtype='float33')", ValueError, "dtype", "got 'float33'", FLOAT),
     ("fn(heads, heads, heads, is_causal='yes')", ValueError, "is_causal", "got 'yes'", FLAG),
-    ("fn(heads, heads, heads, bias=heads)", ValueError, "bias", "(2, 8, 4, 4)", "must be None"),
+    (
+        "fn(heads, heads, heads, bias=heads)",
+        ValueError,
+        "bias must be None",
+        "(2, 8, 4, 4)",
+        "kernels add none to logits",
+    ),
 ]
 LOADING = [
     (

@@ -98,9 +98,11 @@ def test_it_is_a_value_in_the_dtype_of_what_it_turns():
 
 def test_the_short_form_is_the_same_layer():
     options = {"pattern": "all", "seq_len": T}
+    dense = nnx.MultiHeadAttention(N, 8, decode=False, rngs=nnx.Rngs(0))
     for make in (
         lambda **more: sl.SparseSelfAttention(N, 8, rngs=nnx.Rngs(0), **options, **more),
         lambda **more: sl.SparseTransformerBlock(N, 8, rngs=nnx.Rngs(0), **options, **more),
+        lambda **more: sl.from_nnx(dense, **options, **more),
         lambda **more: sl.SparseTransformer(
             4, N, 8, 1, patterns="all", seq_len=T, positions="rope", rngs=nnx.Rngs(0), **more
         ),
