@@ -211,8 +211,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             if x.shape[:-1] != tokens:
                 raise ValueError(
                     f"{what} must be of the query's tokens, {(*tokens, 'features')}, got shape {x.shape}: the pattern "
-                    "says which tokens of one sequence attend to each other, so there is no cross-attention; the layers "
-                    "of NNX and Linen have one, SparseCrossAttention"
+                    "says which tokens of one sequence attend to each other, so there is no cross-attention; NNX and "
+                    "Linen have a SparseCrossAttention"
                 )
         ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
         linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)

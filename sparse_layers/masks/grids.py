@@ -18,6 +18,22 @@ _PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
 _Box = tuple[Any, list[tuple[Any, Any]]]
 
 
+def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
+    """The lengths of a grid's axes, checked; ``owner`` is who asks, in errors.
+
+    Raises:
+      ValueError, TypeError: see `Grid`.
+    """
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
+        raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
+    lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
+    if len(lengths) != len(shape) or not lengths:
+        raise ValueError(f"{owner}: shape must be integers >= 1, one for each axis, got {shape!r}")
+    if math.prod(lengths) > LONGEST:
+        raise ValueError(f"{owner}: shape must hold at most {LONGEST} tokens, got {shape!r}")
+    return lengths
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid(Mask):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
@@ -125,22 +141,6 @@ class Grid(Mask):
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
         return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
-
-
-def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
-    """The lengths of a grid's axes, checked; ``owner`` is who asks, in errors.
-
-    Raises:
-      ValueError, TypeError: see `Grid`.
-    """
-    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
-        raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
-    lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
-    if len(lengths) != len(shape) or not lengths:
-        raise ValueError(f"{owner}: shape must be integers >= 1, one for each axis, got {shape!r}")
-    if math.prod(lengths) > LONGEST:
-        raise ValueError(f"{owner}: shape must hold at most {LONGEST} tokens, got {shape!r}")
-    return lengths
 
 
 def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:
