@@ -34,6 +34,8 @@ from .masks import presets as presets
 if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
+    from .modules import Rope as Rope
+    from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
@@ -71,6 +73,8 @@ _AT_FIRST_USE = {
     "modules": (
         "AttentionFn",
         "Decoder",
+        "Rope",
+        "SparseCrossAttention",
         "SparseSelfAttention",
         "SparseTransformer",
         "SparseTransformerBlock",

@@ -13,10 +13,11 @@ except ImportError as error:
 
 from .masks.algebra import Mask
 from .masks.options import own_keywords
-from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
+from .modules.rope import Rope
 from .modules.settings import Computation, check_array, check_order, check_settings
+from .modules.step import Extras, attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 
@@ -28,6 +29,7 @@ class _AttentionOptions(Computation, total=False):
 
     num_kv_heads: int | None
     value_size: int | None
+    rope: Rope | None
     rope_theta: float | None
     normalize_qk: bool
     w_init: _Initializer | None
@@ -57,7 +59,9 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens; shorter ones see the pattern's upper left corner.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
-      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
+        None for none.
+      rope_theta: short for ``rope=Rope(rope_theta)``.
       normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without offset.
       out_w_init: initial weights of the last linear map; None for w_init.
       **options: how the pattern is computed, see `sparse_layers.SparseSelfAttention`: use_sinks (parameter ``sinks``
@@ -71,7 +75,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       TypeError: an unknown argument, an initializer that cannot be called, a pattern that is none.
       ValueError: an unknown preset or option of it; a number of patterns or key-value heads that does not divide
         num_heads; an array whose lengths are not seq_len; sizes that are no integers >= 1, flags that are no bools;
-        RoPE with an odd key_size; whatever `block_sparse_attention` refuses (an unknown implementation, ...).
+        a rope whose axes cannot share key_size, or both rope and rope_theta; whatever `block_sparse_attention` refuses
+        (an unknown implementation, ...).
       NotImplementedError: an implementation that cannot serve the layer.
 
     Example:
@@ -103,6 +108,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         pattern: Pattern,
         seq_len: int,
         num_kv_heads: int | None = None,
+        rope: Rope | None = None,
         rope_theta: float | None = None,
         normalize_qk: bool = False,
         out_w_init: _Initializer | None = None,
@@ -119,6 +125,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             value_size=value_size,
             model_size=model_size,
             num_kv_heads=num_kv_heads,
+            rope=rope,
             rope_theta=rope_theta,
             normalize_qk=normalize_qk,
             out_w_init=out_w_init,
@@ -142,11 +149,12 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         # The dtype is that of inputs to come. Every implementation serves bfloat16; the op looks again at the call.
         self.attention_step = attention_step(
             pattern,
-            seq_len,
+            {"seq_len": seq_len},
             num_heads,
             self.num_kv_heads,
             key_size,
             jnp.bfloat16,
+            rope=rope,
             rope_theta=rope_theta,
             dropout_rate=0.0,
             size_name="key_size",
@@ -195,14 +203,16 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         key = query if key is None else key
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
-        check_inputs(query, segment_ids, (0, *query.shape)[-1], self.seq_len, selection=selection, name="query")
+        size = (0, *query.shape)[-1]
+        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
             if x.shape[:-1] != tokens:
                 raise ValueError(
                     f"{what} must be of the query's tokens, {(*tokens, 'features')}, got shape {x.shape}: the pattern "
-                    "says which tokens of one sequence attend to each other, so there is no cross-attention"
+                    "says which tokens of one sequence attend to each other, so there is no cross-attention; NNX and "
+                    "Linen have a SparseCrossAttention"
                 )
         ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
         linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)
@@ -241,8 +251,8 @@ class SparseTransformerBlock(hk.Module):
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       key_size: features of one head; defaults to features / num_heads.
       name: of the module.
-      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope_theta, normalize_qk, w_init and
-        b_init (of attention only), use_sinks, scale, ...
+      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, normalize_qk, w_init
+        and b_init (of attention only), use_sinks, scale, ...
 
     Raises:
       TypeError: an unknown argument, and `SparseSelfAttention`'s.

@@ -1,4 +1,4 @@
-"""Linen versions of `SparseSelfAttention` and `SparseTransformerBlock`: same attributes, parameters and numbers."""
+"""Linen versions of the attention layers and of `SparseTransformerBlock`: same attributes, parameters and numbers."""
 
 # Classes of their own, not `flax.nnx.bridge.to_linen` of the NNX ones: the bridge's module lacks the attributes that
 # were not given, wants in_features, cannot be hashed or compared when the pattern is an array, wants a dropout key even
@@ -16,10 +16,11 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from .masks.adapters import as_masks
 from .masks.algebra import Mask
 from .masks.options import own_keywords
-from .modules.attention import Extras, attention_step, check_inputs
 from .modules.attention_fn import AttentionFn, Pattern
 from .modules.block import check_input, forward
-from .modules.settings import check_array, check_order, check_settings, query_features
+from .modules.rope import Rope
+from .modules.settings import Kernels, check_array, check_order, check_settings, query_features
+from .modules.step import Extras, attention_step, check_inputs
 from .ops.planning.mask_info import masks_for
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
@@ -27,14 +28,12 @@ from .ops.planning.selection import Selection
 
 
 class _Settings(nn.Module, kw_only=True):
-    """What a layer and the block around it have in common; see `SparseSelfAttention`."""
+    """What layers have in common; see `SparseSelfAttention`."""
 
     pattern: Pattern
-    seq_len: int
     qkv_features: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
-    rope_theta: float | None = None
     use_sinks: bool = False
     scale: float | None = None
     logits_soft_cap: float | None = None
@@ -53,21 +52,39 @@ class _Settings(nn.Module, kw_only=True):
 
     def __post_init__(self):
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        masks = masks_for(self.pattern, self.seq_len, self.seq_len, "pattern")
+        masks = masks_for(self.pattern, *self.lengths.values(), name="pattern")
         # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
         if not isinstance(self.pattern, str | Mask):
             self.pattern = masks
         super().__post_init__()
 
     @property
+    def lengths(self) -> dict[str, int]:
+        """The most tokens of each input, by the names of the attributes that say them."""
+        raise NotImplementedError
+
+    @property
     def plan(self) -> Plan:
-        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        """The compiled pattern for the longest inputs (cached)."""
         settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
-        return AttentionFn(as_masks(self.pattern), self.seq_len, **settings).plan(self.seq_len)
+        lengths = list(self.lengths.values())
+        return AttentionFn(as_masks(self.pattern), lengths[0], **settings).plan(*lengths)
+
+
+class _OfOneSequence(_Settings, kw_only=True):
+    """What self-attention and the block around it have in common; see `SparseSelfAttention`."""
+
+    seq_len: int
+    rope: Rope | None = None
+    rope_theta: float | None = None
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {"seq_len": self.seq_len}
 
 
 @own_keywords
-class SparseSelfAttention(_Settings):
+class SparseSelfAttention(_OfOneSequence):
     """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
 
     Names, shapes and numbers are those of the NNX layer, so that ``nnx.to_pure_dict(nnx.state(layer, nnx.Param))`` is
@@ -85,7 +102,9 @@ class SparseSelfAttention(_Settings):
       out_features: features of the output; defaults to F.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
       head_dim: features of a head, instead of qkv_features.
-      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
+        None for none.
+      rope_theta: short for ``rope=Rope(rope_theta)``.
       use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
         and adds nothing to the output, so that a query may attend to nothing.
       scale: factor of the logits; None for head size ** -0.5.
@@ -108,9 +127,10 @@ class SparseSelfAttention(_Settings):
       ValueError: at construction: an unknown preset or option; an array whose lengths are not seq_len; sizes that are
         no integers >= 1, flags that are no bools, dtypes that are no floating ones. At ``init`` and ``apply``, before
         any work, since F is not known earlier: a number of patterns or key-value heads that does not divide num_heads;
-        num_heads that does not divide qkv_features, or these that contradict head_dim; RoPE with an odd head size;
-        whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...); dropout_rate > 0
-        (probabilities are never formed, so there is nothing to drop: use dropout on the residual).
+        num_heads that does not divide qkv_features, or these that contradict head_dim; a rope whose axes cannot share
+        the head size, or both rope and rope_theta; whatever `block_sparse_attention` refuses (an unknown
+        implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never formed, so there is nothing to
+        drop: use dropout on the residual).
       NotImplementedError: decode=True (the NNX layer has the cache), or an implementation that cannot serve the layer.
 
     Example:
@@ -165,50 +185,127 @@ class SparseSelfAttention(_Settings):
                 "decode=True: the Linen layers have no key-value cache; those of NNX, which take the same parameters, "
                 "have prefill(prompt, lengths) and decode_step(token, cache, position)"
             )
-        check_array("inputs", inputs, "[..., T, F]")
-        features = (0, *inputs.shape)[-1]
-        check_inputs(inputs, segment_ids, features, self.seq_len, sow_weights, selection)
-        num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        head_size = query_features(self.num_heads, features, self.qkv_features, self.head_dim) // self.num_heads
-        step = attention_step(
-            self.pattern,
-            self.seq_len,
-            self.num_heads,
-            num_kv_heads,
-            head_size,
-            self.dtype,
-            rope_theta=self.rope_theta,
-            dropout_rate=self.dropout_rate,
-            scale=self.scale,
-            logits_soft_cap=self.logits_soft_cap,
-            implementation=self.implementation,
-            fwd_params=self.fwd_params,
-            bwd_params=self.bwd_params,
-            query_sharding=self.query_sharding,
-        )
-        shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        dense = functools.partial(nn.DenseGeneral, use_bias=self.use_bias, precision=self.precision, **shared)
-        project = functools.partial(dense, kernel_init=self.kernel_init, bias_init=self.bias_init)
-        query = project((self.num_heads, head_size), name="query")(inputs)
-        key = project((num_kv_heads, head_size), name="key")(inputs)
-        value = project((num_kv_heads, head_size), name="value")(inputs)
-        if self.normalize_qk:
-            query = nn.LayerNorm(use_bias=False, name="query_ln", **shared)(query)
-            key = nn.LayerNorm(use_bias=False, name="key_ln", **shared)(key)
-        sinks = None
-        if self.use_sinks:
-            sinks = self.param("sinks", nn.initializers.zeros, (self.num_heads,), self.param_dtype)
-        return dense(
-            features if self.out_features is None else self.out_features,
-            axis=(-2, -1),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-            name="out",
-        )(step(query, key, value, mask=Extras(segment_ids, sinks, selection)))
+        rope = {"rope": self.rope, "rope_theta": self.rope_theta}
+        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, **rope)
+
+
+def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selection: Any, sow_weights: bool, **rope: Any):
+    """What `SparseSelfAttention` and `SparseCrossAttention` do, whose inputs are one or two, the queries' first."""
+    for letter, (name, x) in zip("TS", inputs.items(), strict=False):
+        check_array(name, x, f"[..., {letter}, features]")
+    sizes = [(0, *x.shape)[-1] for x in inputs.values()]
+    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights)
+    features, num_heads = sizes[0], layer.num_heads
+    num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
+    head_size = query_features(num_heads, features, layer.qkv_features, layer.head_dim) // num_heads
+    step = attention_step(
+        layer.pattern,
+        layer.lengths,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        layer.dtype,
+        dropout_rate=layer.dropout_rate,
+        **{name: getattr(layer, name) for name in Kernels.__optional_keys__},
+        **rope,
+    )
+    shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
+    dense = functools.partial(nn.DenseGeneral, use_bias=layer.use_bias, precision=layer.precision, **shared)
+    project = functools.partial(dense, kernel_init=layer.kernel_init, bias_init=layer.bias_init)
+    of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
+    query = project((num_heads, head_size), name="query")(of_queries)
+    key = project((num_kv_heads, head_size), name="key")(of_keys)
+    value = project((num_kv_heads, head_size), name="value")(of_keys)
+    if layer.normalize_qk:
+        query = nn.LayerNorm(use_bias=False, name="query_ln", **shared)(query)
+        key = nn.LayerNorm(use_bias=False, name="key_ln", **shared)(key)
+    sinks = None
+    if layer.use_sinks:
+        sinks = layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype)
+    return dense(
+        features if layer.out_features is None else layer.out_features,
+        axis=(-2, -1),
+        kernel_init=layer.out_kernel_init or layer.kernel_init,
+        bias_init=layer.out_bias_init or layer.bias_init,
+        name="out",
+    )(step(query, key, value, mask=Extras(segment_ids, sinks, selection)))
 
 
 @own_keywords
-class SparseTransformerBlock(_Settings):
+class SparseCrossAttention(_Settings):
+    """Cross-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseCrossAttention`.
+
+    Queries come from one sequence, keys and values from another, of its own length and features, and there are no
+    rotary embeddings and no cache; all else is that of `SparseSelfAttention`. Features are those that the inputs come
+    with.
+
+    Args:
+      num_heads: number of query heads N.
+      pattern: who attends to whom, as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or
+        [entries, q_len, kv_len].
+      q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
+        corner.
+      out_features, dropout_rate, qkv_features, num_kv_heads, head_dim, use_sinks, scale, logits_soft_cap,
+        implementation, fwd_params, bwd_params, query_sharding, normalize_qk, use_bias, dtype, param_dtype, precision,
+        kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
+
+    Raises:
+      ValueError, NotImplementedError: as `SparseSelfAttention`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from sparse_layers import linen
+      >>> layer = linen.SparseCrossAttention(2, pattern=sl.Window(3, 3), q_len=16, kv_len=20)
+      >>> x, y = jnp.ones((1, 16, 8)), jnp.ones((1, 20, 12))
+      >>> variables = layer.init(jax.random.key(0), x, y)
+      >>> variables["params"]["key"]["kernel"].shape
+      (12, 2, 4)
+      >>> layer.apply(variables, x, y).shape
+      (1, 16, 8)
+    """
+
+    num_heads: int
+    q_len: int = dataclasses.field(kw_only=True)
+    kv_len: int = dataclasses.field(kw_only=True)
+    out_features: int | None = dataclasses.field(default=None, kw_only=True)
+    out_kernel_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
+    dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {"q_len": self.q_len, "kv_len": self.kv_len}
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_kv: jax.Array,
+        *,
+        segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        selection: Selection | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Applies attention of one input to the other, as `sparse_layers.SparseCrossAttention` does.
+
+        Args:
+          inputs_q: [..., T, F] with T <= q_len; any number of leading batch dimensions, also none.
+          inputs_kv: [..., S, any features] with S <= kv_len and the same leading dimensions.
+          segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; negative ids are padding.
+          selection: the key blocks that queries look at, chosen at run time, within the pattern.
+          sow_weights: must be False.
+
+        Returns:
+          [..., T, out_features] in the layer's dtype.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as the NNX layer; the settings, see the class.
+        """
+        inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
+        return _attend(self, inputs, segment_ids, selection, sow_weights)
+
+
+@own_keywords
+class SparseTransformerBlock(_OfOneSequence):
     """The pre-activation residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
 
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
@@ -229,10 +326,10 @@ class SparseTransformerBlock(_Settings):
         switched by a traced value: set the attribute there, or use remat=True, which takes both.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       use_bias: whether attention and MLP projections have biases.
-      pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope_theta, use_sinks, scale, logits_soft_cap,
-        implementation, fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype, precision,
-        kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole
-        block, the last four only attention's.
+      pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope, rope_theta, use_sinks, scale,
+        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype,
+        precision, kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of
+        the whole block, the last four only attention's.
 
     Raises:
       ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,
@@ -284,7 +381,10 @@ class SparseTransformerBlock(_Settings):
         dense = functools.partial(nn.Dense, use_bias=self.use_bias, **shared)
         out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
         hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
-        names = {field.name for field in dataclasses.fields(_Settings)} - {"parent", "name"}  # these two are Linen's
+        names = {field.name for field in dataclasses.fields(_OfOneSequence)} - {
+            "parent",
+            "name",
+        }  # these two are Linen's
         settings = {name: getattr(self, name) for name in names}
         # The names are those of the NNX block: its forward function, which both share, and its parameters go by them.
         self.attention_norm = norm()

@@ -112,6 +112,8 @@ def test_the_code_of_the_readme_runs():
         exec(compile(block, "README.md", "exec"), names)
     assert names["out"].shape == (2, 1024, 64)
     assert names["swapped"].shape == (2, 512, 32)
+    assert names["classes"].shape == (2, 10)
+    assert names["latents"].shape == (2, 64, 32)
     assert names["tokens"].shape == (2, 20)
     assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))
 

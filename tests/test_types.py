@@ -41,7 +41,12 @@ assert_type(layer(x, segment_ids=tokens), jax.Array)
 assert_type(layer.plan, sl.Plan)
 assert_type(layer.prefill(x), tuple[jax.Array, sl.KVCache])
 
-block = sl.SparseTransformerBlock(4, 32, pattern="strided", seq_len=128, num_kv_heads=2, remat=True, rngs=nnx.Rngs(0))
+reader = sl.SparseCrossAttention(4, 32, pattern=mask, q_len=128, kv_len=64, use_sinks=True, use_bias=False, rngs=rngs)
+assert_type(reader(x, x[:, :64], segment_ids=(tokens, tokens[:, :64])), jax.Array)
+
+rope = sl.Rope(theta=100.0, shape=(16, 8))
+assert_type(rope(x.reshape(1, 128, 4, 8)), jax.Array)
+block = sl.SparseTransformerBlock(4, 32, pattern="strided", seq_len=128, rope=rope, remat=True, rngs=nnx.Rngs(0))
 assert_type(block(x, deterministic=True), jax.Array)
 
 patterns = ("local", (sl.Window(3), "strided"))

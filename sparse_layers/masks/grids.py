@@ -19,6 +19,22 @@ _PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
 _Box = tuple[Any, list[tuple[Any, Any]]]
 
 
+def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
+    """The lengths of a grid's axes, checked; ``owner`` is who asks, in errors.
+
+    Raises:
+      ValueError, TypeError: see `Grid`.
+    """
+    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
+        raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
+    lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
+    if len(lengths) != len(shape) or not lengths:
+        raise ValueError(f"{owner}: shape must be integers >= 1, one for each axis, got {shape!r}")
+    if math.prod(lengths) > LONGEST:
+        raise ValueError(f"{owner}: shape must hold at most {LONGEST} tokens, got {shape!r}")
+    return lengths
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid(Mask):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
@@ -67,13 +83,7 @@ class Grid(Mask):
     offset: int = 0
 
     def __init__(self, shape: Sequence[int], axes: Mask | Sequence[Mask], offset: int = 0):
-        if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
-            raise TypeError(f"Grid: shape must be a sequence of lengths, got {shape!r}")
-        lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
-        if len(lengths) != len(shape) or not lengths:
-            raise ValueError(f"Grid: shape must be integers >= 1, one for each axis, got {shape!r}")
-        if math.prod(lengths) > LONGEST:
-            raise ValueError(f"Grid: shape must hold at most {LONGEST} tokens, got {shape!r}")
+        lengths = grid_shape("Grid", shape)
         masks = (axes,) * len(lengths) if isinstance(axes, Mask) else axes
         if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
             raise TypeError(

@@ -4,9 +4,11 @@ from .attention import SparseSelfAttention as SparseSelfAttention
 from .attention_fn import AttentionFn as AttentionFn
 from .attention_fn import make_attention_fn as make_attention_fn
 from .block import SparseTransformerBlock as SparseTransformerBlock
+from .cross_attention import SparseCrossAttention as SparseCrossAttention
 from .decoder import Decoder as Decoder
 from .generate import generate as generate
 from .loading.dense import from_linen as from_linen
 from .loading.dense import from_nnx as from_nnx
 from .loading.gpt2 import from_gpt2 as from_gpt2
+from .rope import Rope as Rope
 from .transformer import SparseTransformer as SparseTransformer

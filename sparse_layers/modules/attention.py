@@ -1,186 +1,31 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
-from flax.typing import Dtype
 
 from ..masks.algebra import Mask
-from ..masks.options import own_keywords, real
+from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
-from ..ops.kernels.call import accumulator
-from ..ops.planning.mask_info import masks_for
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
-from .attention_fn import AttentionFn, Pattern
+from .attention_fn import Pattern
+from .rope import Rope
 from .settings import (
+    CrossOptions,
+    Kernels,
     LayerOptions,
-    check_array,
     check_features,
     check_settings,
     check_stream,
     query_features,
 )
-
-
-class Extras(NamedTuple):
-    """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
-
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
-    sinks: jax.Array | None
-    selection: Selection | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionStep:
-    """The attention step of a layer: rotary embeddings, then the pattern.
-
-    Attributes:
-      fn: attention over the pattern.
-      rope_theta: base of the rotary embeddings, or None.
-    """
-
-    fn: AttentionFn
-    rope_theta: float | None
-
-    def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
-        # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
-        query, key, value = self.placed(query, key, value, dtype)
-        return self.fn.attend(query, key, value, **mask._asdict())
-
-    def placed(self, query, key, value, dtype, positions=None):
-        """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        if self.rope_theta is not None:
-            query, key = (rotary(x, self.rope_theta, positions) for x in (query, key))
-        return tuple(x.astype(dtype) for x in (query, key, value))
-
-
-def attention_step(
-    pattern: Pattern,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: Dtype | None,
-    *,
-    rope_theta: float | None,
-    dropout_rate: float,
-    size_name: str = "head_dim",
-    **settings: Any,
-) -> AttentionStep:
-    """The attention step of `SparseSelfAttention`, NNX, Linen or Haiku, its settings checked.
-
-    Args:
-      pattern, seq_len, rope_theta, dropout_rate: see `SparseSelfAttention`.
-      num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
-      size_name: the argument that says head_size, in errors.
-      **settings: the other fields of `AttentionFn`.
-
-    Raises:
-      ValueError, NotImplementedError: see `SparseSelfAttention`.
-    """
-    if real(dropout_rate) != 0:
-        raise ValueError(
-            f"dropout_rate must be 0, got {dropout_rate!r}: block-sparse attention never forms the attention "
-            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
-        )
-    check_settings(seq_len=seq_len)
-    masks = masks_for(pattern, seq_len, seq_len, "pattern")
-    if num_heads % len(masks):
-        raise ValueError(
-            f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
-            f"num_heads={num_heads}"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    if rope_theta is not None and head_size % 2:
-        raise ValueError(f"rope_theta={rope_theta} needs an even {size_name}, got {head_size}")
-    step = AttentionStep(AttentionFn(masks, int(seq_len), **settings), rope_theta)
-    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
-    query, key = (
-        jax.ShapeDtypeStruct((1, seq_len, heads, head_size), dtype or jnp.float32)
-        for heads in (num_heads, num_kv_heads)
-    )
-    jax.eval_shape(step, query, key, key, mask=Extras(None, None))
-    return step
-
-
-def check_inputs(
-    inputs: jax.Array,
-    segment_ids: jax.Array | None,
-    features: int,
-    seq_len: int,
-    sow_weights: bool = False,
-    selection: Selection | None = None,
-    name: str = "inputs",
-) -> None:
-    """Refuses a call that a layer for ``seq_len`` tokens, NNX, Linen or Haiku, cannot serve; ``name`` is the inputs'.
-
-    Raises:
-      ValueError, TypeError: see `SparseSelfAttention.__call__`.
-    """
-    check_features(name, inputs, f"[..., T, {features}]", features)
-    if sow_weights:
-        raise ValueError("sow_weights must be False: block-sparse attention never forms the attention probabilities")
-    if inputs.ndim < 2:
-        raise ValueError(f"{name} must have shape [..., T, {features}], got {inputs.shape}")
-    if inputs.shape[-2] == 0:
-        raise ValueError(f"{name} must have at least one token, got shape {inputs.shape}")
-    if inputs.shape[-2] > seq_len:
-        raise ValueError(
-            f"{name}: got {inputs.shape[-2]} tokens, but the layer's pattern was compiled for seq_len={seq_len}: there "
-            "must not be more"
-        )
-    if segment_ids is not None:
-        check_array("segment_ids", segment_ids, "[..., T]")
-        if segment_ids.shape != inputs.shape[:-1]:
-            raise ValueError(
-                f"segment_ids must have one id a token, {inputs.shape[:-1]}, got shape {segment_ids.shape}"
-            )
-    if selection is not None:
-        if not isinstance(selection, Selection):
-            raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
-        if selection.ids.shape[:-3] != inputs.shape[:-2]:
-            raise ValueError(
-                f"selection: ids must have the leading axes of {name}, {inputs.shape[:-2]}, and then rows, heads "
-                f"and blocks, got shape {selection.ids.shape}"
-            )
-
-
-def rotary(x: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
-    """Rotary position embedding, half-split: feature i turns with feature i + H/2 by position * theta**(-2i/H).
-
-    Args:
-      x: queries or keys [..., T, N, H], H even.
-      theta: base of the wavelengths, which run from 2*pi to about 2*pi*theta tokens.
-      positions: [..., T] of the tokens; None for the index along T.
-
-    Returns:
-      An array like x. Angles and products are float32 at least.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> turned = rotary(jnp.ones((2, 1, 2)), 10000.0)[1].ravel()  # the second token: turned by one radian
-      >>> [round(float(x), 2) for x in turned]
-      [-0.3, 1.38]
-    """
-    half, dtype = x.shape[-1] // 2, accumulator(x.dtype)
-    frequencies = theta ** (-jnp.arange(half, dtype=dtype) / half)
-    positions = jnp.arange(x.shape[-3]) if positions is None else positions
-    angles = (positions.astype(dtype)[..., None] * frequencies)[..., None, :]
-    first, second = x[..., :half], x[..., half:]
-    turned = (
-        first * jnp.cos(angles) - second * jnp.sin(angles),
-        second * jnp.cos(angles) + first * jnp.sin(angles),
-    )
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+from .step import Extras, attention_step, check_inputs
 
 
 def check_cache(cache: Any) -> None:
@@ -199,7 +44,107 @@ def _refuse_decode(decode: bool | None) -> None:
         )
 
 
-class SparseSelfAttention(nnx.MultiHeadAttention):
+class SparseAttention(nnx.MultiHeadAttention):
+    """What `SparseSelfAttention` and `SparseCrossAttention` share: parameters, the pattern and its step.
+
+    Args:
+      lengths: see `attention_step`.
+      rope, rope_theta: see `SparseSelfAttention`.
+      **options: those of `SparseCrossAttention`, where all other arguments are described.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: see there.
+    """
+
+    _limits: ClassVar[tuple[str, ...]]  # names of lengths
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None,
+        out_features: int | None,
+        num_kv_heads: int | None,
+        in_kv_features: int | None = None,
+        *,
+        lengths: Mapping[str, int],
+        head_dim: int | None,
+        pattern: Pattern,
+        dropout_rate: float,
+        rope: Rope | None = None,
+        rope_theta: float | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[CrossOptions],
+    ):
+        check_settings(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            in_kv_features=in_kv_features,
+            head_dim=head_dim,
+            rope=rope,
+            rope_theta=rope_theta,
+            rngs=rngs,
+            **options,
+        )
+        check_stream(rngs, "params", "the parameters")
+        qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
+        flax: dict[str, Any] = dict(options)
+        use_sinks = flax.pop("use_sinks", False)
+        kernels = {name: flax.pop(name) for name in options.keys() & Kernels.__optional_keys__}
+        step = attention_step(
+            pattern,
+            lengths,
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            qkv_features // num_heads,
+            options.get("dtype"),
+            rope=rope,
+            rope_theta=rope_theta,
+            dropout_rate=dropout_rate,
+            **kernels,
+        )
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            attention_fn=step,
+            decode=False,
+            rngs=rngs,
+            **flax,
+        )
+        # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
+        self.pattern = pattern if isinstance(pattern, str | Mask) else step.fn.masks
+        for name, length in lengths.items():
+            setattr(self, name, length)
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type(self), same_line=True)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", *self._limits):
+            yield reprlib.Attr(name, getattr(self, name))
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The most tokens of each input, by the names of the arguments that say them."""
+        return {name: getattr(self, name) for name in self._limits}
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for the longest inputs (cached)."""
+        return self.attention_fn.fn.plan(*self.lengths.values())
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
+
+
+class SparseSelfAttention(SparseAttention):
     """Self-attention over a sparsity pattern, with the parameters of ``flax.nnx.MultiHeadAttention``.
 
     Projections, grouped-query heads, QK norm, initialisers and dtypes are Flax's own, and so are the parameter names:
@@ -218,7 +163,9 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens.
-      rope_theta: base of rotary position embeddings, turned into q and k after QK norm; None for none.
+      rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
+        None for none.
+      rope_theta: short for ``rope=Rope(rope_theta)``.
       use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
         and adds nothing to the output, so that a query may attend to nothing.
       scale: factor of the logits; None for head size ** -0.5.
@@ -241,11 +188,12 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
     Raises:
       ValueError: an unknown preset or option of it; a number of patterns that does not divide num_heads; an array
         whose lengths are not seq_len; sizes that are no integers >= 1, flags that are no bools, dtypes that are no
-        floating ones; qkv_features that num_heads does not divide, or that contradict head_dim; RoPE with an odd head
-        size; whatever `block_sparse_attention` refuses (an unknown implementation, a soft cap <= 0, ...);
+        floating ones; qkv_features that num_heads does not divide, or that contradict head_dim; a rope whose axes
+        cannot share the head size, or both rope and rope_theta; whatever `block_sparse_attention` refuses (an unknown
+        implementation, a soft cap <= 0, ...);
         dropout_rate > 0 (probabilities are never formed, so there is nothing to drop: use dropout on the residual, as
         the Sparse Transformer does).
-      TypeError: an unknown argument; a pattern that is none; rngs that are no ``nnx.Rngs``.
+      TypeError: an unknown argument; a pattern or rope that is none; rngs that are no ``nnx.Rngs``.
       NotImplementedError: decode=True (the cache is not Flax's dense one), or an implementation that cannot serve the
         layer.
 
@@ -256,6 +204,9 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
       >>> layer(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
     """
+
+    _limits = ("seq_len",)
+    seq_len: int
 
     @own_keywords
     def __init__(
@@ -269,6 +220,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         head_dim: int | None = None,
         pattern: Pattern,
         seq_len: int,
+        rope: Rope | None = None,
         rope_theta: float | None = None,
         use_sinks: bool = False,
         scale: float | None = None,
@@ -282,64 +234,29 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs,
         **options: Unpack[LayerOptions],
     ):
-        check_settings(
-            num_heads=num_heads,
-            in_features=in_features,
-            qkv_features=qkv_features,
-            out_features=out_features,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            rope_theta=rope_theta,
-            use_sinks=use_sinks,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            rngs=rngs,
-            **options,
-        )
         _refuse_decode(decode)
-        check_stream(rngs, "params", "the parameters")
-        qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
-        step = attention_step(
-            pattern,
-            seq_len,
-            num_heads,
-            num_heads if num_kv_heads is None else num_kv_heads,
-            qkv_features // num_heads,
-            options.get("dtype"),
-            rope_theta=rope_theta,
-            dropout_rate=dropout_rate,
-            scale=scale,
-            logits_soft_cap=logits_soft_cap,
-            implementation=implementation,
-            fwd_params=fwd_params,
-            bwd_params=bwd_params,
-            query_sharding=query_sharding,
-        )
         super().__init__(
             num_heads,
             in_features,
             qkv_features,
             out_features,
             num_kv_heads,
-            attention_fn=step,
-            decode=False,
+            lengths={"seq_len": seq_len},
+            head_dim=head_dim,
+            pattern=pattern,
+            dropout_rate=dropout_rate,
+            rope=rope,
+            rope_theta=rope_theta,
+            use_sinks=use_sinks,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            implementation=implementation,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+            query_sharding=query_sharding,
             rngs=rngs,
             **options,
         )
-        # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
-        self.pattern = pattern if isinstance(pattern, str | Mask) else step.fn.masks
-        self.seq_len = seq_len
-        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
-
-    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
-        yield reprlib.Object(type(self), same_line=True)
-        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", "seq_len"):
-            yield reprlib.Attr(name, getattr(self, name))
-
-    @property
-    def plan(self) -> Plan:
-        """The compiled pattern for ``seq_len`` tokens (cached)."""
-        return self.attention_fn.fn.plan(self.seq_len)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
@@ -375,7 +292,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
-        check_inputs(inputs, segment_ids, self.in_features, self.seq_len, sow_weights, selection)
+        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, segment_ids, selection, sow_weights)
         extras = Extras(segment_ids, self._sinks, selection)
         return super().__call__(
             inputs,
@@ -403,7 +320,7 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
             and a pattern that is not causal.
           TypeError: as a call's.
         """
-        check_inputs(inputs, None, self.in_features, self.seq_len, selection=selection)
+        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection)
         if inputs.ndim != 3:
             raise ValueError(f"inputs must have shape [B, T, {self.in_features}], got {inputs.shape}")
         lengths = checked_lengths(lengths, *inputs.shape[:2])
@@ -457,10 +374,6 @@ class SparseSelfAttention(nnx.MultiHeadAttention):
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
         return self.out(out[:, None])[:, 0], cache
-
-    @property
-    def _sinks(self) -> jax.Array | None:
-        return None if self.sinks is None else self.sinks[...]
 
     def _heads(self, inputs, positions=None):
         """Query, key and value of tokens [B, T, F], as attention takes them."""

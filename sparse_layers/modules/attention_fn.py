@@ -39,7 +39,7 @@ class AttentionFn:
 
     Attributes:
       masks: the masks that the heads take in turn.
-      seq_len: the longest input, in tokens.
+      seq_len: the longest input, in tokens; that of the queries, where keys are those of another sequence.
       recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
       query_sharding: see `make_attention_fn`.
     """
@@ -54,14 +54,18 @@ class AttentionFn:
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
 
-    def plan(self, length: int, causal: bool = False) -> Plan:
-        """The compiled pattern for ``length`` tokens (cached); with ``causal``, without what lies in the future."""
+    def plan(self, q_len: int, kv_len: int | None = None, *, causal: bool = False) -> Plan:
+        """The compiled pattern for so many queries and keys (cached), keys of another sequence if ``kv_len`` is given.
+
+        With ``causal``, without what lies in the future.
+        """
         masks = self.masks
         if causal:
-            masks = tuple(mask if is_causal(mask, length) else mask & Causal() for mask in masks)
+            masks = tuple(mask if is_causal(mask, q_len) else mask & Causal() for mask in masks)
         return make_plan(
             masks,
-            length,
+            q_len,
+            kv_len,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
             implementation=self.implementation,
@@ -81,8 +85,8 @@ class AttentionFn:
         """The op on arrays [..., T, heads, size] with any leading axes.
 
         Args:
-          query, key, value: of one dtype and length T; as in `block_sparse_attention` but for the leading axes.
-          segment_ids: int [..., T], or a pair of those for queries and keys.
+          query, key, value: of one dtype; as in `block_sparse_attention` but for the leading axes, which are equal.
+          segment_ids: int [..., T] where keys are as many as queries, or a pair of those for queries and keys.
           selection: the key blocks that queries look at, with the leading axes of query.
           sinks: [N] logits.
           causal: also hide what lies in the future.
@@ -90,12 +94,12 @@ class AttentionFn:
         Returns:
           An array like query, its last axis that of value.
         """
-        batch, length = query.shape[:-3], query.shape[-3]
+        batch = query.shape[:-3]
         rows = math.prod(batch)  # not -1: a batch may be empty
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
-        segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, length), segment_ids)
+        segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
-        plan = self.plan(length, causal)
+        plan = self.plan(query.shape[1], key.shape[1], causal=causal)
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):
@@ -167,7 +171,8 @@ class AttentionFn:
         never = "block-sparse attention never forms the attention weights"
         if bias is not None:
             raise ValueError(
-                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits"
+                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits; relative "
+                "positions are said by rotary embeddings, sl.Rope"
             )
         if dropout_rate > 0 and not deterministic:
             raise ValueError(
@@ -185,7 +190,7 @@ class AttentionFn:
         if input_positions is not None:
             raise ValueError(
                 "input_positions must be None: positions count from the first token, and this function turns nothing; "
-                "for rotary embeddings, apply them to query and key before, or use SparseSelfAttention(rope_theta=)"
+                "for rotary embeddings, apply a Rope to query and key before, or use SparseSelfAttention(rope=)"
             )
         for name, array in (("query", query), ("key", key), ("value", value)):
             check_array(name, array, "[..., T, heads, size]")
@@ -322,7 +327,7 @@ def make_attention_fn(
     check_settings(seq_len=seq_len, recompute=recompute, scale=scale, logits_soft_cap=logits_soft_cap)
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, "[..., T]")
-    masks = masks_for(pattern, seq_len, seq_len, "pattern")
+    masks = masks_for(pattern, seq_len, name="pattern")
     settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)

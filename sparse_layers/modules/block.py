@@ -12,6 +12,7 @@ from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .attention import SparseSelfAttention, check_cache
 from .attention_fn import Pattern
+from .rope import Rope
 from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream
 
 
@@ -21,6 +22,9 @@ class SparseTransformerBlock(nnx.Module):
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
     1/sqrt(2 * num_layers) times smaller than Flax's default, so that the residual stream of the whole stack keeps its
     size; dropout acts at the two branches' ends only.
+
+    The block is causal if its pattern is. With one that looks both ways, and `Rope` for coordinates, it is a block of
+    an encoder, of images or videos, say; `prefill` refuses such a pattern, as tokens to come would change what is kept.
 
     Args:
       num_heads: number of query heads.
@@ -37,7 +41,7 @@ class SparseTransformerBlock(nnx.Module):
       dtype: of the computation; None: from inputs and parameters.
       param_dtype: of the parameters.
       rngs: random number generators of parameters and dropout.
-      rope_theta: see `SparseSelfAttention`.
+      rope, rope_theta: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention`: num_kv_heads, head_dim, normalize_qk, use_sinks, ...; but
         for those that the block sets itself (in_features, out_features, out_kernel_init, decode).
 
@@ -52,6 +56,11 @@ class SparseTransformerBlock(nnx.Module):
       >>> block = sl.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
       >>> block(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
+      >>> near, rope = sl.Grid((4, 4), sl.Window(1, 1)), sl.Rope(theta=100.0, shape=(4, 4))  # 4 x 4 patches
+      >>> encoder = sl.SparseTransformerBlock(2, 8, pattern=near, seq_len=16, rope=rope, rngs=nnx.Rngs(0))
+      >>> patches = jnp.zeros((1, 16, 8)).at[0, 5].set(jnp.arange(8.0))  # what stands in row 1, column 1 ...
+      >>> (encoder(patches) != 0).any(-1)[0].reshape(4, 4).astype(int).tolist()  # ... reaches its neighbours
+      [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
 
     References:
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
@@ -73,6 +82,7 @@ class SparseTransformerBlock(nnx.Module):
         dropout_rate: float = 0.0,
         use_bias: bool = True,
         remat: bool = False,
+        rope: Rope | None = None,
         rope_theta: float | None = None,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
@@ -108,6 +118,7 @@ class SparseTransformerBlock(nnx.Module):
             features,
             pattern=pattern,
             seq_len=seq_len,
+            rope=rope,
             rope_theta=rope_theta,
             use_bias=use_bias,
             out_kernel_init=out_init,

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 from ..masks.options import Length, Positive, checked, real
 from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
+from .rope import Rope
 
 # --- options that are handed on --------------------------------------------------------------------------------------
 
@@ -77,6 +78,10 @@ class LayerOptions(FlaxOptions, total=False):
     out_kernel_init: Initializer | None
 
 
+class CrossOptions(Computation, LayerOptions, total=False):
+    """What `SparseCrossAttention` takes beside sizes, pattern and lengths."""
+
+
 class AttentionOptions(Computation, FlaxOptions, total=False):
     """What `SparseTransformerBlock` hands on to `SparseSelfAttention`."""
 
@@ -99,6 +104,7 @@ class BlockOptions(AttentionOptions, total=False):
 class LoadedLayerOptions(Computation, FlaxOptions, total=False):
     """What `from_nnx` and `from_linen` hand on to `SparseSelfAttention`."""
 
+    rope: Rope | None
     rope_theta: float | None
     dtype: Dtype | None
     param_dtype: Dtype
@@ -266,6 +272,11 @@ def _key(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be one jax.random.key, got {value!r}")
 
 
+def _rope(name: str, value: Any) -> None:
+    if not isinstance(value, Rope):
+        raise TypeError(f"{name} must be a Rope, as sl.Rope(shape=(16, 16)), or None, got {value!r}")
+
+
 def _rngs(name: str, value: Any) -> None:
     if not isinstance(value, nnx.Rngs):
         raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {value!r}")
@@ -275,7 +286,10 @@ _INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _of(Positive)),
     **dict.fromkeys(
-        ("qkv_features", "out_features", "num_kv_heads", "head_dim", "mlp_features", "position_stride"),
+        (
+            *("qkv_features", "out_features", "num_kv_heads", "in_kv_features", "head_dim"),
+            *("mlp_features", "position_stride"),
+        ),
         _optional(_of(Positive)),
     ),
     **dict.fromkeys(
@@ -285,10 +299,11 @@ _RULES: dict[str, Rule] = {
         ),
         _of(bool),
     ),
-    "seq_len": _of(Length),
+    **dict.fromkeys(("seq_len", "q_len", "kv_len"), _of(Length)),
     "deterministic": _optional(_of(bool)),
     "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
     "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
+    "rope": _optional(_rope),
     "rope_theta": _optional(_number(" > 0", lambda x: x > 0)),
     "scale": _optional(_number("", lambda x: True)),
     "logits_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),

@@ -19,6 +19,7 @@ from ..ops.sharding import check_sharding, constrained
 from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
+from .rope import Rope, resolved
 from .settings import BlockOptions, check_array, check_order, check_settings, check_stream
 
 
@@ -37,7 +38,7 @@ def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: b
             f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
         )
     for pattern in layers:
-        masks_for(pattern, seq_len, seq_len, "patterns")
+        masks_for(pattern, seq_len, name="patterns")
     return layers
 
 
@@ -59,7 +60,8 @@ class SparseTransformer(nnx.Module):
         t % position_stride of token t; "learned": one learned table (GPT-2); "rope": rotary embeddings in every layer;
         "none".
       position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
-      rope_theta: base of the rotary embeddings, with positions="rope" only; None for 10000.
+      rope: the rotary embeddings, with positions="rope" only, see `Rope`; None for ``Rope()``.
+      rope_theta: short for ``rope=Rope(rope_theta)``.
       tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
         starts at zero (as in the paper), so that the first loss is log(V).
       norm: "layer" or "rms", of the blocks and before the head.
@@ -105,6 +107,7 @@ class SparseTransformer(nnx.Module):
         seq_len: int,
         positions: str = "row_column",
         position_stride: int | None = None,
+        rope: Rope | None = None,
         rope_theta: float | None = None,
         tie_embeddings: bool = False,
         norm: str = "layer",
@@ -124,6 +127,7 @@ class SparseTransformer(nnx.Module):
             seq_len=seq_len,
             positions=positions,
             position_stride=position_stride,
+            rope=rope,
             rope_theta=rope_theta,
             tie_embeddings=tie_embeddings,
             norm=norm,
@@ -144,10 +148,11 @@ class SparseTransformer(nnx.Module):
             )
         if position_stride is not None and position_stride > seq_len:
             raise ValueError(f"position_stride must lie in 1..seq_len={seq_len}, got {position_stride}")
-        if rope_theta is not None and positions != "rope":
-            raise ValueError(f"rope_theta={rope_theta} needs positions='rope', got positions={positions!r}")
-        if positions == "rope" and rope_theta is None:
-            rope_theta = 10000.0
+        for name, value in (("rope", rope), ("rope_theta", rope_theta)):
+            if value is not None and positions != "rope":
+                raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
+        if positions == "rope":
+            rope = resolved(rope, rope_theta) or Rope()
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
         def table(size: int, variance: float) -> Embed:
@@ -171,8 +176,10 @@ class SparseTransformer(nnx.Module):
                 num_layers=num_layers,
                 norm=norm,
                 norm_epsilon=norm_epsilon,
-                rope_theta=rope_theta,
-                **shared | {"rngs": rngs},
+                rope=rope,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
                 **options,
             )
 

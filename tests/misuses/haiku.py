@@ -42,7 +42,7 @@ MISUSES = [
     Misuse("attend(value_size=0)", ValueError, "value_size", "got 0", "an integer >= 1"),
     Misuse("attend(model_size=True)", ValueError, "model_size", "got True", "an integer >= 1"),
     Misuse("attend(num_kv_heads=3)", ValueError, "num_kv_heads", "=3", "must divide num_heads=4"),
-    Misuse("attend(4, 5, rope_theta=1e4)", ValueError, "rope_theta", "got 5", "an even key_size"),
+    Misuse("attend(4, 5, rope_theta=1e4)", ValueError, "rope", "got 5", "2 must divide key_size"),
     Misuse("attend(logits_soft_cap=0)", ValueError, "logits_soft_cap", "got 0", "> 0"),
     Misuse("attend(w_init='normal')", TypeError, "w_init", "'normal'", "an initializer, called with (shape, dtype)"),
     Misuse("attend(w_init_scale='a')", ValueError, "w_init_scale", "got 'a'", "a number > 0"),

@@ -17,6 +17,11 @@ def attention(*sizes, **options):
     return sl.SparseSelfAttention(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options)
 
 
+def cross(*sizes, **options):
+    settings = {"pattern": MASK, "q_len": T, "kv_len": 12, "rngs": nnx.Rngs(0)} | options
+    return sl.SparseCrossAttention(*(sizes or (N, F)), **settings)
+
+
 def block(*sizes, **options):
     return sl.SparseTransformerBlock(
         *(sizes or (N, F)), **{"pattern": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options
@@ -31,6 +36,10 @@ def model(*sizes, **options):
 
 def linen_attention(*sizes, **options):
     return linen.SparseSelfAttention(*(sizes or (N,)), **{"pattern": MASK, "seq_len": T} | options)
+
+
+def linen_cross(*sizes, **options):
+    return linen.SparseCrossAttention(*(sizes or (N,)), **{"pattern": MASK, "q_len": T, "kv_len": 12} | options)
 
 
 def linen_block(*sizes, **options):
@@ -53,10 +62,12 @@ def step_of(*sizes, dtype=float, caches=None):
 
 
 def names():
-    makers = (attention, block, model, linen_attention, linen_block, foreign, step_of)
+    makers = (attention, cross, block, model, linen_attention, linen_cross, linen_block, foreign, step_of)
     cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
     return {maker.__name__: maker for maker in makers} | {
         "layer": attention(),
+        "crossing": cross(),
+        "y": jnp.ones((2, 12, F)),
         "a_block": block(),
         "a_model": model(),
         "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
@@ -125,7 +136,48 @@ SETTINGS = [
     ("linen_block(remat='full')", ValueError, "remat", "got 'full'", FLAG),
     ("linen_block(deterministic='yes')", ValueError, "deterministic", "got 'yes'", FLAG),
     ("attention(rope_theta='x')", ValueError, "rope_theta", "got 'x'", "must be a number > 0"),
-    ("attention(4, 12, rope_theta=100.0)", ValueError, "rope_theta=100.0", "got 3", "needs an even head_dim"),
+    ("attention(4, 12, rope_theta=100.0)", ValueError, "rope=Rope(theta=100.0", "got 3", "2 must divide head_dim"),
+    ("attention(rope=100.0)", TypeError, "rope", "got 100.0", "must be a Rope"),
+    ("linen_attention(rope=(4, 2))", TypeError, "rope", "got (4, 2)", "must be a Rope"),
+    ("block(rope=sl.Rope(), rope_theta=9.0)", ValueError, "rope_theta=9.0", "Rope(theta=10000.0", "must be None"),
+    ("model(rope=sl.Rope(), rope_theta=9.0, positions='rope')", ValueError, "rope_theta=9.0", "Rope(", "must be None"),
+    (
+        "linen_block(rope=sl.Rope(), rope_theta=9.0).init(jax.random.key(0), x)",
+        ValueError,
+        "rope_theta=9.0",
+        "Rope(theta=10000.0",
+        "must be None",
+    ),
+    ("model(rope=sl.Rope(9.0))", ValueError, "rope=Rope(theta=9.0", "got positions='row_column'", "positions='rope'"),
+    ("block(head_dim=6, rope=sl.Rope(shape=(2, 4)))", ValueError, "rope=Rope", "got 6", "4 must divide head_dim"),
+    ("block(rope=sl.Rope(shape=(8,), sizes=(6,)))", ValueError, "sizes", "got 6", "must add up to head_dim=4"),
+    ("sl.Rope(0)", ValueError, "Rope: theta", "got 0", "must be a number > 0"),
+    ("sl.Rope(shape=8)", TypeError, "Rope: shape", "got 8", "must be a sequence of lengths"),
+    ("sl.Rope(shape=(4, 0))", ValueError, "Rope: shape", "got (4, 0)", "must be integers >= 1"),
+    ("sl.Rope(shape=(2**20, 2**20))", ValueError, "Rope: shape", "got (1048576, 1048576)", "at most 2147483646"),
+    ("sl.Rope(shape=(4,), offset=-1)", ValueError, "Rope: offset", "got -1", "an integer >= 0"),
+    ("sl.Rope(offset=3)", ValueError, "Rope: offset", "got offset=3", "need a shape"),
+    ("sl.Rope(sizes=(8,))", ValueError, "sizes", "sizes=(8,)", "need a shape"),
+    ("sl.Rope(shape=(4, 4), sizes=(3, 5))", ValueError, "Rope: sizes", "got (3, 5)", "even integers >= 2"),
+    ("sl.Rope(shape=(4, 4), sizes=(4,))", ValueError, "Rope: sizes", "got (4,)", "one for each of the 2 axes"),
+    ("sl.Rope(shape=(4, 4), sizes='44')", TypeError, "Rope: sizes", "got '44'", "a sequence of features"),
+    ("sl.Rope(shape=(4, 4))(q[..., :6])", ValueError, "rope=Rope", "got 6", "4 must divide head size"),
+    # cross-attention
+    ("cross(q_len=0)", ValueError, "q_len", "got 0", INTEGER),
+    ("linen_cross(kv_len='a')", ValueError, "kv_len", "got 'a'", INTEGER),
+    ("cross(in_kv_features=0)", ValueError, "in_kv_features", "got 0", INTEGER),
+    (
+        "cross(pattern=np.ones((8, 8), bool))",
+        ValueError,
+        "pattern: mask",
+        "got (8, 8)",
+        "must be (q_len, kv_len) = (8, 12)",
+    ),
+    ("linen_cross(pattern=np.ones((12, 8), bool))", ValueError, "pattern: mask", "got (12, 8)", "(q_len, kv_len)"),
+    ("cross(dropout_rate=0.1)", ValueError, "dropout_rate must be 0", "got 0.1", NEVER),
+    ("cross(rope_theta=9.0)", TypeError, "SparseCrossAttention: unknown argument", "'rope_theta'", "Known: "),
+    ("cross(decode=True)", TypeError, "SparseCrossAttention: unknown argument", "'decode'", "Known: "),
+    ("linen_cross(seq_len=8)", TypeError, "SparseCrossAttention: unknown argument", "'seq_len'", "Known: "),
     ("attention(scale=True)", ValueError, "scale", "got True", "must be a number"),
     ("attention(scale=jnp.array(1.0))", ValueError, "scale", "got Array(1.", "must be a number"),
     ("attention(logits_soft_cap=True)", ValueError, "logits_soft_cap", "got True", "must be a number > 0"),
@@ -208,6 +260,20 @@ CALLS = [
     ("layer(x, selection=jnp.zeros((2, 1, 1, 1), int))", TypeError, "selection", "ArrayImpl", "must be a Selection"),
     ("layer(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of inputs, (2,)"),
     ("layer(x, selection=chosen[1])", ValueError, "selection", "shape (2, 3, 1, 1)", "must have shape [2, 8, G, k]"),
+    ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
+    ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
+    ("crossing(x, y[0])", ValueError, "inputs_kv", "got shape (12, 16)", "leading axes of inputs_q, (2,)"),
+    ("crossing(x, [[1.0]])", TypeError, "inputs_kv", "got list: [[1.0]]", "must be an array [..., S, 16]"),
+    ("crossing(x, y, sow_weights=True)", ValueError, "sow_weights", "True", NEVER),
+    ("crossing(x, y, segment_ids=tokens)", TypeError, "segment_ids", "Array([[1, 1", "must be a pair"),
+    (
+        "crossing(x, y, segment_ids=(jnp.zeros((2, 8), int), tokens))",
+        ValueError,
+        "segment_ids of keys",
+        "got shape (2, 4)",
+        "one id a token, (2, 12)",
+    ),
+    ("linen_cross().init(jax.random.key(0), x, None)", TypeError, "inputs_kv", "got NoneType: None", "an array"),
     ("layer(x, decode=True)", NotImplementedError, "decode", "True", "call prefill(prompt, lengths)"),
     ("layer.prefill(x[0])", ValueError, "inputs", "got (8, 16)", "must have shape [B, T, 16]"),
     ("layer.prefill(x, 3)", ValueError, "lengths", "of shape ()", "must be integers of shape (2,)"),
@@ -354,7 +420,13 @@ FN = [
     ("fn(*[jnp.ones((2, 4, 512, 4))] * 3)", ValueError, "query", "got (2, 4, 512, 4)", "look swapped"),
     ("fn(heads, heads, heads, dtype='float33')", ValueError, "dtype", "got 'float33'", FLOAT),
     ("fn(heads, heads, heads, is_causal='yes')", ValueError, "is_causal", "got 'yes'", FLAG),
-    ("fn(heads, heads, heads, bias=heads)", ValueError, "bias", "(2, 8, 4, 4)", "must be None"),
+    (
+        "fn(heads, heads, heads, bias=heads)",
+        ValueError,
+        "bias must be None",
+        "(2, 8, 4, 4)",
+        "kernels add none to logits",
+    ),
 ]
 LOADING = [
     (

@@ -10,7 +10,6 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.modules import settings
-from sparse_layers.modules.attention import rotary
 from tests.arrays import inputs, perturbed
 
 T, F, N = 24, 16, 4
@@ -40,7 +39,7 @@ def varied(layer):
     return layer
 
 
-def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None):
+def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None, shape=(T,)):
     """The layer in float64 numpy, one head at a time: [B, T, F] -> [B, T, F]; mask is bool [N, T, T]."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
     x = np.asarray(x, np.float64)
@@ -57,7 +56,9 @@ def dense(layer, x, mask, segment_ids=None, cap=None, scale=None, theta=None):
         q, k = norm(q, p["query_ln"]["scale"]), norm(k, p["key_ln"]["scale"])
     size, group = q.shape[-1], q.shape[1] // k.shape[1]
     if theta is not None:  # a pair of features is a complex number, and a position a rotation
-        turn = np.exp(1j * np.arange(x.shape[1])[:, None] * theta ** (-2 * np.arange(size // 2) / size))
+        pairs = size // 2 // len(shape)
+        places = np.stack(np.unravel_index(np.arange(x.shape[1]), shape), -1)[:, :, None]
+        turn = np.exp(1j * (places * theta ** (-np.arange(pairs) / pairs)).reshape(-1, size // 2))
 
         def rotate(y):
             z = (y[..., : size // 2] + 1j * y[..., size // 2 :]) * turn
@@ -114,6 +115,7 @@ def test_equals_dense_attention_under_the_mask(name):
     "options, facts",
     [
         ({"rope_theta": 100.0, "normalize_qk": True}, {"theta": 100.0}),
+        ({"rope": sl.Rope(100.0, (4, 6))}, {"theta": 100.0, "shape": (4, 6)}),
         ({"use_sinks": True}, {}),
         ({"logits_soft_cap": 0.5}, {"cap": 0.5}),
         ({"scale": 0.9}, {"scale": 0.9}),
@@ -127,7 +129,8 @@ def test_options_do_what_they_say(options, facts):
 
 
 def test_gradient_reaches_every_parameter_and_equals_finite_differences():
-    layer, x = varied(make(MASKS["union"], use_sinks=True, normalize_qk=True, rope_theta=50.0)), inputs(1, T, F)
+    options = {"use_sinks": True, "normalize_qk": True, "rope": sl.Rope(50.0, (6, 4))}
+    layer, x = varied(make(MASKS["union"], **options)), inputs(1, T, F)
     graphdef, params = nnx.split(layer)
     weights = inputs(1, T, F, seed=5)
 
@@ -139,7 +142,8 @@ def test_gradient_reaches_every_parameter_and_equals_finite_differences():
 
     def dense_loss(step):
         moved = jax.tree.map(lambda p, d: np.asarray(p, np.float64) + step * np.asarray(d), params, direction)
-        return float((dense(moved, x, stacked(MASKS["union"]), theta=50.0) * np.asarray(weights)).sum())
+        out = dense(moved, x, stacked(MASKS["union"]), theta=50.0, shape=(6, 4))
+        return float((out * np.asarray(weights)).sum())
 
     slope = (dense_loss(1e-5) - dense_loss(-1e-5)) / 2e-5
     found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: float((g * d).sum()), grads, direction)))
@@ -294,11 +298,11 @@ def test_vmap_over_stacked_layers_and_over_the_batch():
 
 def test_rotary_depends_on_distance_only():
     q, k = inputs(1, 1, 8), inputs(1, 1, 8, seed=1)
-    product = jnp.einsum("tnh,snh->ts", *(rotary(jnp.repeat(x, 12, 0), 100.0) for x in (q, k)))
+    product = jnp.einsum("tnh,snh->ts", *(sl.Rope(100.0)(jnp.repeat(x, 12, 0)) for x in (q, k)))
     for distance in (0, 1, 5):
         np.testing.assert_allclose(np.diagonal(product, distance), product[0, distance], atol=1e-5)
     assert abs(float(product[0, 1] - product[1, 0])) > 1e-3
-    assert rotary(q.astype(jnp.bfloat16), 100.0).dtype == jnp.bfloat16
+    assert sl.Rope()(q.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -311,7 +315,7 @@ def test_rotary_depends_on_distance_only():
         ({"pattern": np.ones((T, T), np.float32)}, ["bool", "float32"]),
         ({"seq_len": 0}, ["seq_len", "0"]),
         ({"dropout_rate": 0.1}, ["dropout_rate", "0.1", "residual"]),
-        ({"rope_theta": 1e4, "qkv_features": 12}, ["rope_theta", "even", "3"]),
+        ({"rope_theta": 1e4, "qkv_features": 12}, ["rope", "2 must divide head_dim", "3"]),
         ({"rope_theta": 0.0}, ["rope_theta", "> 0", "0.0"]),
         ({"num_kv_heads": 3}, ["num_heads", "3"]),
         ({"logits_soft_cap": -1.0}, ["logits_soft_cap", "-1.0"]),
@@ -333,7 +337,7 @@ def test_wrong_calls_are_refused():
         layer(x, segment_ids=jnp.zeros((2, 1), jnp.int32))
     with pytest.raises(ValueError, match=r"segment_ids.*integers.*float32"):
         layer(x, segment_ids=jnp.zeros((2, T)))
-    with pytest.raises(ValueError, match="sow_weights must be False"):
+    with pytest.raises(ValueError, match="sow_weights must be False, got True"):
         layer(x, sow_weights=True)
     with pytest.raises(ValueError, match=r"\[\.\.\., T, 16\], got \(16,\)"):
         layer(x[0, 0])

@@ -49,7 +49,7 @@ def test_rms_norm_swiglu_rope_and_no_bias():
     gate, hidden = norm(y) @ p["mlp_gate"]["kernel"], norm(y) @ p["mlp_in"]["kernel"]
     expected = y + (gate / (1 + np.exp(-gate)) * hidden) @ p["mlp_out"]["kernel"]
     np.testing.assert_allclose(run(block, x), expected, atol=2e-5)
-    assert block.attention.attention_fn.rope_theta == 100.0
+    assert block.attention.attention_fn.rope == sl.Rope(100.0)
 
 
 @pytest.mark.parametrize("num_layers", [1, 8])

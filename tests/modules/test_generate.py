@@ -22,6 +22,11 @@ MODELS = {
         "num_kv_heads": 2,
         "normalize_qk": True,
     },
+    "image behind a prompt, axial rope": {
+        "patterns": sl.Causal() & (sl.Grid((6, 6), sl.Window(2, 2), offset=3) | sl.Global(3)),
+        "positions": "rope",
+        "rope": sl.Rope(100.0, (6, 6), offset=3),
+    },
     "per head, sinks, soft cap": {
         "patterns": (("local:local_attn_ctx=4", "strided:local_attn_ctx=6"),),
         "positions": "learned",

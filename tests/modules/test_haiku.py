@@ -168,7 +168,7 @@ BLOCK = {
             "remat": True,
             "mlp_features": 20,
             "num_kv_heads": 2,
-            "rope_theta": 100.0,
+            "rope": sl.Rope(100.0, (4, 6), sizes=(2, 4)),
             "normalize_qk": True,
             "use_sinks": True,
             "scale": 0.9,

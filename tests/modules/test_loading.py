@@ -179,7 +179,7 @@ def with_adapter():
         (lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}, TypeError, "MultiHeadAttention, got Linear"),
         (lambda: nnx_layer(dropout_rate=0.1), {}, ValueError, "drops attention weights.*the residual"),
         (lambda: nnx_layer(in_kv_features=8), {}, ValueError, "in_kv_features=8 differs from in_features=16"),
-        (lambda: nnx_layer(attention_fn=print), {}, ValueError, "attention_fn: .*print.*rope_theta"),
+        (lambda: nnx_layer(attention_fn=print), {}, ValueError, "attention_fn: .*print.*rope, "),
         (with_adapter, {}, ValueError, "dense layer: unknown .*query.lora.lora_a"),
         (lambda: from_nnx(nnx_layer(), pattern="all", seq_len=T), {}, TypeError, "is a SparseSelfAttention already"),
         (nnx_layer, {"use_bias": False}, ValueError, "use_bias: comes from the dense layer"),

@@ -30,7 +30,7 @@ def from_nnx(
     Args:
       dense: a ``flax.nnx.MultiHeadAttention`` for self-attention.
       pattern, seq_len: see `SparseSelfAttention`.
-      **options: all other arguments of `SparseSelfAttention` that the dense layer does not fix: ``rope_theta``,
+      **options: all other arguments of `SparseSelfAttention` that the dense layer does not fix: ``rope``,
         ``use_sinks``, ``implementation``, ...; and ``dtype``, ``param_dtype``, ``precision`` to change them.
 
     Returns:
@@ -70,13 +70,14 @@ def from_nnx(
     if dense.in_kv_features != dense.in_features:
         raise ValueError(
             f"in_kv_features={dense.in_kv_features} differs from in_features={dense.in_features}: the layer takes its "
-            "keys from another input, and SparseSelfAttention is self-attention; use make_attention_fn or the op"
+            "keys from another input, and SparseSelfAttention is self-attention; make a SparseCrossAttention and copy "
+            "the parameters: nnx.update(layer, nnx.state(dense, nnx.Param))"
         )
     if dense.attention_fn is not nnx.dot_product_attention:
         raise ValueError(
             f"attention_fn: the dense layer has one of its own, {dense.attention_fn!r}; what it does besides dense "
             "attention (rotary embeddings, caps, ...) cannot be seen from here. Set dense.attention_fn = "
-            "flax.nnx.dot_product_attention first, and say the rest by options (rope_theta, logits_soft_cap, scale)"
+            "flax.nnx.dot_product_attention first, and say the rest by options (rope, logits_soft_cap, scale)"
         )
     sizes = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads")
     kept = ("use_bias", "normalize_qk", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
@@ -105,7 +106,7 @@ def from_linen(
         are laid out alike; its sinks [N] are taken with use_sinks=True.
       pattern, seq_len: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention` that the parameters do not fix: ``dtype`` (parameters do
-        not tell it), ``rope_theta``, ``use_sinks``, ``implementation``, ...; ``param_dtype``: of all parameters, where
+        not tell it), ``rope``, ``use_sinks``, ``implementation``, ...; ``param_dtype``: of all parameters, where
         otherwise each array keeps its own.
 
     Returns:

@@ -152,7 +152,7 @@ def from_gpt2(
 
 _FIXED_BY_GPT2 = ("vocab_size", "features", "num_layers", "positions", "tie_embeddings", "norm", "norm_epsilon", "mlp")
 _FIXED_BY_GPT2 += ("mlp_features", "use_bias", "num_kv_heads", "normalize_qk", "position_stride", "rope_theta")
-_FIXED_BY_GPT2 += ("in_features", "head_dim", "qkv_features", "out_features", "in_kv_features", "attention_fn")
+_FIXED_BY_GPT2 += ("rope", "in_features", "head_dim", "qkv_features", "out_features", "in_kv_features", "attention_fn")
 
 # A block's layers, ours and theirs; all have a weight and a bias. Attention's input projections are in one there.
 _BLOCK = {

@@ -75,16 +75,18 @@ class HeadMasks:
         return np.broadcast_to(allowed, (q.size, k.size))
 
 
-def masks_for(mask: Any, q_len: int, kv_len: int, name: str | None = None) -> tuple[Mask, ...]:
+def masks_for(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
     """`as_masks`, of masks that must know all positions of these lengths.
 
-    ``name`` is what a layer calls them, whose lengths are both its seq_len.
+    Without kv_len they are those of a layer for one sequence, which calls both lengths seq_len; ``name`` is what a
+    layer calls the masks.
 
     Raises:
       ValueError: an array's shape differs from the lengths.
       TypeError: mask describes no mask.
     """
-    rule = f"(q_len, kv_len) = {(q_len, kv_len)}" if name is None else f"seq_len={q_len} (queries, keys)"
+    rule = f"seq_len={q_len} (queries, keys)" if kv_len is None else f"(q_len, kv_len) = {(q_len, kv_len)}"
+    kv_len = q_len if kv_len is None else kv_len
     try:
         for entry in mask if isinstance(mask, Sequence) else [mask]:
             shape = None if isinstance(entry, Mask) else getattr(entry, "shape", None)

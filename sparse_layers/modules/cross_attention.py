@@ -1,0 +1,142 @@
+"""`SparseCrossAttention`: queries of one sequence attend to keys of another by a sparsity pattern."""
+
+from typing import Any, Unpack
+
+import jax
+from flax import nnx
+
+from ..masks.options import own_keywords
+from ..ops.planning.selection import Selection
+from .attention import SparseAttention
+from .attention_fn import Pattern
+from .settings import CrossOptions
+from .step import Extras, check_inputs
+
+
+class SparseCrossAttention(SparseAttention):
+    """Cross-attention over a sparsity pattern, with the parameters of ``flax.nnx.MultiHeadAttention``.
+
+    Queries come from one sequence, keys and values from another, of its own length and features. All else is that of
+    `SparseSelfAttention`: names and initial values of parameters are Flax's, so that the state of a dense layer loads
+    unchanged, and the pattern is compiled at construction. Query t and key s are at positions t and s of the pattern:
+    a mask of distances, as `Window`, fits sequences that count alike; `from_mask_mod` or an array says any other rule.
+    Nothing is causal unless the pattern is.
+
+    There are no rotary embeddings, since positions of two sequences have no distance. Where they have one, turn arrays
+    of your own by a `Rope` and call `block_sparse_attention`. There is no cache for decoding.
+
+    Args:
+      num_heads: number of query heads N.
+      in_features: features F of the queries' input.
+      qkv_features: features of all query heads together, num_heads * head_dim; defaults to in_features.
+      out_features: features of the output; defaults to in_features.
+      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
+      in_kv_features: features of the input of keys and values; defaults to in_features.
+      head_dim: features of a head, instead of qkv_features.
+      pattern: who attends to whom, as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or
+        [entries, q_len, kv_len].
+      q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
+        corner.
+      dropout_rate: must be 0, as in `SparseSelfAttention`.
+      rngs: random number generators of the initial parameters.
+      **options: use_sinks, scale, logits_soft_cap, implementation, fwd_params, bwd_params and query_sharding as in
+        `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` but for ``attention_fn`` and
+        ``decode``.
+
+    Attributes:
+      pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
+      plan: the compiled block lists for q_len queries and kv_len keys.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as `SparseSelfAttention`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> near = sl.Window(3, 3)  # audio and the text beside it, token by token, say
+      >>> layer = sl.SparseCrossAttention(2, 8, in_kv_features=12, pattern=near, q_len=16, kv_len=20, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 16, 8)), jnp.ones((1, 20, 12))).shape
+      (1, 16, 8)
+    """
+
+    _limits = ("q_len", "kv_len")
+    q_len: int
+    kv_len: int
+
+    @own_keywords
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        head_dim: int | None = None,
+        pattern: Pattern,
+        q_len: int,
+        kv_len: int,
+        dropout_rate: float = 0.0,
+        rngs: nnx.Rngs,
+        **options: Unpack[CrossOptions],
+    ):
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            lengths={"q_len": q_len, "kv_len": kv_len},
+            head_dim=head_dim,
+            pattern=pattern,
+            dropout_rate=dropout_rate,
+            rngs=rngs,
+            **options,
+        )
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (keys and values of one input, no dense mask)
+        self,
+        inputs_q: jax.Array,
+        inputs_kv: jax.Array,
+        *,
+        segment_ids: tuple[jax.Array, jax.Array] | None = None,
+        selection: Selection | None = None,
+        sow_weights: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> jax.Array:
+        """Applies attention of one input to the other.
+
+        Args:
+          inputs_q: [..., T, F] with T <= q_len; any number of leading batch dimensions, also none.
+          inputs_kv: [..., S, in_kv_features] with S <= kv_len and the same leading dimensions.
+          segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; queries attend to keys of their own id
+            only. Negative ids are padding, which attends to nothing and is attended by nothing.
+          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
+            leading axes of the inputs.
+          sow_weights: must be False, see Raises.
+          out_sharding, qkv_sharding: handed to Flax's projections.
+
+        Returns:
+          [..., T, out_features] in the layer's dtype. A query without any key gets the output bias.
+
+        Raises:
+          ValueError: inputs that are no floats or of another shape, longer than q_len or kv_len among them; segment_ids
+            of another shape than the tokens'; a selection of other axes or blocks than the inputs'; sow_weights=True
+            (the probabilities are never formed).
+          TypeError: what is no array; segment_ids that are no pair; a selection that is none.
+        """
+        inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
+        features = [self.in_features, self.in_kv_features]
+        check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights)
+        extras = Extras(segment_ids, self._sinks, selection)
+        return super().__call__(
+            inputs_q,
+            inputs_kv,
+            mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            decode=False,
+            out_sharding=out_sharding,
+            qkv_sharding=qkv_sharding,
+        )

@@ -1,0 +1,163 @@
+"""The attention step of layers of all libraries: rotary embeddings, then the pattern; and what calls are refused."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype
+
+from ..masks.options import real
+from ..ops.planning.mask_info import masks_for
+from ..ops.planning.selection import Selection
+from .attention_fn import AttentionFn, Pattern
+from .rope import Rope, resolved
+from .settings import check_array, check_features, check_settings
+
+
+class Extras(NamedTuple):
+    """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
+
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
+    sinks: jax.Array | None
+    selection: Selection | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionStep:
+    """The attention step of a layer: rotary embeddings, then the pattern.
+
+    Attributes:
+      fn: attention over the pattern.
+      rope: rotary embeddings of queries and keys, or None.
+    """
+
+    fn: AttentionFn
+    rope: Rope | None
+
+    def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
+        # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
+        query, key, value = self.placed(query, key, value, dtype)
+        return self.fn.attend(query, key, value, **mask._asdict())
+
+    def placed(self, query, key, value, dtype, positions=None):
+        """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+        if self.rope is not None:
+            query, key = (self.rope(x, positions) for x in (query, key))
+        return tuple(x.astype(dtype) for x in (query, key, value))
+
+
+def attention_step(
+    pattern: Pattern,
+    lengths: Mapping[str, int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: Dtype | None,
+    *,
+    dropout_rate: float,
+    rope: Rope | None = None,
+    rope_theta: float | None = None,
+    size_name: str = "head_dim",
+    **settings: Any,
+) -> AttentionStep:
+    """The attention step of `SparseSelfAttention` or `SparseCrossAttention` of any library, its settings checked.
+
+    Args:
+      pattern, dropout_rate, rope, rope_theta: see `SparseSelfAttention`.
+      lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} where keys are those of another sequence.
+      num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
+      size_name: the argument that says head_size, in errors.
+      **settings: the other fields of `AttentionFn`.
+
+    Raises:
+      ValueError, NotImplementedError: see `SparseSelfAttention`.
+    """
+    if real(dropout_rate) != 0:
+        raise ValueError(
+            f"dropout_rate must be 0, got {dropout_rate!r}: block-sparse attention never forms the attention "
+            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
+        )
+    check_settings(**lengths)
+    masks = masks_for(pattern, *lengths.values(), name="pattern")
+    if num_heads % len(masks):
+        raise ValueError(
+            f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
+            f"num_heads={num_heads}"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    rope = resolved(rope, rope_theta)
+    if rope is not None:
+        rope.pairs(head_size, size_name)
+    q_len, *others = map(int, lengths.values())
+    kv_len = others[0] if others else q_len
+    step = AttentionStep(AttentionFn(masks, q_len, **settings), rope)
+    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
+        for length, heads in ((q_len, num_heads), (kv_len, num_kv_heads))
+    )
+    jax.eval_shape(step, query, key, key, mask=Extras(None, None))
+    return step
+
+
+def check_inputs(
+    inputs: Mapping[str, jax.Array],
+    features: Sequence[int],
+    lengths: Mapping[str, int],
+    segment_ids: Any,
+    selection: Selection | None = None,
+    sow_weights: bool = False,
+) -> None:
+    """Refuses a call that a layer of any library cannot serve.
+
+    Args:
+      inputs: one array by the name of the argument, or two, of queries and of keys.
+      features: of each, its last axis.
+      lengths: the most tokens of each, see `attention_step`.
+      segment_ids, selection, sow_weights: see `SparseSelfAttention.__call__`, and `SparseCrossAttention.__call__`.
+
+    Raises:
+      ValueError, TypeError: see there.
+    """
+    if sow_weights:
+        raise ValueError(
+            f"sow_weights must be False, got {sow_weights!r}: block-sparse attention never forms the attention "
+            "probabilities"
+        )
+    for letter, (name, x), size, (limit, most) in zip("TS", inputs.items(), features, lengths.items(), strict=False):
+        shape = f"[..., {letter}, {size}]"
+        check_features(name, x, shape, size)
+        if x.ndim < 2:
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+        if x.shape[-2] == 0:
+            raise ValueError(f"{name} must have at least one token, got shape {x.shape}")
+        if x.shape[-2] > most:
+            raise ValueError(
+                f"{name}: got {x.shape[-2]} tokens, but the layer's pattern was compiled for {limit}={most}: there "
+                "must not be more"
+            )
+    (first, query), *others = inputs.items()
+    for name, x in others:
+        if x.shape[:-2] != query.shape[:-2]:
+            raise ValueError(f"{name} must have the leading axes of {first}, {query.shape[:-2]}, got shape {x.shape}")
+    if segment_ids is not None:
+        if others and not (isinstance(segment_ids, tuple) and len(segment_ids) == 2):
+            raise TypeError(f"segment_ids must be a pair (of queries, of keys) of arrays, got {segment_ids!r}")
+        names = ("segment_ids of queries", "segment_ids of keys") if others else ("segment_ids",)
+        arrays: tuple[Any, ...] = segment_ids if others else (segment_ids,)
+        for name, ids, x in zip(names, arrays, inputs.values(), strict=True):
+            check_array(name, ids, "[..., T]")
+            if ids.shape != x.shape[:-1]:
+                raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}")
+    if selection is not None:
+        if not isinstance(selection, Selection):
+            raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
+        if selection.ids.shape[:-3] != query.shape[:-2]:
+            raise ValueError(
+                f"selection: ids must have the leading axes of {first}, {query.shape[:-2]}, and then rows, heads "
+                f"and blocks, got shape {selection.ids.shape}"
+            )

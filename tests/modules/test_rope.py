@@ -1,0 +1,118 @@
+"""Rope: turns by coordinates, gradients, logits of distances only, and what cannot be turned."""
+
+import itertools
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers.modules.settings import check_settings
+from tests.arrays import inputs
+
+T, N = 30, 2
+ROPES = {
+    "positions": (sl.Rope(50.0), 6),
+    "one axis": (sl.Rope(50.0, (40,)), 6),
+    "image": (sl.Rope(100.0, (5, 6)), 12),
+    "behind a prompt, with tokens beyond": (sl.Rope(100.0, (3, 4), offset=7), 8),
+    "video, uneven": (sl.Rope(256.0, (2, 3, 5), sizes=(2, 6, 4)), 12),
+    "four axes": (sl.Rope(10.0, (2, 3, 1, 4), offset=1), 16),
+}
+
+
+def turned(rope, x, positions=None, sign=1):
+    """One token, one axis, one pair at a time, in float64; coordinates are those of a walk through the grid."""
+    x, out = np.asarray(x, np.float64), np.array(x, np.float64)
+    walk = None if rope.shape is None else list(itertools.product(*map(range, rope.shape)))
+    size = x.shape[-1]
+    sizes = rope.sizes or [size // len(rope.shape or (0,))] * len(rope.shape or (0,))
+    for t in range(len(x)):
+        position = t if positions is None else positions[t]
+        coordinates = [position]
+        if walk is not None:
+            place = position - rope.offset
+            coordinates = walk[place] if 0 <= place < len(walk) else [0] * len(rope.shape)
+        i = 0
+        for coordinate, share in zip(coordinates, sizes, strict=True):
+            for j in range(share // 2):
+                angle = sign * coordinate * rope.theta ** (-2 * j / share)
+                a, b = x[t, :, i], x[t, :, i + size // 2]
+                out[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
+                out[t, :, i + size // 2] = b * math.cos(angle) + a * math.sin(angle)
+                i += 1
+    return out
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_each_pair_turns_by_its_coordinate_and_gradients_turn_back(name):
+    rope, size = ROPES[name]
+    x, weights = inputs(T, N, size), inputs(T, N, size, seed=1)
+    out, pull = jax.vjp(rope, x)
+    np.testing.assert_allclose(out, turned(rope, x), atol=1e-5)
+    np.testing.assert_allclose(pull(jnp.asarray(weights))[0], turned(rope, weights, sign=-1), atol=1e-5)
+    positions = np.array([[3, 29, 0], [8, 8, 9]])
+    some = rope(x[positions], jnp.asarray(positions))
+    for row, at in zip(some, positions, strict=True):
+        np.testing.assert_allclose(row, turned(rope, x[at], at), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["image", "video, uneven"])
+def test_logits_depend_on_the_differences_of_coordinates_only(name):
+    rope, size = ROPES[name]
+    q, k = (np.broadcast_to(inputs(1, 1, size, seed=seed), (T, 1, size)) for seed in (0, 1))
+    logits = np.einsum("tnh,snh->ts", *map(rope, (q, k)))
+    places = np.array(list(itertools.product(*map(range, rope.shape))))
+    found = {}
+    for t, s in itertools.product(range(T), repeat=2):
+        found.setdefault(tuple(places[t] - places[s]), []).append(logits[t, s])
+    assert len(found) == math.prod(2 * n - 1 for n in rope.shape)
+    for same in found.values():
+        np.testing.assert_allclose(same, same[0], atol=1e-5)
+    first = np.array([same[0] for same in found.values()])
+    assert len(np.unique(first.round(3))) > 0.9 * len(first), "other differences have other logits"
+
+
+def test_tokens_off_the_grid_are_not_turned():
+    rope, size = ROPES["behind a prompt, with tokens beyond"]
+    x = inputs(T, N, size)
+    out = np.asarray(rope(x))
+    off = [*range(8), *range(19, T)]  # the grid's own first token stands at 0, too
+    np.testing.assert_array_equal(out[off], x[off])
+    assert np.all(np.abs(out[8:19] - x[8:19]).max((1, 2)) > 0.01)
+
+
+def test_it_is_a_value_in_the_dtype_of_what_it_turns():
+    rope = sl.Rope(100, [5, 6], np.int64(3), sizes=[4, 8])
+    assert rope == sl.Rope(100.0, (5, 6), 3, (4, 8)) == pickle.loads(pickle.dumps(rope))
+    assert hash(rope) == hash(sl.Rope(100.0, (5, 6), 3, (4, 8))) and rope != sl.Rope(100.0, (5, 6), 3)
+    assert repr(rope) == "Rope(theta=100.0, shape=(5, 6), offset=3, sizes=(4, 8))"
+    half = rope(inputs(T, N, 12).astype(jnp.bfloat16))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(half.astype(np.float32), turned(rope, inputs(T, N, 12)), atol=0.03)
+
+
+def test_the_short_form_is_the_same_layer():
+    options = {"pattern": "all", "seq_len": T}
+    dense = nnx.MultiHeadAttention(N, 8, decode=False, rngs=nnx.Rngs(0))
+    for make in (
+        lambda **more: sl.SparseSelfAttention(N, 8, rngs=nnx.Rngs(0), **options, **more),
+        lambda **more: sl.SparseTransformerBlock(N, 8, rngs=nnx.Rngs(0), **options, **more),
+        lambda **more: sl.from_nnx(dense, **options, **more),
+        lambda **more: sl.SparseTransformer(
+            4, N, 8, 1, patterns="all", seq_len=T, positions="rope", rngs=nnx.Rngs(0), **more
+        ),
+    ):
+        short, long = nnx.graphdef(make(rope_theta=50.0)), nnx.graphdef(make(rope=sl.Rope(50.0)))
+        assert short == long != nnx.graphdef(make(rope=sl.Rope(50.0, (5, 6))))
+
+
+def test_options_are_checked_by_their_names():
+    check_settings(rope=None)
+    check_settings(rope=sl.Rope())
+    with pytest.raises(TypeError, match=r"rope must be a Rope, as sl.Rope\(shape=\(16, 16\)\), or None, got 1.0"):
+        check_settings(rope=1.0)
