@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.masks.deepspeed import Shifted
 from sparse_layers.ops.planning import plan as plans
 from sparse_layers.ops.planning.lists import FREE, static_candidates, unpacked_tiles
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.planning.views import Gathered, ResidueMajor, RowOrder
-from tests.ops.cases import SMALL, candidates, compiled, oracle
+from tests.ops.cases import NEEDED, SMALL, candidates, compiled, oracle
 
 table = sl.Array(np.random.default_rng(0).random((150, 150)) < 0.4)
 
@@ -40,7 +39,7 @@ def unions_of(sizes):
             inner.map(lambda m: ~m),
             inner.map(lambda m: m.T),
             st.builds(sl.Blocks, inner, st.integers(1, 5)),
-            st.builds(Shifted, inner, st.integers(0, 9)),
+            st.builds(sl.Shifted, inner, st.integers(0, 9)),
         ),
         max_leaves=3,
     )
@@ -275,7 +274,8 @@ def test_tpus_read_masks_of_many_operations_as_tiles():
 @pytest.mark.parametrize("name", sorted(set(sl.presets()) - {"bidirectional"}))
 def test_no_pattern_costs_tpus_more_than_causal_attention_with_masks(name):
     causal, found = (
-        sl.make_plan(one, 8192, implementation="pallas_tpu").candidates[0][0][1] for one in ("causal", name)
+        sl.make_plan(one, 8192, implementation="pallas_tpu").candidates[0][0][1]
+        for one in ("causal", sl.preset(name, **NEEDED[name]))
     )
     assert found <= TUNING["pallas_tpu"].partial * causal
 
