@@ -37,7 +37,7 @@ class _OnGrid(Mask):
             what, product = " * ".join(names), " * ".join(map(str, self.shape))
             raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
 
-    def grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
+    def _grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
         """Grades pairs of boxes of tokens, as `Mask.grade` does rectangles of positions."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class _OnGrid(Mask):
             exists = q_exists & k_exists
             if not exists.any():
                 continue
-            state = self.grade_boxes(q_box, k_box)
+            state = self._grade_boxes(q_box, k_box)
             some = some | (exists & ((state == PARTIAL) | (state == FULL)))
             maybe_some = maybe_some | (exists & (state != EMPTY))
             not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
@@ -152,7 +152,7 @@ class Grid(_OnGrid):
             allowed = allowed & mask(q // stride % length, k // stride % length)
         return allowed
 
-    def grade_boxes(self, q, k):
+    def _grade_boxes(self, q, k):
         state = np.int8(FULL)
         for mask, q_ends, k_ends in zip(self.axes, q, k, strict=True):
             state = _PRODUCT_TABLE[state, mask.grade(*q_ends, *k_ends)]
@@ -213,7 +213,7 @@ class ColumnMajor(_OnGrid):
             *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
         )
 
-    def grade_boxes(self, q, k):
+    def _grade_boxes(self, q, k):
         ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
         state = self.mask.grade(*ends[0], *ends[1])
         # The positions of a box are a part of what lies between its ends, but its ends are there.
@@ -280,7 +280,7 @@ class Radial(_OnGrid):
             return near
         return near | ((places == 0) & (frames % -(-scale // self.places) == 0))
 
-    def grade_boxes(self, q, k):
+    def _grade_boxes(self, q, k):
         least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         some, every = self._allowed(*least), self._allowed(*most)

@@ -13,6 +13,8 @@ from .algebra import Blocks, Mask
 from .options import LONGEST, Natural, Positive, checked_by_axis, near
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
+_BOOLS = {"true": True, "false": False}  # in a name
+
 
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | tuple[Mask, ...]:
     """The mask of a pattern that has a name; `presets` lists the names.
@@ -116,9 +118,6 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
         values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
         options[option] = tuple(values) if len(values) > 1 else values[0]
     return options
-
-
-_BOOLS = {"true": True, "false": False}
 
 
 # --- the presets -----------------------------------------------------------------------------------------------------
