@@ -9,14 +9,63 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers
+from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers, set_masks
 from .options import LONGEST, checked, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
 _PRODUCT_TABLE = AND_TABLE.copy()
 _PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
-# An interval of positions: whether there is one, and the first and the last coordinate on each axis.
-_Box = tuple[Any, list[tuple[Any, Any]]]
+_Box = list[tuple[Any, Any]]  # the first and the last coordinate on each axis
+
+
+class OnGrid(Mask):
+    """Tokens of a row-major grid of some ``shape`` from position ``offset`` on; all others are in no allowed pair."""
+
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of the grid."""
+        return math.prod(self.shape)
+
+    def _set_lengths(self, *names: str) -> None:
+        """Checks the fields of a mask whose shape is made of such."""
+        set_integers(self, 1, *names)
+        set_integers(self, 0, "offset")
+        if self.size > LONGEST:
+            what, product = " * ".join(names), " * ".join(map(str, self.shape))
+            raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
+
+    def grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
+        """Grades pairs of boxes of tokens, as `Mask.grade` does rectangles of positions."""
+        raise NotImplementedError
+
+    def _inside(self, q: Any, k: Any) -> Any:
+        """Whether positions on the grid, or before or beyond it, are on it."""
+        return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
+
+    def grade(self, q0, q1, k0, k1):
+        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
+        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
+        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
+        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
+        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
+            exists = q_exists & k_exists
+            if not exists.any():
+                continue
+            state = self.grade_boxes(q_box, k_box)
+            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
+            maybe_some = maybe_some | (exists & (state != EMPTY))
+            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
+            maybe_not_all = maybe_not_all | (exists & (state != FULL))
+        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
+        states = np.where(maybe_not_all, states, np.int8(FULL))
+        return np.where(maybe_some, states, np.int8(EMPTY))
+
+    def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
+        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
 
 
 def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
@@ -36,7 +85,7 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid(Mask):
+class Grid(OnGrid):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
 
     Token ``offset + p`` has the row-major coordinates of p in ``shape``: the last axis runs fastest, as in
@@ -102,44 +151,19 @@ class Grid(Mask):
         set_integers(self, 0, "offset")
 
     @property
-    def size(self) -> int:
-        """Number of tokens of the grid."""
-        return math.prod(self.shape)
-
-    @property
     def computable(self) -> bool:
         return all(mask.computable for mask in self.axes)
 
     def __call__(self, q, k):
         q, k = q - self.offset, k - self.offset
-        allowed = (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
-        stride = self.size
+        allowed, stride = self._inside(q, k), self.size
         for length, mask in zip(self.shape, self.axes, strict=True):
             stride //= length
             allowed = allowed & mask(q // stride % length, k // stride % length)
         return allowed
 
-    def grade(self, q0, q1, k0, k1):
-        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
-        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
-        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
-        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
-        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
-            exists = q_exists & k_exists
-            if not exists.any():
-                continue
-            state = product_grade(mask.grade(*q, *k) for mask, q, k in zip(self.axes, q_box, k_box, strict=True))
-            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
-            maybe_some = maybe_some | (exists & (state != EMPTY))
-            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
-            maybe_not_all = maybe_not_all | (exists & (state != FULL))
-        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
-        states = np.where(maybe_not_all, states, np.int8(FULL))
-        return np.where(maybe_some, states, np.int8(EMPTY))
-
-    def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
-        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
+    def grade_boxes(self, q, k):
+        return product_grade(mask.grade(*a, *b) for mask, a, b in zip(self.axes, q, k, strict=True))
 
 
 def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
@@ -147,8 +171,138 @@ def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(lambda a, b: _PRODUCT_TABLE[a, b], grades, np.array(FULL, np.int8))
 
 
-def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:
-    """The positions first .. last, none if last < first, as disjoint boxes, of which some may not exist anywhere.
+@dataclasses.dataclass(frozen=True)
+class ColumnMajor(OnGrid):
+    """Tokens on a grid, and a mask that counts them column by column: its positions are ``column * rows + row``.
+
+    Token ``offset + p`` has the row-major coordinates of p, ``divmod(p, columns)``. With frames for rows, and the
+    places of a frame for columns, what lies near in this order is the same place in all frames, and the next places.
+
+    Args:
+      rows: length of the first axis, which the mask counts fastest.
+      columns: length of the last axis, which the tokens count fastest.
+      mask: any mask; it is asked about positions below rows * columns.
+      offset: position of the grid's first token. Tokens before and beyond the grid are in no allowed pair.
+
+    Raises:
+      ValueError: rows or columns is no positive integer, their product more than a sequence can have, or offset is
+        negative or no integer.
+      TypeError: mask is no mask.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.ColumnMajor(2, 4, sl.Window(2)), 8))  # 2 frames of 4 places: the last 3 in this order
+      ■ · · · · · · ·
+      ■ ■ · · ■ · · ·
+      · ■ ■ · · ■ · ·
+      · · ■ ■ · · ■ ·
+      ■ · · · ■ · · ·
+      · ■ · · ■ ■ · ·
+      · · ■ · · ■ ■ ·
+      · · · ■ · · ■ ■
+    """
+
+    rows: int
+    columns: int
+    mask: Mask
+    offset: int = 0
+
+    def __post_init__(self):
+        set_masks(self, "mask")
+        self._set_lengths("rows", "columns")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        q, k = q - self.offset, k - self.offset
+        return self._inside(q, k) & self.mask(
+            *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
+        )
+
+    def grade_boxes(self, q, k):
+        ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
+        state = self.mask.grade(*ends[0], *ends[1])
+        # The positions of a box are a part of what lies between its ends, but its ends are there.
+        pairs = [self.mask.grade(a, a, b, b) for a, b in itertools.product(*ends)]
+        some, lacking = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
+        return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Radial(OnGrid):
+    """Frames of ``places`` tokens: the window of places halves as the distance in frames doubles.
+
+    A query at place x sees the key at place y of a frame d frames away if ``(abs(x - y) + 1) * m <= places``: m is the
+    largest power of two up to ``max(d, 1)``. It also sees ``x == y`` where ``d % ceil(m / places) == 0``, as it is for
+    all m up to places. This is the mask of Radial Attention (Li et al. 2025).
+
+    Args:
+      frames: number of frames.
+      places: tokens in a frame.
+      offset: position of the first frame's first token. Tokens before and beyond the frames are in no allowed pair.
+
+    Raises:
+      ValueError: frames or places is no positive integer, their product more than a sequence can have, or offset is
+        negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.grid_picture(sl.Radial(5, 8), (5, 8), query=(0, 2)))
+      ■ ■ ● ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ ■ ■ · ·
+      · ■ ■ ■ · · · ·
+    """
+
+    frames: int
+    places: int
+    offset: int = 0
+
+    def __post_init__(self):
+        self._set_lengths("frames", "places")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.frames, self.places
+
+    def __call__(self, q, k):
+        q, k = q - self.offset, k - self.offset
+        apart = abs(q // self.places - k // self.places), abs(q % self.places - k % self.places)
+        return self._inside(q, k) & self._allowed(*apart)
+
+    def _scale(self, frames: Any) -> Any:
+        """The largest power of two up to a distance in frames, 1 at least, by operators that all arrays have."""
+        frames, bits = frames | 1, 1
+        while bits < self.frames.bit_length():  # all bits below the highest
+            frames, bits = frames | frames >> bits, 2 * bits
+        return frames - (frames >> 1)
+
+    def _allowed(self, frames: Any, places: Any) -> Any:
+        """What is that far apart."""
+        scale = self._scale(frames)
+        near = (places + 1) * scale <= self.places
+        if self.frames <= self.places:  # what follows is a part of it
+            return near
+        return near | ((places == 0) & (frames % -(-scale // self.places) == 0))
+
+    def grade_boxes(self, q, k):
+        least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        some, every = self._allowed(*least), self._allowed(*most)
+        # The farther the less, but for the strides of far frames.
+        strided = (least[0] < most[0]) & (self._scale(most[0]) > self.places)
+        return np.where(strided, np.int8(UNSURE), graded(some, some & every))
+
+
+def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, _Box]]:
+    """The positions first .. last, none if last < first, as disjoint boxes, each with whether it exists.
 
     The part of a row that comes first, whole rows, and the part of a row that comes last; parts are cut likewise.
     """

@@ -5,8 +5,9 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, get_args
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -14,6 +15,12 @@ Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the larges
 Natural = Annotated[int, 0]
 LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
 Length = Annotated[int, 1, LONGEST]
+Shape = tuple[Length, ...]  # of a grid: the lengths of its axes
+# Of a grid's axes: one for all, or one for each.
+PositivePerAxis = Positive | tuple[Positive, ...]
+NaturalPerAxis = Natural | tuple[Natural, ...]
+BoolPerAxis = bool | tuple[bool, ...]
+Axes = int | tuple[int, ...]  # one axis or several, by their numbers
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -90,6 +97,17 @@ def real(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
+    """`checked`, for annotations of tuples, too: any sequence is one, and a single value where a tuple must be."""
+    several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[several]
+    if get_origin(hint) is not tuple:
+        return checked(what, value, hint)
+    entries = {f"{what}[{i}]": entry for i, entry in enumerate(value)} if several else {what: value}
+    return tuple(checked(name, entry, get_args(hint)[0]) for name, entry in entries.items())
 
 
 def checked(what: str, value: Any, hint: Any) -> int:

@@ -5,7 +5,7 @@ of patterns may be computed one pattern after the other, each in the row order t
 
 * ``Strided(l)`` asks for residue-major order of queries and keys, where it is block-diagonal;
 * ``Columns(l, c)`` and ``Prefix(n)`` ask for just their keys, gathered; their transposes for just their queries;
-* a ``Grid`` asks for its tokens tile by tile, in tiles of the shape that leaves the fewest pairs of tiles;
+* a ``Grid`` asks for its tokens tile by tile, in tiles of the shape that costs least, ``ColumnMajor`` for columns;
 * everything else stays in natural order.
 
 `make_plan` splits a union by the orders its terms ask for, makes the terms disjoint (``term & ~earlier``), estimates
@@ -22,7 +22,7 @@ import numpy as np
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Transposed
-from ...masks.grids import Grid
+from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks
@@ -447,7 +447,7 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
     for factor in factors:
         if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
             return RowOrder.residue_major(q_len, factor.stride), RowOrder.residue_major(kv_len, factor.stride)
-        if isinstance(factor, Grid) and tuned and (tile := _tile(factor, tuned)):
+        if tuned and isinstance(factor, Grid | ColumnMajor) and (tile := _tile(factor, tuned)):
             q_order, kv_order = (RowOrder(n, factor.shape, tile, offset=factor.offset) for n in (q_len, kv_len))
             return q_order, kv_order
     q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
@@ -460,8 +460,10 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _tile(grid: Grid, tuned: Tuning) -> tuple[int, ...] | None:
+def _tile(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[int, ...] | None:
     """The tile in which a grid costs least, no smaller than a block; None if the grid has no room for one."""
+    if isinstance(grid, ColumnMajor):
+        return grid.rows, 1
     axes = [_tile_pairs(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
     least, largest = max(tuned.blocks[0]), max(tuned.blocks[-1])
     tiles = [x for x in itertools.product(*axes) if least // 2 < math.prod(x) <= 4 * largest]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import AND_TABLE, EMPTY, FULL, NOT_TABLE, OR_TABLE, PARTIAL, UNSURE, And, Mask, Not, Or
-from ...masks.grids import Grid, product_grade
+from ...masks.grids import Grid, OnGrid, product_grade
 from ...masks.primitives import Columns, Full, Strided, Window
 
 
@@ -287,7 +287,10 @@ class Reordered(Mask):
         if isinstance(mask, Not):
             return NOT_TABLE[self._grade(mask.mask, q, kv)]
         axes = self._axes(mask)
-        if axes is None:
+        if axes is None and isinstance(mask, OnGrid) and self._on(mask):
+            boxes = (list(zip(box.low, box.high, strict=True)) for box in (q, kv))
+            states, exact = mask.grade_boxes(*boxes), q.exact & kv.exact
+        elif axes is None:
             states, exact = mask.grade(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
         else:
             found = [x.grade(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
@@ -303,12 +306,17 @@ class Reordered(Mask):
         if isinstance(mask, Columns):  # whatever the queries
             made_for = (mask.period, mask.start, mask.end) == (kv.shape[-1], kv.offset, kv.offset + kv.kept[-1])
             return () if made_for else None
-        if isinstance(mask, Grid) and (q.shape, q.offset) == (kv.shape, kv.offset) == (mask.shape, mask.offset):
+        if isinstance(mask, Grid) and self._on(mask):
             return mask.axes
         alike = q.shape[1:] == kv.shape[1:] and q.offset == kv.offset
         if isinstance(mask, Strided) and alike and q.shape[1:] == (mask.stride,):
             return Full(), Window(0)
         return None
+
+    def _on(self, mask: OnGrid) -> bool:
+        """Whether both orders are views of the grid of a mask."""
+        q, kv = self.q_order, self.kv_order
+        return (q.shape, q.offset) == (kv.shape, kv.offset) == (mask.shape, mask.offset)
 
 
 def _clipped(order: RowOrder, token: Any) -> Any:
