@@ -461,7 +461,7 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 
 @functools.lru_cache(maxsize=256)
 def _tile(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[int, ...] | None:
-    """The tile in which a grid costs least, no smaller than a block; None if the grid has no room for one."""
+    """The tile in which a grid costs least, no smaller than a block; None for a part of a row, as in natural order."""
     if isinstance(grid, ColumnMajor):
         return grid.rows, 1
     axes = [_tile_pairs(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
@@ -479,7 +479,8 @@ def _tile(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[int, ...] | None:
         each = zip(sides, steps, strict=True)
         return min(pairs * math.prod(n) + active * count * tuned.pairs_per_step for n, count in each), tile
 
-    return min(tiles, key=cost, default=None)
+    best = min(tiles, key=cost, default=(1,))
+    return best if math.prod(best[:-1]) > 1 else None
 
 
 def _tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int]]:

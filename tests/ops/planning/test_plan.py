@@ -419,7 +419,7 @@ def test_grids_are_cut_into_the_cheapest_tiles():
     assert chosen(sl.Grid((side, side), sl.BlockDiagonal(8))) == [("tiles of 8 x 8", 256, (64, 64))]
     assert chosen(sl.Grid((56, 56), sl.BlockDiagonal(7)))[0][0] == "tiles of 7 x 7"
     columns = sl.Grid((2 * side, side), (sl.Causal(), sl.Window(0)))
-    assert chosen(columns)[0][0] == "tiles of 128 x 1"
+    assert chosen(columns)[0][0] == "tiles of 64 x 1"
     assert chosen(columns, "xla")[0][0] == "tiles of 128 x 1"
     # Rows of an image are natural order.
     assert chosen(sl.Grid((side, side), (sl.Window(0), sl.Full())))[0][0] == "natural order"
