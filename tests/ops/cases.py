@@ -402,6 +402,8 @@ def _features():
     # Tiles do not divide these grids. Tokens lie before the second, behind it, and the third ends within it.
     near = [sl.Neighborhood(n, 5) for n in (11, 13, 19, 7)]
     yield Case("grid", sl.Grid((13, 19), near[1:3]), 247, split=True, fwd=(32, 64))
+    shifted = sl.preset("windows", shape=(13, 19), size=8, shift=3)
+    yield Case("grid-shifted", shifted, 247, heads=(4, 2), split=True, fwd=(32, 32))
     yield Case("grid-among-others", sl.Grid((11, 13), near[:2], 40) | sl.Global(40), 300, split=True, sinks=True)
     yield Case("grid-cut", sl.Grid((7, 7, 7), near[3]) & causal, 300, dtype="bfloat16", split=True, fwd=(32, 32))
     # Residue classes have 32 rows, too: in both passes, each key is in one block only. The scale keeps budgets small.

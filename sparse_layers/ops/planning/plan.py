@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from ...masks.adapters import MaskLike
-from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Transposed
+from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
@@ -447,9 +447,9 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
     for factor in factors:
         if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
             return RowOrder.residue_major(q_len, factor.stride), RowOrder.residue_major(kv_len, factor.stride)
-        if tuned and isinstance(factor, Grid | ColumnMajor) and (tile := _tile(factor, tuned)):
-            q_order, kv_order = (RowOrder(n, factor.shape, tile, offset=factor.offset) for n in (q_len, kv_len))
-            return q_order, kv_order
+        if tuned and isinstance(factor, Grid | ColumnMajor) and (tiles := _tiles(factor, tuned)):
+            options = {"tile": tiles[0], "phase": tiles[1], "offset": factor.offset}
+            return RowOrder(q_len, factor.shape, **options), RowOrder(kv_len, factor.shape, **options)
     q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
     for factor in factors:
         if kv_order.natural:
@@ -460,10 +460,10 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _tile(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[int, ...] | None:
-    """The tile in which a grid costs least, no smaller than a block; None for a part of a row, as in natural order."""
+def _tiles(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The cheapest tile, no smaller than a block, and its phase; None for a part of a row, as in natural order."""
     if isinstance(grid, ColumnMajor):
-        return grid.rows, 1
+        return (grid.rows, 1), (0, 0)
     axes = [_tile_pairs(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
     least, largest = max(tuned.blocks[0]), max(tuned.blocks[-1])
     tiles = [x for x in itertools.product(*axes) if least // 2 < math.prod(x) <= 4 * largest]
@@ -472,30 +472,32 @@ def _tile(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[int, ...] | None:
         return tokens + block - math.gcd(tokens, block)
 
     def cost(tile):  # pairs of tiles on the grid are pairs on each axis; of equals, those with the longest rows
-        active, full = map(math.prod, zip(*(axis[n] for axis, n in zip(axes, tile, strict=True)), strict=True))
+        _, counts, full = map(math.prod, zip(*(axis[n] for axis, n in zip(axes, tile, strict=True)), strict=True))
         sides = [[met(math.prod(tile), block) for block in shape] for shape in tuned.blocks]
         steps = [math.prod(n) / math.prod(shape) for n, shape in zip(sides, tuned.blocks, strict=True)]
-        pairs = active + (tuned.partial - 1) * (active - full)
+        pairs = counts + (tuned.partial - 1) * (counts - full)
         each = zip(sides, steps, strict=True)
-        return min(pairs * math.prod(n) + active * count * tuned.pairs_per_step for n, count in each), tile
+        return min(pairs * math.prod(n) + counts * step * tuned.pairs_per_step for n, step in each), tile
 
     best = min(tiles, key=cost, default=(1,))
-    return best if math.prod(best[:-1]) > 1 else None
+    return (best, tuple(axis[n][0] for axis, n in zip(axes, best, strict=True))) if math.prod(best[:-1]) > 1 else None
 
 
-def _tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int]]:
-    """How many pairs of tiles of an axis are active, and full, by the size of a tile.
+def _tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int, int]]:
+    """For each size of a tile of an axis its phase, and how many pairs of tiles are active, and full.
 
-    Sizes are the powers of two, and that of the mask's own blocks.
+    Sizes are the powers of two, and that of the mask's own blocks; tiles begin where a shift has a mask's blocks begin.
     """
-    found, inside = {}, Reordered(mask, RowOrder(length), RowOrder(length))
+    inner, by = (mask.mask, mask.by) if isinstance(mask, Shifted) else (mask, 0)
     sizes = {1 << i for i in range(length.bit_length() + 1) if 1 << i < 2 * length}
-    sizes |= {mask.block} if isinstance(mask, Blocks) else {mask.size} if isinstance(mask, BlockDiagonal) else set()
+    sizes |= {inner.block} if isinstance(inner, Blocks) else {inner.size} if isinstance(inner, BlockDiagonal) else set()
+    found = {}
     for size in sorted(sizes):
-        cells = -(-length // size)
+        order = RowOrder(length, (length,), (size,), phase=(by % size,))
+        cells = order.rows // size
         if cells * cells <= MAX_CELLS:
-            states = active_blocks(inside, cells, cells, size, size).states
-            found[size] = len(states), int(np.count_nonzero(states == FULL))
+            states = active_blocks(Reordered(mask, order, order), cells, cells, size, size).states
+            found[size] = order.phase[0], len(states), int(np.count_nonzero(states == FULL))
     return found
 
 

@@ -29,14 +29,16 @@ class Axis(NamedTuple):
       stride: tokens between neighbouring coordinates.
       length: coordinates of the axis; 0 for the first, which nothing follows.
       kept: coordinates that have rows.
-      checked: whether rows of the last tiles have coordinates from ``kept`` on, and no token therefore.
-      digits: the coordinate is the sum of ``row // rows % size * step`` over digits (rows, size, step), without the
-        remainder where size is 0.
+      phase: places of the first tile that come before coordinate 0, and have no token.
+      checked: whether the last tiles have places after ``kept`` coordinates, and no token there.
+      digits: the place, which is coordinate + phase, is the sum of ``row // rows % size * step`` over digits (rows,
+        size, step), without the remainder where size is 0.
     """
 
     stride: int
     length: int
     kept: int
+    phase: int
     checked: bool
     digits: tuple[tuple[int, int, int], ...]
 
@@ -81,6 +83,7 @@ class RowOrder:
       tile: coordinates of a tile on each axis.
       kept: how many coordinates of each axis have rows.
       offset: the first token that has a row.
+      phase: by how many coordinates the first tile begins before the axis does.
     """
 
     length: int
@@ -88,12 +91,14 @@ class RowOrder:
     tile: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     offset: int = 0
+    phase: tuple[int, ...] = ()
 
     def __post_init__(self):
         shape = self.shape or (self.length,)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "kept", self.kept or shape)
         object.__setattr__(self, "tile", self.tile or self.kept)
+        object.__setattr__(self, "phase", self.phase or (0,) * len(shape))
 
     @classmethod
     def residue_major(cls, length: int, stride: int) -> "RowOrder":
@@ -111,12 +116,12 @@ class RowOrder:
     @property
     def rows(self) -> int:
         """Number of rows; row indices from there on are padding."""
-        return math.prod(-(-n // tile) * tile for n, tile in zip(self.kept, self.tile, strict=True))
+        return math.prod(map(math.prod, self._tiles))
 
     @property
     def natural(self) -> bool:
         """Whether every row is the token of the same index."""
-        return self.shape == self.tile == (self.length,) and self.offset == 0
+        return self.shape == self.tile == (self.length,) and self.offset == self.phase[0] == 0
 
     @property
     def complete(self) -> bool:
@@ -128,7 +133,7 @@ class RowOrder:
         """How tokens follow from rows: ``token = offset + sum(coordinate * stride)``; () in natural order."""
         if self.natural:
             return ()
-        outer = [-(-n // tile) for n, tile in zip(self.kept, self.tile, strict=True)]
+        outer = [tiles for tiles, _ in self._tiles]
         sizes, steps = [*outer, *self.tile], [*self.tile, *(1 for _ in self.tile)]
         slowest = next((i for i, size in enumerate(sizes) if size > 1), len(sizes) - 1)
         digits: list[list[tuple[int, int, int]]] = [[] for _ in self.shape]
@@ -141,8 +146,8 @@ class RowOrder:
             stride = math.prod(self.shape[i + 1 :])
             # Beyond the first axis there are no tokens, if the sequence does not go on there.
             inside = i > 0 or kept < self.shape[0] or self.offset + kept * stride < self.length
-            checked = outer[i] * self.tile[i] > kept and inside
-            found.append(Axis(stride, self.shape[i] if i else 0, kept, checked, tuple(digits[i])))
+            checked = outer[i] * self.tile[i] > kept + self.phase[i] and inside
+            found.append(Axis(stride, self.shape[i] if i else 0, kept, self.phase[i], checked, tuple(digits[i])))
         return tuple(found)
 
     def token(self, row: Any) -> Any:
@@ -151,24 +156,28 @@ class RowOrder:
             return row
         token, beyond = self.offset, row >= self.rows
         for axis in self.axes:
-            coordinate = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
-            token = token + coordinate * axis.stride
+            place = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
+            token = token + (place - axis.phase) * axis.stride
             if axis.checked:
-                beyond = beyond | (coordinate >= axis.kept)
-        # Padding rows would start over at the first tokens: the last summand takes them out of the sequence.
-        return token + (beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond) * self.length
+                beyond = beyond | (place >= axis.phase + axis.kept)
+            if axis.phase:
+                beyond = beyond | (place < axis.phase)
+        # Such rows would start over at the first tokens, or lie before these.
+        beyond = beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond
+        return token + beyond * (self.length - token)
 
     def row(self, token: jax.Array) -> jax.Array:
         """The row of each token, `rows` where there is none."""
         if self.natural:
             return token
-        place = token - self.offset
-        row, exists = jnp.zeros_like(place), place >= 0
+        index = token - self.offset
+        row, exists = jnp.zeros_like(index), index >= 0
         for axis in self.axes:
-            coordinate = place // axis.stride % axis.length if axis.length else place // axis.stride
+            coordinate = index // axis.stride % axis.length if axis.length else index // axis.stride
             exists &= coordinate < axis.kept
+            place = coordinate + axis.phase
             for rows, size, step in axis.digits:
-                row += (coordinate // step % size if size else coordinate // step) * rows
+                row += (place // step % size if size else place // step) * rows
         return jnp.where(exists, row, self.rows)
 
     def box(self, first: np.ndarray, last: np.ndarray) -> Box:
@@ -190,9 +199,10 @@ class RowOrder:
             same = same & ~differ
         whole = [exact | any_ | (a == b) for any_, a, b in zip(whole, low, high, strict=True)]
         some = every = np.bool_(True)
-        for i, kept in enumerate(self.kept):
-            some, every = some & (low[i] < kept), every & (high[i] < kept)
-            low[i], high[i] = np.minimum(low[i], kept - 1), np.minimum(high[i], kept - 1)
+        for i, (kept, phase) in enumerate(zip(self.kept, self.phase, strict=True)):
+            low[i], high[i] = low[i] - phase, high[i] - phase
+            some, every = some & (low[i] < kept) & (high[i] >= 0), every & (high[i] < kept) & (low[i] >= 0)
+            low[i], high[i] = np.clip(low[i], 0, kept - 1), np.clip(high[i], 0, kept - 1)
         tokens = [self.offset + sum(c * stride for c, (stride, _) in zip(x, axes, strict=True)) for x in (low, high)]
         some, every = some & (tokens[0] < self.length), every & (tokens[1] < self.length)
         exists = np.where(every, np.int8(FULL), np.where(some, np.where(exact, PARTIAL, UNSURE), EMPTY).astype(np.int8))
@@ -205,7 +215,7 @@ class RowOrder:
             batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
             x = _resized(x[:, self.offset :], 1, math.prod(self.shape)).reshape(batch, *self.shape, *rest)
             for i, (outer, tile) in enumerate(self._tiles):
-                x = _resized(jax.lax.slice_in_dim(x, 0, self.kept[i], axis=i + 1), i + 1, outer * tile)
+                x = _resized(jax.lax.slice_in_dim(x, 0, self.kept[i], axis=i + 1), i + 1, outer * tile, self.phase[i])
             x = x.reshape(batch, *itertools.chain(*self._tiles), *rest)
             x = jnp.moveaxis(x, range(1, 2 * rank, 2), range(1, rank + 1)).reshape(batch, self.rows, *rest)
         return _resized(x, 1, padded)
@@ -220,15 +230,16 @@ class RowOrder:
             x[:, : self.rows].reshape(batch, *outer, *tile, *rest), range(1, rank + 1), range(1, 2 * rank, 2)
         )
         x = x.reshape(batch, *(n * m for n, m in self._tiles), *rest)
-        for i, (kept, size) in enumerate(zip(self.kept, self.shape, strict=True)):
-            x = _resized(jax.lax.slice_in_dim(x, 0, kept, axis=i + 1), i + 1, size, fill)
-        x = _resized(x.reshape(batch, math.prod(self.shape), *rest), 1, max(self.length - self.offset, 0), fill)
-        return _resized(x, 1, self.length, fill, front=True)
+        for i, (phase, kept, size) in enumerate(zip(self.phase, self.kept, self.shape, strict=True)):
+            x = _resized(jax.lax.slice_in_dim(x, phase, phase + kept, axis=i + 1), i + 1, size, fill=fill)
+        x = x.reshape(batch, math.prod(self.shape), *rest)
+        return _resized(x[:, : max(self.length - self.offset, 0)], 1, self.length, self.offset, fill)
 
     @property
     def _tiles(self) -> list[tuple[int, int]]:
         """(tiles, coordinates of a tile) of each axis."""
-        return [(-(-n // tile), tile) for n, tile in zip(self.kept, self.tile, strict=True)]
+        axes = zip(self.kept, self.phase, self.tile, strict=True)
+        return [(-(-(n + phase) // tile) if n else 0, tile) for n, phase, tile in axes]
 
     def __str__(self):
         if self.natural:
@@ -238,18 +249,16 @@ class RowOrder:
             return f"{tokens} only" if self.shape[-1] >= self.length else f"gathered {tokens} of every {self.shape[-1]}"
         if self.tile == (self.shape[0], 1):
             return f"residue-major order, stride {self.shape[1]}"
-        return f"tiles of {' x '.join(map(str, self.tile))}"
+        tiles = f"tiles of {' x '.join(map(str, self.tile))}"
+        return f"{tiles}, begun {' x '.join(map(str, self.phase))} before the grid" if any(self.phase) else tiles
 
 
-def _resized(x: jax.Array, axis: int, size: int, fill: float = 0.0, front: bool = False) -> jax.Array:
-    """Cut at the end of an axis, or padded there, or in front."""
-    x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
-    missing = size - x.shape[axis]
-    if not missing:
-        return x
+def _resized(x: jax.Array, axis: int, size: int, before: int = 0, fill: float = 0.0) -> jax.Array:
+    """Padded to a size, ``before`` entries in front, or cut at the end of an axis."""
+    x = jax.lax.slice_in_dim(x, 0, min(size - before, x.shape[axis]), axis=axis)
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (missing, 0) if front else (0, missing)
-    return jnp.pad(x, widths, constant_values=fill)
+    widths[axis] = before, size - before - x.shape[axis]
+    return x if widths[axis] == (0, 0) else jnp.pad(x, widths, constant_values=fill)
 
 
 @dataclasses.dataclass(frozen=True)

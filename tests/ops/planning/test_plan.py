@@ -418,6 +418,8 @@ def test_grids_are_cut_into_the_cheapest_tiles():
     # Windows are tiles, also where blocks do not fit them, and columns of an image are one after the other.
     assert chosen(sl.Grid((side, side), sl.BlockDiagonal(8))) == [("tiles of 8 x 8", 256, (64, 64))]
     assert chosen(sl.Grid((56, 56), sl.BlockDiagonal(7)))[0][0] == "tiles of 7 x 7"
+    shifted = sl.preset("windows", shape=(side, side), size=8, shift=4)
+    assert chosen(shifted) == [("tiles of 8 x 8, begun 4 x 4 before the grid", 17**2, (64, 64))]
     columns = sl.Grid((2 * side, side), (sl.Causal(), sl.Window(0)))
     assert chosen(columns)[0][0] == "tiles of 64 x 1"
     assert chosen(columns, "xla")[0][0] == "tiles of 128 x 1"

@@ -33,12 +33,16 @@ ORDERS = [
     RowOrder(70, (3, 4, 5), (1, 4, 3), offset=10),
     RowOrder(60, (3, 4, 5), (2, 2, 2), (3, 2, 3)),
     RowOrder(7, (1, 7), (1, 2)),
+    RowOrder(48, (6, 8), (4, 4), phase=(2, 1)),
+    RowOrder(30, (5, 7), (3, 2), offset=2, phase=(1, 1)),
+    RowOrder(40, (3, 13), (2, 8), phase=(0, 5)),
+    RowOrder(20, (20,), (8,), phase=(3,)),
     RowOrder(9, (3, 3), (3, 3), (1, 1), offset=4),  # a single row
 ]
 
 
 def order_id(order):
-    return f"{order.length}: {order} {order.shape} {order.kept} {order.offset}"
+    return f"{order.length}: {order} {order.shape} {order.kept} {order.offset} {order.phase}"
 
 
 each_order = pytest.mark.parametrize("order", ORDERS, ids=order_id)
@@ -54,7 +58,7 @@ def chosen(order):
             rest //= n
         coordinates.insert(0, rest)
         if all(c < n for c, n in zip(coordinates, order.kept, strict=True)):
-            ends = [divmod(c, tile) for c, tile in zip(coordinates, order.tile, strict=True)]
+            ends = [divmod(c + p, tile) for c, p, tile in zip(coordinates, order.phase, order.tile, strict=True)]
             found.append(([tile for tile, _ in ends], [inside for _, inside in ends], token))
     return [token for *_, token in sorted(found)]
 

@@ -204,7 +204,7 @@ class _ByChoice(RowOrder):
 
     @property
     def axes(self):
-        return (Axis(1, 0, self.length, False, ((self.each, 0, 1),)),)
+        return (Axis(1, 0, self.length, 0, False, ((self.each, 0, 1),)),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -166,10 +166,12 @@ def token_of(row, X: tl.constexpr):
     else:
         token = row * 0
         for i in tl.static_range(len(X.ORDER.AXES)):
-            coordinate = _digits(row, X, i, False)
+            coordinate = _digits(row, X, i, False) - X.ORDER.AXES[i].phase
             token += coordinate * X.ORDER.AXES[i].stride
             if X.ORDER.AXES[i].checked:
                 token = tl.where(coordinate < X.ORDER.AXES[i].kept, token, X.ORDER.NONE)
+            if X.ORDER.AXES[i].phase > 0:
+                token = tl.where(coordinate >= 0, token, X.ORDER.NONE)
         return token + X.ORDER.START
 
 
@@ -185,13 +187,13 @@ def row_of(token, exists, R: tl.constexpr):
             if R.ORDER.AXES[i].length > 0:
                 coordinate = coordinate % R.ORDER.AXES[i].length
             exists = exists & (coordinate < R.ORDER.AXES[i].kept)
-            row += _digits(coordinate, R, i, True)
+            row += _digits(coordinate + R.ORDER.AXES[i].phase, R, i, True)
         return row, exists
 
 
 @triton.jit
 def _digits(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
-    """What the digits (rows, size, step) of an axis make of rows: its coordinate; or of coordinates: rows."""
+    """What the digits (rows, size, step) of an axis make of rows: its place; or of places: rows."""
     # Looked up from the outermost bundle: Triton 3.6 takes tuples for constants in the arguments of a kernel only.
     total = x * 0
     for i in tl.static_range(len(X.ORDER.AXES[AXIS].digits)):
