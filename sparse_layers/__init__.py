@@ -8,6 +8,7 @@ from .masks import Array as Array
 from .masks import BlockDiagonal as BlockDiagonal
 from .masks import Blocks as Blocks
 from .masks import Causal as Causal
+from .masks import ColumnMajor as ColumnMajor
 from .masks import Columns as Columns
 from .masks import Empty as Empty
 from .masks import Full as Full
@@ -21,6 +22,7 @@ from .masks import Not as Not
 from .masks import Or as Or
 from .masks import Prefix as Prefix
 from .masks import Random as Random
+from .masks import Shifted as Shifted
 from .masks import Strided as Strided
 from .masks import Transposed as Transposed
 from .masks import Window as Window
@@ -60,6 +62,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.planning.selection import top_k_blocks as top_k_blocks
     from .tools.describe import describe as describe
     from .tools.pictures import draw as draw
+    from .tools.pictures import grid_picture as grid_picture
     from .tools.pictures import picture as picture
     from .tools.tuning import Tuned as Tuned
     from .tools.tuning import load_tuned as load_tuned
@@ -94,7 +97,7 @@ _AT_FIRST_USE = {
     "ops.planning.plan": ("Plan", "make_plan"),
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
     "tools.describe": ("describe",),
-    "tools.pictures": ("draw", "picture"),
+    "tools.pictures": ("draw", "grid_picture", "picture"),
     "tools.tuning": ("Tuned", "load_tuned", "tune"),
 }
 

@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .masks.presets import preset, preset_options, presets
 from .tools.describe import describe
@@ -19,6 +19,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def _written(value: Any) -> str:
+    """An option's default as a name takes it, and dots where there is none."""
+    if value is None:
+        return "..."
+    return "x".join(str(x).lower() for x in (value if isinstance(value, tuple) else (value,)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.command == "list":
         for name, summary in presets().items():
-            options = ",".join(f"{option}={str(value).lower()}" for option, value in preset_options(name).items())
+            options = ",".join(f"{option}={_written(value)}" for option, value in preset_options(name).items())
             print(f"{name}{':' if options else ''}{options}\n    {summary}")
         return
     if args.command == "doctor":

@@ -2,8 +2,8 @@
 only what makes them static in pytrees and what its errors are.
 
 A new pattern is one class in `primitives.py`, in `grids.py` if tokens have coordinates, or, if others can be combined
-to it, one docstring and expression in `presets.py`; masks of another library are read in `adapters.py`, its config
-files in a file like `deepspeed.py`.
+to it, one docstring and expression in `presets.py` or `grid_presets.py`; masks of another library are read in
+`adapters.py`, its config files in a file like `deepspeed.py`.
 """
 
 from .adapters import MaskMod as MaskMod
@@ -15,8 +15,10 @@ from .algebra import Blocks as Blocks
 from .algebra import Mask as Mask
 from .algebra import Not as Not
 from .algebra import Or as Or
+from .algebra import Shifted as Shifted
 from .algebra import Transposed as Transposed
 from .deepspeed import from_deepspeed as from_deepspeed
+from .grids import ColumnMajor as ColumnMajor
 from .grids import Grid as Grid
 from .grids import Neighborhood as Neighborhood
 from .presets import preset as preset

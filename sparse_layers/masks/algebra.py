@@ -38,6 +38,7 @@ def graded(some: Any, every: Any) -> np.ndarray:
     return np.add(some, every, dtype=np.int8)
 
 
+FARTHEST = 2**30  # tokens that a mask can be moved by
 BEYOND = LONGEST + 1  # all sequences are shorter, so a number of a mask that is not means 'no limit'
 
 
@@ -181,8 +182,8 @@ class Mask:
 
     def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
         """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
-        q_len, kv_len = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
-        q, k = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
+        rows, columns = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
+        q, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
         return np.broadcast_to(self(q, k), (q.size, k.size))
 
     @property
@@ -380,6 +381,52 @@ class Blocks(Mask):
 
     def grade(self, q0, q1, k0, k1):
         return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Mask):
+    """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.
+
+    Args:
+      mask: the mask to move.
+      by: how far in tokens, >= 0.
+
+    Raises:
+      ValueError: by is negative, more than 2**30 or no integer.
+      TypeError: mask is no mask.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Shifted(sl.BlockDiagonal(3), by=1), 6))
+      ■ ■ · · · ·
+      ■ ■ · · · ·
+      · · ■ ■ ■ ·
+      · · ■ ■ ■ ·
+      · · ■ ■ ■ ·
+      · · · · · ■
+    """
+
+    mask: Mask
+    by: int
+
+    def __post_init__(self):
+        set_masks(self, "mask")
+        set_integers(self, 0, "by", most=FARTHEST)  # q + by is computed in int32
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        return self.mask(q + self.by, k + self.by)
+
+    def grade(self, q0, q1, k0, k1):
+        return self.mask.grade(*(x + self.by for x in (q0, q1, k0, k1)))
+
+
+def shifted(mask: Mask, by: int) -> Mask:
+    """`Shifted`, or the mask itself where that changes nothing: plans look into fewer masks."""
+    return Shifted(mask, by) if by else mask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,12 +1,11 @@
 """The block layouts of DeepSpeed's sparse attention, from its JSON (the classes around its SparsityConfig)."""
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from .algebra import And, Blocks, Mask, Or, set_integers, set_masks
+from .algebra import And, Blocks, Mask, Or, shifted
 from .options import Natural, Positive, checked, near
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Empty, Full, Global, Prefix, Random, Window
 
@@ -208,7 +207,7 @@ def _variable(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
     for size in sizes:
         windows.append(_between(start, start + size) & _between(start, start + size).T)
         start += size
-    repeated = Shifted(BlockDiagonal(last), -start % last) if start % last else BlockDiagonal(last)
+    repeated = shifted(BlockDiagonal(last), -start % last)
     windows.append(repeated & ~Prefix(start) & ~Prefix(start).T if start else repeated)
     terms = [_one_way(c, _union(windows))]
     for first, stop in _globals(c, blocks):
@@ -251,45 +250,3 @@ def _random(c: dict[str, Any], h: int, blocks: int | None, past: bool = False) -
         return []
     # A prime apart, so that the heads of neighbouring seeds do not share their draws.
     return [Random(c["num_random_blocks"], c["seed"] + 7919 * h, None if past else blocks)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shifted(Mask):
-    """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.
-
-    Args:
-      mask: the mask to move.
-      by: how far in tokens, >= 0.
-
-    Raises:
-      ValueError: by is negative, more than 2**30 or no integer.
-      TypeError: mask is no mask.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> from sparse_layers.masks.deepspeed import Shifted
-      >>> print(sl.picture(Shifted(sl.BlockDiagonal(3), by=1), 6))
-      ■ ■ · · · ·
-      ■ ■ · · · ·
-      · · ■ ■ ■ ·
-      · · ■ ■ ■ ·
-      · · ■ ■ ■ ·
-      · · · · · ■
-    """
-
-    mask: Mask
-    by: int
-
-    def __post_init__(self):
-        set_masks(self, "mask")
-        set_integers(self, 0, "by", most=_FAR)  # q + by is computed in int32
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
-
-    def __call__(self, q, k):
-        return self.mask(q + self.by, k + self.by)
-
-    def grade(self, q0, q1, k0, k1):
-        return self.mask.grade(*(x + self.by for x in (q0, q1, k0, k1)))

@@ -1,6 +1,7 @@
 """Masks of tokens with coordinates: pixels of an image, patches of a video, any row-major grid."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -8,18 +9,59 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers
+from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers, set_masks
 from .options import LONGEST, checked, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
 _PRODUCT_TABLE = AND_TABLE.copy()
 _PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
-# An interval of positions: whether there is one, and the first and the last coordinate on each axis.
-_Box = tuple[Any, list[tuple[Any, Any]]]
+_Box = list[tuple[Any, Any]]  # the first and the last coordinate on each axis
+
+
+class _OnGrid(Mask):
+    """Tokens of a row-major grid of some ``shape`` from position ``offset`` on; all others are in no allowed pair."""
+
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of the grid."""
+        return math.prod(self.shape)
+
+    def grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
+        """Grades pairs of boxes of tokens, as `Mask.grade` does rectangles of positions."""
+        raise NotImplementedError
+
+    def _inside(self, q: Any, k: Any) -> Any:
+        """Whether positions on the grid, or before or beyond it, are on it."""
+        return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
+
+    def grade(self, q0, q1, k0, k1):
+        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
+        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
+        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
+        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
+        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
+            exists = q_exists & k_exists
+            if not exists.any():
+                continue
+            state = self.grade_boxes(q_box, k_box)
+            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
+            maybe_some = maybe_some | (exists & (state != EMPTY))
+            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
+            maybe_not_all = maybe_not_all | (exists & (state != FULL))
+        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
+        states = np.where(maybe_not_all, states, np.int8(FULL))
+        return np.where(maybe_some, states, np.int8(EMPTY))
+
+    def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
+        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid(Mask):
+class Grid(_OnGrid):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
 
     Token ``offset + p`` has the row-major coordinates of p in ``shape``: the last axis runs fastest, as in
@@ -91,50 +133,92 @@ class Grid(Mask):
         set_integers(self, 0, "offset")
 
     @property
-    def size(self) -> int:
-        """Number of tokens of the grid."""
-        return math.prod(self.shape)
-
-    @property
     def computable(self) -> bool:
         return all(mask.computable for mask in self.axes)
 
     def __call__(self, q, k):
         q, k = q - self.offset, k - self.offset
-        allowed = (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
-        stride = self.size
+        allowed, stride = self._inside(q, k), self.size
         for length, mask in zip(self.shape, self.axes, strict=True):
             stride //= length
             allowed = allowed & mask(q // stride % length, k // stride % length)
         return allowed
 
-    def grade(self, q0, q1, k0, k1):
-        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
-        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
-        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
-        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
-        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
-            exists = q_exists & k_exists
-            if not exists.any():
-                continue
-            state = np.int8(FULL)
-            for mask, q, k in zip(self.axes, q_box, k_box, strict=True):
-                state = _PRODUCT_TABLE[state, mask.grade(*q, *k)]
-            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
-            maybe_some = maybe_some | (exists & (state != EMPTY))
-            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
-            maybe_not_all = maybe_not_all | (exists & (state != FULL))
-        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
-        states = np.where(maybe_not_all, states, np.int8(FULL))
-        return np.where(maybe_some, states, np.int8(EMPTY))
-
-    def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
-        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
+    def grade_boxes(self, q, k):
+        state = np.int8(FULL)
+        for mask, q_ends, k_ends in zip(self.axes, q, k, strict=True):
+            state = _PRODUCT_TABLE[state, mask.grade(*q_ends, *k_ends)]
+        return state
 
 
-def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[_Box]:
-    """The positions first .. last, none if last < first, as disjoint boxes, of which some may not exist anywhere.
+@dataclasses.dataclass(frozen=True)
+class ColumnMajor(_OnGrid):
+    """Tokens on a grid, and a mask that counts them column by column: its positions are ``column * rows + row``.
+
+    Token ``offset + p`` has the row-major coordinates of p, ``divmod(p, columns)``. With frames for rows, and the
+    places of a frame for columns, what lies near in this order is the same place in all frames, and the next places.
+
+    Args:
+      rows: length of the first axis, which the mask counts fastest.
+      columns: length of the last axis, which the tokens count fastest.
+      mask: any mask; it is asked about positions below rows * columns.
+      offset: position of the grid's first token. Tokens before and beyond the grid are in no allowed pair.
+
+    Raises:
+      ValueError: rows or columns is no positive integer, their product more than a sequence can have, or offset is
+        negative or no integer.
+      TypeError: mask is no mask.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.ColumnMajor(2, 4, sl.Window(2)), 8))  # 2 frames of 4 places: the last 3 in this order
+      ■ · · · · · · ·
+      ■ ■ · · ■ · · ·
+      · ■ ■ · · ■ · ·
+      · · ■ ■ · · ■ ·
+      ■ · · · ■ · · ·
+      · ■ · · ■ ■ · ·
+      · · ■ · · ■ ■ ·
+      · · · ■ · · ■ ■
+    """
+
+    rows: int
+    columns: int
+    mask: Mask
+    offset: int = 0
+
+    def __post_init__(self):
+        set_masks(self, "mask")
+        set_integers(self, 1, "rows", "columns")
+        set_integers(self, 0, "offset")
+        if self.size > LONGEST:
+            raise ValueError(f"ColumnMajor: rows * columns must be at most {LONGEST}, got {self.rows} * {self.columns}")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def computable(self) -> bool:
+        return self.mask.computable
+
+    def __call__(self, q, k):
+        q, k = q - self.offset, k - self.offset
+        return self._inside(q, k) & self.mask(
+            *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
+        )
+
+    def grade_boxes(self, q, k):
+        ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
+        state = self.mask.grade(*ends[0], *ends[1])
+        # The positions of a box are a part of what lies between its ends, but its ends are there.
+        pairs = [self.mask.grade(a, a, b, b) for a, b in itertools.product(*ends)]
+        some, lacking = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
+        return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
+
+
+def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, _Box]]:
+    """The positions first .. last, none if last < first, as disjoint boxes, each with whether it exists.
 
     The part of a row that comes first, whole rows, and the part of a row that comes last; parts are cut likewise.
     """

@@ -5,8 +5,9 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, get_args
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
@@ -14,6 +15,12 @@ Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the larges
 Natural = Annotated[int, 0]
 LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
 Length = Annotated[int, 1, LONGEST]
+Shape = tuple[Length, ...]  # of a grid: the lengths of its axes
+# Of a grid's axes: one for all, or one for each.
+PositivePerAxis = Positive | tuple[Positive, ...]
+NaturalPerAxis = Natural | tuple[Natural, ...]
+BoolPerAxis = bool | tuple[bool, ...]
+Axes = int | tuple[int, ...]  # one axis or several, by their numbers
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -92,8 +99,17 @@ def real(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def checked(what: str, value: Any, hint: Any) -> int:
-    """The value, if it has the type and range of an annotation: bool, int or one of the above."""
+def checked(what: str, value: Any, hint: Any) -> Any:
+    """The value, if it has the type and range of an annotation: bool, int or one of the above.
+
+    Where a tuple is asked for, any sequence is one, and a single value is a tuple of one.
+    """
+    several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[several]
+    if get_origin(hint) is tuple:
+        entries = {f"{what}[{i}]": entry for i, entry in enumerate(value)} if several else {what: value}
+        return tuple(checked(name, entry, get_args(hint)[0]) for name, entry in entries.items())
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {value!r}")

@@ -1,32 +1,34 @@
 """Sparsity patterns by the names and in the units that their systems gave them: ``preset("strided")``.
 
 A preset is a docstring plus one expression over the masks of this room. The query at position q attends to the key at
-position k where the formula holds; q and k count tokens from 0.
+position k where the formula holds; q and k count tokens from 0. Those of images and videos are in `grid_presets.py`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
+from . import grid_presets
 from .algebra import Blocks, Mask
 from .options import LONGEST, Natural, Positive, checked, near
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
-def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
+def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | tuple[Mask, ...]:
     """The mask of a pattern that has a name; `presets` lists the names.
 
     Args:
       name: a preset's name, or ``"name:option=value,option=value"``.
       **options: the preset's options, integers or bools in the units that its system uses; the rest keep their
-        defaults. Each is given here or in the name, not in both.
+        defaults. Each is given here or in the name, not in both. Of images and videos, ``shape`` must be given; it and
+        options that may differ by axis take tuples, in a name ``64x64``.
 
     Returns:
       A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len).
 
     Raises:
-      ValueError: an unknown name or option (the message lists the near ones), a value of the wrong type or range, or an
-        option that is given twice.
+      ValueError: an unknown name or option (the message lists the near ones), a value of the wrong type or range, an
+        option that is given twice, or none where there is no default.
 
     Example:
       >>> import sparse_layers as sl
@@ -34,9 +36,11 @@ def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
       Window(left=2, right=0)
       >>> sl.preset("strided:local_attn_ctx=64")
       Causal() & Strided(stride=64)
+      >>> sl.preset("axial:shape=4x6,axes=1")  # rows of an image
+      Grid(shape=(4, 6), axes=(Window(left=0, right=0), Full()), offset=0)
       >>> sl.preset("stridde")
       Traceback (most recent call last):
-      ValueError: preset: unknown name 'stridde', did you mean 'strided'? Known: all, bidirectional, bigbird, ...
+      ValueError: preset: unknown name 'stridde', did you mean 'strided' or 'image_strided'? Known: all, axial, ...
     """
     name, _, text = name.partition(":") if isinstance(name, str) else (name, "", "")
     make = _found("preset", name)
@@ -49,6 +53,9 @@ def preset(name: str, **options: int | bool) -> Mask | tuple[Mask, ...]:
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
         given[option] = checked(f"preset {name!r}: {option}", value, hints[option])
+    for option, default in preset_options(name).items():
+        if default is None and option not in given:
+            raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
     return make(**given)
 
 
@@ -64,8 +71,8 @@ def presets() -> dict[str, str]:
     return {name: line.replace("``", "") for name, line in lines.items()}
 
 
-def preset_options(name: str) -> dict[str, int | bool]:
-    """The options of a preset and their defaults.
+def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
+    """The options of a preset and their defaults, None for one that must be given.
 
     Args:
       name: a preset's name.
@@ -77,8 +84,11 @@ def preset_options(name: str) -> dict[str, int | bool]:
       >>> import sparse_layers as sl
       >>> sl.preset_options("streaming")
       {'window': 1024, 'sinks': 4}
+      >>> sl.preset_options("windows")
+      {'shape': None, 'size': 7, 'shift': 0, 'offset': 0}
     """
-    return {option: p.default for option, p in inspect.signature(_found("preset_options", name)).parameters.items()}
+    parameters = inspect.signature(_found("preset_options", name)).parameters.values()
+    return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
 def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
@@ -93,18 +103,22 @@ def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
-    """``"a=1,b=true"`` as a dict; values that are neither integers nor bools stay strings, which `checked` refuses."""
+    """``"a=1,b=true,c=2x3"`` as a dict; values that are no integers and bools stay strings, which `checked` refuses."""
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
         if not equals or option in options:
             raise ValueError(f"preset {name!r}: options must be option=value,..., each once, got {text!r}")
-        word = value.lower()
-        if word in ("true", "false"):
-            options[option] = word == "true"
-        else:
-            options[option] = int(word) if word.removeprefix("-").isdecimal() else value
+        words = value.lower().split("x")
+        if not all(word in _BOOLS or word.removeprefix("-").isdecimal() for word in words):
+            options[option] = value
+            continue
+        values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
+        options[option] = tuple(values) if len(values) > 1 else values[0]
     return options
+
+
+_BOOLS = {"true": True, "false": False}
 
 
 # --- the presets -----------------------------------------------------------------------------------------------------
@@ -533,4 +547,12 @@ _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
     "logsparse": logsparse,
     "prefix_lm": prefix_lm,
     "bidirectional": bidirectional,
+    "neighborhood": grid_presets.neighborhood,
+    "sliding_tile": grid_presets.sliding_tile,
+    "windows": grid_presets.windows,
+    "axial": grid_presets.axial,
+    "image_strided": grid_presets.image_strided,
+    "image_fixed": grid_presets.image_fixed,
+    "spatial_temporal": grid_presets.spatial_temporal,
+    "radial": grid_presets.radial,
 }

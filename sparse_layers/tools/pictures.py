@@ -1,8 +1,10 @@
 """Pictures of masks, in characters and by matplotlib, and of the blocks that a plan keeps of them."""
 
+import math
 import os
 import pathlib
 import typing
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from ..masks.adapters import MaskLike
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
-from ..masks.options import Natural, Positive, checked, own_keywords
+from ..masks.options import Natural, Positive, Shape, checked, own_keywords
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import heads, kept
@@ -24,6 +26,7 @@ _SIGNS = np.array(["·", "▪", "■"])  # by state: EMPTY, PARTIAL, FULL
 _FORMULA = 56  # most characters of a formula in a title
 # Most cells on a side, pictures side by side, and blocks outlined in one.
 _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
+_TOKENS = 1 << 16  # most tokens of a grid in characters
 
 
 @own_keywords
@@ -69,10 +72,64 @@ def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int 
     q_len, kv_len = lengths_of(mask, q_len, kv_len)
     check_size(size)
     masks = masks_for(mask, q_len, kv_len)
-    drawn = ["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks]
-    if len(masks) == 1:
+    return _under_headings(["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks])
+
+
+def _under_headings(drawn: list[str]) -> str:
+    """Pictures of the masks of heads, one under the other; a single one as it is."""
+    if len(drawn) == 1:
         return drawn[0]
-    return "\n".join(f"{heads(h, len(masks))}:\n{text}" for h, text in enumerate(drawn))
+    return "\n".join(f"{heads(h, len(drawn))}:\n{text}" for h, text in enumerate(drawn))
+
+
+@own_keywords
+def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, offset: int = 0) -> str:
+    """Draws the keys that one query sees, each in its place on the grid: ■ seen, · not seen.
+
+    The query's own place is ● if it sees itself, ○ if not.
+
+    Args:
+      mask: whatever `as_masks` takes, as in `picture`.
+      shape: lengths of the grid's axes, row-major, at most 65536 tokens. Each stretch of the last axis is a line; what
+        lies along the axes before the last two, as the frames of a video do, stands side by side.
+      query: the query's coordinates, one for each axis.
+      offset: position of the grid's first token.
+
+    Returns:
+      Lines of places separated by one space, and by three between frames, without a newline at the end. Several masks
+      lie one under the other, each below a heading that names its heads.
+
+    Raises:
+      ValueError: a number is out of its range, shape holds too many tokens, or query lies not on the grid.
+      TypeError: mask is no mask.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.grid_picture(sl.Causal() & sl.Window(5), (3, 4), query=(1, 2)))
+      · ■ ■ ■
+      ■ ■ ● ·
+      · · · ·
+      >>> print(sl.grid_picture(sl.Causal() & sl.Window(5), (2, 2, 3), query=(1, 0, 1)))
+      · · ■   ■ ● ·
+      ■ ■ ■   · · ·
+    """
+    shape, query = checked("shape", shape, Shape), checked("query", query, tuple[Natural, ...])
+    offset = checked("offset", offset, Natural)
+    size = math.prod(shape)
+    if not shape or size > _TOKENS:
+        raise ValueError(f"shape must be lengths of axes, of {_TOKENS} tokens at most, got {shape}")
+    if len(query) != len(shape) or any(x >= n for x, n in zip(query, shape, strict=True)):
+        raise ValueError(f"query must have one coordinate for each axis of shape={shape}, less than it, got {query}")
+    masks = masks_for(mask, offset + size, offset + size)
+    own = int(np.ravel_multi_index(query, shape))
+    drawn = []
+    for one in masks:
+        seen = np.broadcast_to(one(np.array([offset + own]), offset + np.arange(size)), (size,))
+        signs = _SIGNS[seen * FULL]
+        signs[own] = "●" if seen[own] else "○"
+        frames = signs.reshape(-1, *((1, *shape)[-2:]))
+        drawn.append("\n".join("   ".join(" ".join(row) for row in rows) for rows in frames.swapaxes(0, 1)))
+    return _under_headings(drawn)
 
 
 @own_keywords
