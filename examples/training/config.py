@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+import sparse_layers as sl
+
 from .data import Batch, Source
 
 
@@ -125,6 +127,14 @@ class Config:
     def length(self) -> str:
         """The flags that make a sequence's length."""
         raise NotImplementedError
+
+    def mask(self, name: str) -> Any:
+        """The mask, or the masks that the heads take in turn, of one of the parts of ``pattern``.
+
+        Raises:
+          ValueError: as `sparse_layers.preset`.
+        """
+        return sl.preset(name)
 
     def source(self) -> Source:
         """What a run learns.

@@ -56,7 +56,7 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(_without_future(sl.preset(part)) for part in config.pattern.split("+"))
+    return tuple(_without_future(config.mask(part)) for part in config.pattern.split("+"))
 
 
 def _without_future(pattern: Any) -> Any:
