@@ -10,7 +10,7 @@ import numpy as np
 import sparse_layers as sl
 
 from ..training import config as shared
-from ..training.config import option
+from ..training.config import option, with_default
 from ..training.data import Batch, Source
 from .photographs import source
 from .sample import pictures, write_grid
@@ -35,7 +35,7 @@ class Config(shared.Config):
     compared = "causal,image_strided,neighborhood,axial"
 
     data: str = option("", "folder of PNG and JPEG files to learn; default: photographs of scikit-image")
-    out: str = option("runs/images", "new folder for checkpoints, curve, samples and metrics")
+    out: str = with_default("out", "runs/images")
     size: int = option(32, "rows and columns of a crop, in pixels", least=2)
     channels: int = option(1, "1: grey; 3: red, green and blue", (1, 3))
     shrink: int = option(1, "side of the squares of pixels whose mean becomes a pixel, before crops are cut")
@@ -50,6 +50,13 @@ class Config(shared.Config):
         "none",
         ("row_column", "rope", "none"),
     )
+    features: int = with_default("features", 64)
+    heads: int = with_default("heads", 2)
+    steps: int = with_default("steps", 600)
+    batch_size: int = with_default("batch_size", 2)
+    eval_every: int = with_default("eval_every", 150)
+    eval_batches: int = with_default("eval_batches", 32)
+    save_every: int = with_default("save_every", 150)
     samples: int = option(8, "crops in each row of the picture drawn at the end; 0: none", least=0)
 
     def __post_init__(self):

@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 from ..training import config as shared
-from ..training.config import Refusal, option
+from ..training.config import Refusal, option, with_default
 from ..training.data import Batch, Source
 from .data import Corpus, load
 from .sample import sample
@@ -87,7 +87,7 @@ class Config(shared.Config):
     glob: str = option("", "which files of the folder, as in *.py; default: all")
     packed: bool = option(False, "keep documents apart: attention stays within one, and no first byte is predicted")
     separator: str = option("", "text that begins a document (\\n for a line's end), beside the beginning of a file")
-    out: str = option("runs/train_lm", "new folder for checkpoints, curve, sample and metrics")
+    out: str = with_default("out", "runs/train_lm")
     seq_len: int = option(256, "tokens (bytes) in a sequence")
     position_stride: int = option(16, "columns of the two tables of row_column, normally the pattern's stride")
     prompt: str = option("def ", "text that the sample goes on from")

@@ -173,6 +173,11 @@ class Config:
 MOVABLE = {"out", "data_parallel", "fsdp", "tensor_parallel", "peak_tflops", "tensorboard"}
 
 
+def with_default(name: str, default: Any) -> Any:
+    """A field of `Config` once more, with another default."""
+    return dataclasses.field(default=default, metadata=Config.__dataclass_fields__[name].metadata)
+
+
 def options(kind: type[Config]) -> list[dataclasses.Field]:
     """The fields that have a flag."""
     return [field for field in dataclasses.fields(kind) if field.init]
