@@ -59,8 +59,9 @@ class Crops:
         sequences = []
         for number in np.asarray(numbers).tolist():
             index = int(np.searchsorted(self._ends, number, "right"))
-            first = number - self._ends[index] + self._grids[index].prod()
-            top, left = (self.apart * place for place in divmod(int(first), int(self._grids[index][1])))
+            rows, columns = self._grids[index].tolist()
+            place = number - int(self._ends[index]) + rows * columns  # in its photograph
+            top, left = (self.apart * step for step in divmod(place, columns))
             crop = self.photographs[index][top : top + self.size, left : left + self.size]
             sequences.append(np.concatenate([[0], crop.reshape(-1)]))
         return Batch(np.stack(sequences).astype(np.int32), None)
@@ -79,27 +80,25 @@ def load(path: str, size: int, channels: int, shrink: int) -> tuple[Crops, Crops
       shrink: side of the squares of pixels whose mean becomes a pixel first.
 
     Raises:
-      Refusal: the folder is missing or has fewer than two photographs, one cannot be read or is smaller than a crop, or
+      Refusal: the folder is missing or has none for one side, one cannot be read or is smaller than a crop, or
         scikit-image is not installed.
     """
     try:
         root = pathlib.Path(path) if path else _shipped()
-        names = _names(path) if path else [*_SHIPPED]
-        sides = [[_decoded(root / name, size, channels, shrink) for name in side] for side in split_files(names)]
+        names = file_names(root) if path else _SHIPPED
+        learnt, heldout = split_files([name for name in names if pathlib.Path(name).suffix.lower() in _SUFFIXES])
+        if not learnt or not heldout:
+            raise Refusal(
+                f"--data {path}: of its PNG and JPEG files, {len(learnt)} are learnt and {len(heldout)} held out, but "
+                "both must be one at least"
+            )
+        sides = [[_decoded(root / name, size, channels, shrink) for name in side] for side in (learnt, heldout)]
     except OSError as error:
         raise Refusal(f"--data {error.filename or path}: {error.strerror or error}") from error
     digest = hashlib.sha256()
     for photograph in itertools.chain(*sides):
         digest.update(f"{photograph.shape}".encode() + photograph.tobytes())
     return Crops(sides[0], size, 1), Crops(sides[1], size, size), digest.hexdigest()
-
-
-def _names(path: str) -> list[str]:
-    """The photographs in a folder and its folders."""
-    names = [name for name in file_names(pathlib.Path(path)) if pathlib.Path(name).suffix.lower() in _SUFFIXES]
-    if len(names) < 2:
-        raise Refusal(f"--data {path}: {len(names)} PNG or JPEG files are too few, one is learnt and one held out")
-    return names
 
 
 def _shipped() -> pathlib.Path:

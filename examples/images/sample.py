@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from PIL import Image
 
 import sparse_layers as sl
@@ -31,9 +32,15 @@ def complete(model: sl.SparseTransformer, given: np.ndarray, temperature: float 
     made = sl.generate(model, read, model.seq_len - read.shape[1], temperature=temperature, key=keys[0])
     # The last byte is never read, so it has no position of its own, for which `generate` would ask.
     read = jnp.concatenate([read, made], axis=1)
-    logits, _ = jax.jit(model.prefill)(read)
+    logits = _after(model, read)
     last = jax.random.categorical(keys[1], logits / temperature) if temperature else logits.argmax(-1)
     return np.concatenate([read[:, 1:], last[:, None]], axis=1).astype(np.uint8)
+
+
+@nnx.jit
+def _after(model: sl.SparseTransformer, tokens: jax.Array) -> jax.Array:
+    """The logits of the byte after ``tokens``, int [B, T]."""
+    return model.prefill(tokens)[0]
 
 
 def pictures(

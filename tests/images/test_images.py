@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import pathlib
+import re
+import shlex
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 import sparse_layers as sl
@@ -15,7 +18,8 @@ from examples.images import generate, train
 from examples.images.config import Config
 from examples.images.photographs import Crops, load, source
 from examples.images.sample import complete, pictures, write_grid
-from examples.training.config import Refusal
+from examples.training import loop
+from examples.training.config import Refusal, flag, options, settings
 from examples.training.data import Batch
 from examples.training.model import build
 
@@ -144,8 +148,8 @@ def test_without_scikit_image(monkeypatch):
     ("change", "message"),
     [
         ({"data": "nowhere"}, "nowhere: No such file or directory"),
-        ({"data": "empty"}, "0 PNG or JPEG files are too few"),
-        ({"data": "single"}, "1 PNG or JPEG files are too few"),
+        ({"data": "empty"}, "of its PNG and JPEG files, 0 are learnt and 0 held out"),
+        ({"data": "single"}, "of its PNG and JPEG files, 0 are learnt and 1 held out"),
         ({"data": "broken"}, "1.png: cannot identify image file"),
         ({"size": 21}, "20 x 24 pixels (after --shrink 1) hold no crop of --size 21"),
         ({"shrink": 3}, "7 x 8 pixels (after --shrink 3) hold no crop of --size 8"),
@@ -179,8 +183,17 @@ def test_patterns_have_the_shape_of_a_crop():
     assert seen == {"causal": 177, "image_strided": 25 + 6, "neighborhood": 6 * 7 + 4, "axial": 7 + 9}
 
 
-def test_every_default_pattern_learns(compared, capsys):
-    (record,) = [json.loads((compared / "compare.json").read_text())]
+def test_the_papers_model_but_for_its_narrow_layers():
+    config = Config(**settings(Config, {"config": "cifar10_paper"}))
+    weights = nnx.state(nnx.eval_shape(lambda: build(config)), nnx.Param)
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    # The paper counts 59 million: half of each layer's queries and keys, and of its MLP, are not there.
+    narrow = count - 128 * (256 * 256 + 4 * 256 * 256)
+    assert config.seq_len == 3072 and round(narrow / 1e6) == 59
+
+
+def test_every_default_pattern_learns(compared):
+    record = json.loads((compared / "compare.json").read_text())
     assert [result["pattern"] for result in record["results"]] == Config.compared.split(",")
     for number, pattern in enumerate(Config.compared.split(","), 1):
         found = rows(compared / f"{number}_{pattern}")
@@ -276,3 +289,33 @@ def test_generate_draws_several_runs(compared, tmp_path, capsys):
 def test_generate_refuses(compared, capsys, arguments, message):
     assert generate.main(["--out", str(compared / "1_causal"), "--picture", "x.png", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_pages_commands_are_understood(tmp_path, monkeypatch, capsys):
+    def stop(*args):
+        raise Refusal("understood")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "train", stop)
+    monkeypatch.setattr(loop, "compare", stop)
+    mains = {"examples.images.train": train.main, "examples.images.generate": generate.main}
+    lines = [
+        shlex.split(line)
+        for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
+        for line in block.splitlines()
+    ]
+    assert ["pip", "install", ".[images]"] in lines and len(lines) == 6
+    for python, _, module, *arguments in (line for line in lines if line[0] != "pip"):
+        assert python == "python" and mains[module](arguments) == 2
+        message = capsys.readouterr().err
+        missing = "--resume" in arguments or module.endswith("generate")
+        assert ("holds no checkpoint" if missing else "understood") in message, message
+
+
+def test_what_the_page_names_is_there():
+    folder = ROOT / "examples" / "images"
+    for name in re.findall(r"^\| `(\w+\.py)`", PAGE, re.M) + re.findall(r"\]\((\w+\.png)\)", PAGE):
+        assert (folder / name).stat().st_size < 200_000
+    assert {path.name for path in folder.glob("*.png")} == set(re.findall(r"\]\((\w+\.png)\)", PAGE)) != set()
+    known = {flag(field.name) for field in options(Config)} | {"--compare"}
+    assert set(re.findall(r"^\| `(--[\w-]+)", PAGE, re.M)) <= known
