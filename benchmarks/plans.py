@@ -19,6 +19,7 @@ from sparse_layers.ops.planning.blocks import active_blocks
 from .record import Record, add_option
 
 LIMITS = {131072: 1.0, 1048576: 10.0}  # seconds that the project allows itself for one preset
+SHAPES = {131072: (32, 64, 64), 1048576: (64, 128, 128)}  # for presets that need one: frames, height, width
 
 
 def listed(plan: sl.Plan) -> int:
@@ -35,8 +36,9 @@ def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
     """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
     for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._static_candidates):
         cache.cache_clear()
+    needed = {"shape": SHAPES[seq_len]} if "shape" in sl.preset_options(name) else {}
     start = time.process_time()
-    plan = sl.make_plan(sl.preset(name), seq_len, implementation="xla")
+    plan = sl.make_plan(sl.preset(name, **needed), seq_len, implementation="xla")
     size = listed(plan)
     return time.process_time() - start, plan, size
 

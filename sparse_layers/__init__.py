@@ -21,6 +21,7 @@ from .masks import Neighborhood as Neighborhood
 from .masks import Not as Not
 from .masks import Or as Or
 from .masks import Prefix as Prefix
+from .masks import Radial as Radial
 from .masks import Random as Random
 from .masks import Shifted as Shifted
 from .masks import Strided as Strided

@@ -7,6 +7,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.__main__ import main
+from tests.ops.cases import NEEDED
 
 
 def test_list_names_every_preset_with_its_options(capsys):
@@ -16,8 +17,8 @@ def test_list_names_every_preset_with_its_options(capsys):
         assert any(line.strip() == summary for line in lines)
         heads = [line for line in lines if line.partition(":")[0] == name]
         assert len(heads) == 1
-        # What is printed is what `show` takes.
-        assert sl.preset(heads[0]) == sl.preset(name)
+        # What is printed is what `show` takes, a shape in the place of dots.
+        assert sl.preset(heads[0].replace("...", "24x24x24")) == sl.preset(name, **NEEDED[name])
 
 
 def test_show_prints_the_description(capsys):

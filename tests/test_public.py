@@ -121,7 +121,7 @@ def test_the_table_of_presets_is_theirs():
     rows = re.findall(r"^\| `(\w+)(?:\((.*?)\))?` \| (.*) \|$", section, re.M)
     assert {name: summary for name, _, summary in rows} == sl.presets()
     for name, options, _ in rows:
-        assert options == ", ".join(f"{k}={v}" for k, v in sl.preset_options(name).items())
+        assert options == ", ".join(k if v is None else f"{k}={v}" for k, v in sl.preset_options(name).items())
 
 
 def test_the_pictures_of_the_readme_are_right():
@@ -133,3 +133,13 @@ def test_the_pictures_of_the_readme_are_right():
         mask = sl.Causal() & eval(formulas[start:end], vars(sl))
         assert "\n".join(row[start:end].strip() for row in rows) == sl.picture(mask, len(rows))
         assert names[start:end].strip().strip('"') in sl.presets()
+
+
+def test_the_pictures_of_grids_in_the_readme_are_right():
+    block = re.search(r"of 7 rows of 8:\n\n```text\n(.*?)^```", README, re.M | re.S)
+    assert block
+    names, options, *rows = block[1].splitlines()
+    starts = [m.start() for m in re.finditer(r"\w+", names)]
+    for start, end in zip(starts, [*starts[1:], None], strict=True):
+        mask = sl.preset(f"{names[start:end].strip()}:shape=7x8,{options[start:end].strip()}")
+        assert "\n".join(row[start:end].rstrip() for row in rows) == sl.grid_picture(mask, (7, 8), query=(5, 2))

@@ -21,6 +21,7 @@ from .deepspeed import from_deepspeed as from_deepspeed
 from .grids import ColumnMajor as ColumnMajor
 from .grids import Grid as Grid
 from .grids import Neighborhood as Neighborhood
+from .grids import Radial as Radial
 from .presets import preset as preset
 from .presets import preset_options as preset_options
 from .presets import presets as presets

@@ -182,8 +182,8 @@ class Mask:
 
     def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
         """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
-        rows, columns = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
-        q, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
+        q_len, kv_len = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
+        q, k = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
         return np.broadcast_to(self(q, k), (q.size, k.size))
 
     @property

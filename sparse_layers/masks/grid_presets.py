@@ -15,7 +15,7 @@ import operator
 from typing import Any
 
 from .algebra import Blocks, Mask, shifted
-from .grids import ColumnMajor, Grid, Neighborhood
+from .grids import ColumnMajor, Grid, Neighborhood, Radial
 from .options import Axes, BoolPerAxis, Natural, NaturalPerAxis, Positive, PositivePerAxis, Shape
 from .primitives import BlockDiagonal, Causal, Columns, Full, Strided, Window
 
@@ -279,10 +279,10 @@ def spatial_temporal(
 def radial(shape: Shape, offset: Natural = 0) -> Mask:
     """A window of places that halves as the distance in frames doubles (Radial Attention, Li et al. 2025).
 
-    A query at place x sees the key at place y of a frame d frames away if ``abs(x - y) + 1 <= s / m``: s places are in
-    a frame, m is the largest power of two up to ``max(d, 1)``. Where m exceeds s it sees ``x == y``, in frames with
-    ``d % ceil(m / s) == 0`` only. This is the paper's mask, which its code makes of blocks of 128 tokens. Some of its
-    models let all see the first frame, too: ``mask | Prefix(height * width)``.
+    ``(abs(x - y) + 1) * m <= s``, or ``x == y and d % ceil(m / s) == 0``, for a query at place x and the key at place y
+    of a frame d frames away: s places are in a frame, m is the largest power of two up to ``max(d, 1)``. This is the
+    paper's mask, of which its code makes blocks of 128 tokens. Some of its models let all see the first frame, too:
+    ``mask | Prefix(height * width)``.
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.
@@ -298,16 +298,7 @@ def radial(shape: Shape, offset: Natural = 0) -> Mask:
       ■ ● ■ ■   ■ ■ ■ ■   ■ ■ ■ ■   ■ ■ ■ ■   ■ ■ ■ ■
       ■ ■ ■ ■   ■ ■ ■ ■   ■ ■ ■ ·   ■ ■ ■ ·   · · · ·
     """
-    frames, places = _two("radial", shape)
-    bands = []
-    for m in (1 << power for power in range(max(frames - 1, 1).bit_length())):
-        # Windows of nearer frames are wider, so a band may begin at distance 0; strides of nearer frames are not.
-        apart = Window(2 * m - 1, 2 * m - 1)
-        if m > places:
-            apart = apart & ~Window(m - 1, m - 1) & Strided(-(-m // places))
-        reach = max(places // m, 1) - 1
-        bands.append(Grid((frames, places), (apart, Window(reach, reach)), offset))
-    return functools.reduce(operator.or_, bands)
+    return Radial(*_two("radial", shape), offset)
 
 
 def _each(name: str, shape: tuple[int, ...], **options: Any) -> list[tuple[Any, ...]]:

@@ -29,7 +29,15 @@ class _OnGrid(Mask):
         """Number of tokens of the grid."""
         return math.prod(self.shape)
 
-    def grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
+    def _set_lengths(self, *names: str) -> None:
+        """Checks the fields of a mask whose shape is made of such."""
+        set_integers(self, 1, *names)
+        set_integers(self, 0, "offset")
+        if self.size > LONGEST:
+            what, product = " * ".join(names), " * ".join(map(str, self.shape))
+            raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
+
+    def _grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
         """Grades pairs of boxes of tokens, as `Mask.grade` does rectangles of positions."""
         raise NotImplementedError
 
@@ -46,7 +54,7 @@ class _OnGrid(Mask):
             exists = q_exists & k_exists
             if not exists.any():
                 continue
-            state = self.grade_boxes(q_box, k_box)
+            state = self._grade_boxes(q_box, k_box)
             some = some | (exists & ((state == PARTIAL) | (state == FULL)))
             maybe_some = maybe_some | (exists & (state != EMPTY))
             not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
@@ -144,7 +152,7 @@ class Grid(_OnGrid):
             allowed = allowed & mask(q // stride % length, k // stride % length)
         return allowed
 
-    def grade_boxes(self, q, k):
+    def _grade_boxes(self, q, k):
         state = np.int8(FULL)
         for mask, q_ends, k_ends in zip(self.axes, q, k, strict=True):
             state = _PRODUCT_TABLE[state, mask.grade(*q_ends, *k_ends)]
@@ -189,10 +197,7 @@ class ColumnMajor(_OnGrid):
 
     def __post_init__(self):
         set_masks(self, "mask")
-        set_integers(self, 1, "rows", "columns")
-        set_integers(self, 0, "offset")
-        if self.size > LONGEST:
-            raise ValueError(f"ColumnMajor: rows * columns must be at most {LONGEST}, got {self.rows} * {self.columns}")
+        self._set_lengths("rows", "columns")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -208,13 +213,80 @@ class ColumnMajor(_OnGrid):
             *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
         )
 
-    def grade_boxes(self, q, k):
+    def _grade_boxes(self, q, k):
         ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
         state = self.mask.grade(*ends[0], *ends[1])
         # The positions of a box are a part of what lies between its ends, but its ends are there.
         pairs = [self.mask.grade(a, a, b, b) for a, b in itertools.product(*ends)]
         some, lacking = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
         return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Radial(_OnGrid):
+    """Frames of ``places`` tokens: the window of places halves as the distance in frames doubles.
+
+    A query at place x sees the key at place y of a frame d frames away if ``(abs(x - y) + 1) * m <= places``: m is the
+    largest power of two up to ``max(d, 1)``. It also sees ``x == y`` where ``d % ceil(m / places) == 0``, as it is for
+    all m up to places. This is the mask of Radial Attention (Li et al. 2025).
+
+    Args:
+      frames: number of frames.
+      places: tokens in a frame.
+      offset: position of the first frame's first token. Tokens before and beyond the frames are in no allowed pair.
+
+    Raises:
+      ValueError: frames or places is no positive integer, their product more than a sequence can have, or offset is
+        negative or no integer.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.grid_picture(sl.Radial(5, 8), (5, 8), query=(0, 2)))
+      ■ ■ ● ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■ ■ ■
+      ■ ■ ■ ■ ■ ■ · ·
+      ■ ■ ■ ■ ■ ■ · ·
+      · ■ ■ ■ · · · ·
+    """
+
+    frames: int
+    places: int
+    offset: int = 0
+
+    def __post_init__(self):
+        self._set_lengths("frames", "places")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.frames, self.places
+
+    def __call__(self, q, k):
+        q, k = q - self.offset, k - self.offset
+        apart = abs(q // self.places - k // self.places), abs(q % self.places - k % self.places)
+        return self._inside(q, k) & self._allowed(*apart)
+
+    def _scale(self, frames: Any) -> Any:
+        """The largest power of two up to a distance in frames, 1 at least, by operators that all arrays have."""
+        frames, bits = frames | 1, 1
+        while bits < self.frames.bit_length():  # all bits below the highest
+            frames, bits = frames | frames >> bits, 2 * bits
+        return frames - (frames >> 1)
+
+    def _allowed(self, frames: Any, places: Any) -> Any:
+        """What is that far apart."""
+        scale = self._scale(frames)
+        near = (places + 1) * scale <= self.places
+        if self.frames <= self.places:  # what follows is a part of it
+            return near
+        return near | ((places == 0) & (frames % -(-scale // self.places) == 0))
+
+    def _grade_boxes(self, q, k):
+        least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
+        some, every = self._allowed(*least), self._allowed(*most)
+        # The farther the less, but for the strides of far frames.
+        strided = (least[0] < most[0]) & (self._scale(most[0]) > self.places)
+        return np.where(strided, np.int8(UNSURE), graded(some, some & every))
 
 
 def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, _Box]]:

@@ -99,17 +99,19 @@ def real(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def checked(what: str, value: Any, hint: Any) -> Any:
-    """The value, if it has the type and range of an annotation: bool, int or one of the above.
-
-    Where a tuple is asked for, any sequence is one, and a single value is a tuple of one.
-    """
+def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
+    """`checked`, for annotations of tuples, too: any sequence is one, and a single value where a tuple must be."""
     several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[several]
-    if get_origin(hint) is tuple:
-        entries = {f"{what}[{i}]": entry for i, entry in enumerate(value)} if several else {what: value}
-        return tuple(checked(name, entry, get_args(hint)[0]) for name, entry in entries.items())
+    if get_origin(hint) is not tuple:
+        return checked(what, value, hint)
+    entries = {f"{what}[{i}]": entry for i, entry in enumerate(value)} if several else {what: value}
+    return tuple(checked(name, entry, get_args(hint)[0]) for name, entry in entries.items())
+
+
+def checked(what: str, value: Any, hint: Any) -> int:
+    """The value, if it has the type and range of an annotation: bool, int or one of the above."""
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {value!r}")

@@ -6,7 +6,7 @@ import html
 import numpy as np
 
 from .algebra import EMPTY, FULL, PARTIAL, UNSURE, Array, Blocks, Mask
-from .grids import ColumnMajor, Grid, Neighborhood
+from .grids import ColumnMajor, Grid, Neighborhood, Radial
 
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
 _REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
@@ -80,7 +80,7 @@ def _extent(mask: Mask) -> int:
     """About how many tokens a mask's pattern takes to show: the largest number in its formula, 8 at least."""
     if isinstance(mask, Blocks):
         return mask.block * _extent(mask.mask)
-    if isinstance(mask, Grid | ColumnMajor | Neighborhood):  # these say where they end
+    if isinstance(mask, Grid | ColumnMajor | Radial | Neighborhood):  # these say where they end
         end = mask.length if isinstance(mask, Neighborhood) else mask.offset + mask.size
         return max(8, -(-end // 4))
     fields = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}

@@ -10,8 +10,10 @@ from typing import Annotated, Any, get_type_hints
 
 from . import grid_presets
 from .algebra import Blocks, Mask
-from .options import LONGEST, Natural, Positive, checked, near
+from .options import LONGEST, Natural, Positive, checked_by_axis, near
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
+
+_BOOLS = {"true": True, "false": False}  # in a name
 
 
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | tuple[Mask, ...]:
@@ -52,7 +54,7 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
     for option, value in given.items():
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
-        given[option] = checked(f"preset {name!r}: {option}", value, hints[option])
+        given[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
     for option, default in preset_options(name).items():
         if default is None and option not in given:
             raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
@@ -103,7 +105,7 @@ def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
-    """``"a=1,b=true,c=2x3"`` as a dict; values that are no integers and bools stay strings, which `checked` refuses."""
+    """``"a=1,b=true,c=2x3"`` as a dict; values that are no integers and bools stay strings, which are refused."""
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
@@ -116,9 +118,6 @@ def _parsed(name: str, text: str) -> dict[str, Any]:
         values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
         options[option] = tuple(values) if len(values) > 1 else values[0]
     return options
-
-
-_BOOLS = {"true": True, "false": False}
 
 
 # --- the presets -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 from ..masks.adapters import MaskLike
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
-from ..masks.options import Natural, Positive, Shape, checked, own_keywords
+from ..masks.options import Natural, Positive, Shape, checked, checked_by_axis, own_keywords
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import heads, kept
@@ -113,7 +113,7 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
       · · ■   ■ ● ·
       ■ ■ ■   · · ·
     """
-    shape, query = checked("shape", shape, Shape), checked("query", query, tuple[Natural, ...])
+    shape, query = checked_by_axis("shape", shape, Shape), checked_by_axis("query", query, tuple[Natural, ...])
     offset = checked("offset", offset, Natural)
     size = math.prod(shape)
     if not shape or size > _TOKENS:

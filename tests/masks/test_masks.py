@@ -10,7 +10,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 import sparse_layers as sl
 from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
-from sparse_layers.masks.deepspeed import Shifted
 
 ARRAY = np.random.default_rng(0).random((30, 40)) < 0.5
 
@@ -40,11 +39,15 @@ COMPUTABLE = {
     "random, sized": sl.Random(3, seed=-5, size=23),
     "blocks": sl.Blocks(sl.Window(1), 4),
     "blocks of random": sl.Blocks(sl.Random(2), 3),
-    "shifted": Shifted(sl.BlockDiagonal(6), 4),
+    "shifted": sl.Shifted(sl.BlockDiagonal(6), 4),
     "grid": sl.Grid((4, 6), (sl.Window(1, 1), sl.Causal())),
     "grid, one axis": sl.Grid((50,), sl.Strided(3), offset=2),
     "grid, three axes": sl.Grid((3, 4, 5), (sl.BlockDiagonal(2), sl.Window(1), sl.Columns(3, 1)), offset=4),
     "grid, pixels in a row": sl.Grid((9, 1, 7), (sl.Strided(4), sl.Full(), sl.Window(2, 1))),
+    "column-major": sl.ColumnMajor(5, 9, sl.Window(7, 12), offset=3),
+    "column-major, rows": sl.ColumnMajor(5, 8, sl.BlockDiagonal(5)),
+    "radial": sl.Radial(7, 9, offset=2),
+    "radial, many frames": sl.Radial(21, 3),
     "neighborhood": sl.Neighborhood(20, 5),
     "neighborhood, even": sl.Neighborhood(45, 4),
     "neighborhood, dilated": sl.Neighborhood(40, 3, dilation=4),
@@ -61,9 +64,10 @@ TABLES = {
     "mask_mod of q alone": sl.MaskMod(lambda b, h, q, k: q >= 4),
 }
 ALL = COMPUTABLE | TABLES
-COMPOSED = {"blocks", "blocks of random", "shifted", "transposed", "and", "or", "not"}
-# No closed form: these may answer UNSURE.
+COMPOSED = {"blocks", "blocks of random", "transposed", "and", "or", "not"}
+# No closed form, or none for all rectangles: these may answer UNSURE.
 OPEN = {"random", "random, sized", "blocks of random", "mask_mod", "mask_mod of q alone", "and", "or", "not"}
+OPEN |= {"column-major", "column-major, rows", "radial, many frames"}
 EXACT = sorted(ALL.keys() - OPEN)
 
 sizes = st.integers(1, 12)
@@ -92,10 +96,11 @@ expressions = st.recursive(
         inner.map(lambda m: ~m),
         inner.map(lambda m: m.T),
         st.builds(sl.Blocks, inner, st.integers(1, 7)),
-        st.builds(Shifted, inner, st.integers(0, 9)),
+        st.builds(sl.Shifted, inner, st.integers(0, 9)),
         st.tuples(st.lists(st.tuples(st.integers(1, 7), inner), min_size=1, max_size=3), st.integers(0, 5)).map(
             on_grid
         ),
+        st.builds(sl.ColumnMajor, st.integers(1, 7), st.integers(1, 7), inner, st.integers(0, 5)),
     ),
     max_leaves=6,
 )
@@ -202,8 +207,8 @@ def test_blocks_repeat_the_mask_of_blocks(block):
 
 
 def test_shifted_moves_along_the_diagonal():
-    np.testing.assert_array_equal(Shifted(sl.Prefix(5), 3).dense(8), sl.Prefix(2).dense(8))
-    np.testing.assert_array_equal(Shifted(sl.LogSparse().T, 3).dense(8), sl.LogSparse().T.dense(11)[3:, 3:])
+    np.testing.assert_array_equal(sl.Shifted(sl.Prefix(5), 3).dense(8), sl.Prefix(2).dense(8))
+    np.testing.assert_array_equal(sl.Shifted(sl.LogSparse().T, 3).dense(8), sl.LogSparse().T.dense(11)[3:, 3:])
 
 
 def test_a_mask_is_no_truth_value():
@@ -251,7 +256,7 @@ def test_tables_are_not_computable():
     assert not array.computable
     assert not (array & sl.Causal()).computable and not (sl.Causal() | array).computable
     assert not (~array).computable and not array.T.computable
-    assert not sl.Blocks(array, 2).computable and not Shifted(array, 2).computable
+    assert not sl.Blocks(array, 2).computable and not sl.Shifted(array, 2).computable
     assert not TABLES["mask_mod"].computable
     assert dataclasses.replace(TABLES["mask_mod"], traceable=True).computable
 
@@ -288,7 +293,7 @@ def test_repr_shows_the_expression():
         (lambda: sl.Strided(0), "stride must be an integer >= 1, got 0"),
         (lambda: sl.BlockDiagonal(-2), "size must be an integer >= 1, got -2"),
         (lambda: sl.Blocks(sl.Causal(), 0), "block must be an integer >= 1, got 0"),
-        (lambda: Shifted(sl.Causal(), -1), "by must be an integer >= 0, got -1"),
+        (lambda: sl.Shifted(sl.Causal(), -1), "by must be an integer >= 0, got -1"),
         (lambda: sl.Columns(0, 0), "period must be an integer >= 1, got 0"),
         (lambda: sl.Columns(4, 4), "start=4"),
         (lambda: sl.Columns(4, 2, 5), "stop=5"),

@@ -10,7 +10,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.presets import _PRESETS
-from tests.ops.cases import candidates
+from tests.ops.cases import BOTH_WAYS, NEEDED, candidates
 
 NAMES = sorted(sl.presets())
 LENGTHS = (1, 7, 32, 61)
@@ -485,8 +485,8 @@ def test_deepspeed_refuses(config, options, message):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_has_defaults_a_summary_and_a_picture(name):
-    masks = sl.as_masks(sl.preset(name))
-    assert sl.as_masks(sl.preset(name, **sl.preset_options(name))) == masks
+    masks = sl.as_masks(sl.preset(name, **NEEDED[name]))
+    assert sl.as_masks(sl.preset(name, **sl.preset_options(name) | NEEDED[name])) == masks
     assert all(mask.computable for mask in masks)
     documentation = inspect.getdoc(_PRESETS[name]) or ""
     assert documentation.replace("``", "").startswith(sl.presets()[name]) and len(sl.presets()[name]) > 20
@@ -501,19 +501,20 @@ def test_all_presets_are_there():
         "sparse_transformer_strided, sparse_transformer_fixed",
         "sliding_window, chunked, dilated, longformer, bigbird, streaming, logsparse, prefix_lm",
         "bidirectional",
+        "neighborhood, sliding_tile, windows, axial, image_strided, image_fixed, spatial_temporal, radial",
     }
     assert sorted(name for row in documented for name in row.split(", ")) == NAMES
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"bidirectional", "prefix_lm"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - BOTH_WAYS))
 def test_presets_are_causal(name):
-    for mask in sl.as_masks(sl.preset(name)):
+    for mask in sl.as_masks(sl.preset(name, **NEEDED[name])):
         assert not np.any(np.triu(mask.dense(300), 1))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_presets_let_every_query_see_itself(name):
-    for mask in sl.as_masks(sl.preset(name)):
+    for mask in sl.as_masks(sl.preset(name, **NEEDED[name])):
         assert np.all(np.diagonal(mask.dense(300)))
 
 
@@ -530,7 +531,7 @@ def test_options_in_the_name():
     "name, options, message",
     [
         ("slidingwindow", {}, "unknown name 'slidingwindow', did you mean 'sliding_window'"),
-        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, bidirectional, bigbird, causal, chunked"),
+        ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, axial, bidirectional, bigbird, causal"),
         ("", {}, "unknown name ''. Known: all"),
         ("dense", {}, "unknown name 'dense', which is 'causal' to some and 'bidirectional' to others"),
         ("bigbird", {"seq_len": 100}, "bigbird: block=64 must divide seq_len=100"),

@@ -15,7 +15,7 @@ import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
 from sparse_layers.ops.planning.views import Gathered, Reordered, ResidueMajor, RowOrder
 from tests.masks.test_masks import COMPUTABLE
-from tests.ops.cases import candidates
+from tests.ops.cases import SMALL, candidates
 
 T = 50  # no multiple of any block
 DOCUMENTS = np.searchsorted([9, 20, 47], np.arange(T), side="right")
@@ -275,7 +275,7 @@ def test_numbers_beyond_any_length_in_the_op():
 
 
 def test_masks_compute_under_strict_promotion():
-    masks = [*COMPUTABLE.values(), *(mask for name in sl.presets() for mask in sl.as_masks(name))]
+    masks = [*COMPUTABLE.values(), *(mask for name in SMALL for mask in sl.as_masks(sl.preset(name, **SMALL[name])))]
     for order in (RowOrder(29), ResidueMajor(29, 3), Gathered(30, 8, 2, 5)):
         masks.append(Reordered(sl.Random(2) | sl.Strided(3), order, order))
     positions = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1), (1, 5))]

@@ -182,7 +182,7 @@ SETTINGS = [
     ("linen_block(patterns=mask)", TypeError, "SparseTransformerBlock: unknown", "'patterns'", "mean 'pattern'?"),
     # patterns
     ("attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
-    ("attention(pattern='stridde')", ValueError, "pattern", "'stridde'", "did you mean 'strided'?"),
+    ("attention(pattern='stridde')", ValueError, "pattern", "'stridde'", "did you mean 'strided'"),
     ("attention(pattern=[])", ValueError, "pattern", "sequence", "must not be empty"),
     ("attention(pattern=np.ones((9, 9), bool))", ValueError, "pattern", "(9, 9)", "must be seq_len=8 (queries, keys)"),
     ("attention(pattern=('all', 'local', mask))", ValueError, "pattern", "3 entries", "must divide num_heads=4"),

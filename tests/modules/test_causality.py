@@ -6,12 +6,11 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
-from tests.ops.cases import TINY
+from tests.ops.cases import BOTH_WAYS, TINY
 
 T = 40
-CASES = [(name, TINY.get(name, {})) for name in sl.presets()]
+CASES = [(name, TINY[name]) for name in sl.presets()]
 CASES += [("longformer", TINY["longformer"] | {"causal": False}), ("bigbird", TINY["bigbird"] | {"causal": False})]
-BOTH_WAYS = {"bidirectional", "prefix_lm"}
 
 
 def influence(pattern):

@@ -66,6 +66,43 @@ def test_picture_refuses(arguments, message):
         sl.picture(sl.Causal(), **arguments)
 
 
+def test_pictures_on_a_grid():
+    mask, seen = (
+        sl.Grid((3, 2, 4), (sl.Causal(), sl.Full(), sl.Window(1, 1)), offset=5),
+        {"■": 1, "●": 1, "·": 0, "○": 0},
+    )
+    text = sl.grid_picture(mask, (3, 2, 4), query=(1, 0, 2), offset=5)
+    frames = [[line.split("   ")[f] for line in text.splitlines()] for f in range(3)]
+    values = [[[seen[sign] for sign in row.split(" ")] for row in frame] for frame in frames]
+    np.testing.assert_array_equal(values, mask.dense(29)[5 + 10, 5:].reshape(3, 2, 4))
+    assert frames[1][0][2 * 2] == "●" and text.count("●") == 1
+    assert sl.grid_picture(sl.Strided(2), (7,), query=(2,)) == "■ · ● · ■ · ■"
+    assert sl.grid_picture("causal", np.array([1, 2]), query=[0, 0]) == "● ·"
+    assert sl.grid_picture((~sl.Window(0), sl.Full()), (2, 1), (0, 0)) == (
+        "heads 0, 2, ...:\n○\n■\nheads 1, 3, ...:\n●\n■"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(shape=(), query=()), r"shape must be lengths of axes, of 65536 tokens at most, got \(\)"),
+        (dict(shape=(300, 300), query=(0, 0)), r"of 65536 tokens at most, got \(300, 300\)"),
+        (dict(shape=(4, 0), query=(0, 0)), r"shape\[1\] must be an integer >= 1, got 0"),
+        (dict(shape=(4, 4), query=(0, -1)), r"query\[1\] must be an integer >= 0, got -1"),
+        (
+            dict(shape=(4, 4), query=(0, 4)),
+            r"one coordinate for each axis of shape=\(4, 4\), less than it, got \(0, 4\)",
+        ),
+        (dict(shape=(4, 4), query=3), r"one coordinate for each axis of shape=\(4, 4\), less than it, got \(3,\)"),
+        (dict(shape=(4, 4), query=(0, 0), offset=-1), "offset must be an integer >= 0, got -1"),
+    ],
+)
+def test_grid_picture_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sl.grid_picture(sl.Causal(), **arguments)
+
+
 def test_draw_writes_and_replaces_a_png(tmp_path):
     path = tmp_path / "mask.png"
     path.write_text("old")

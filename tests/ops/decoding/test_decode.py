@@ -14,13 +14,12 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
 from tests.arrays import inputs
-from tests.ops.cases import TINY
+from tests.ops.cases import BOTH_WAYS, TINY
 from tests.programs import USUAL
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
-BOTH_WAYS = {"bidirectional", "prefix_lm"}
-CASES = {name: sl.preset(name, **TINY.get(name, {})) for name in sl.presets() if name not in BOTH_WAYS}
+CASES = {name: sl.preset(name, **TINY[name]) for name in sl.presets() if name not in BOTH_WAYS}
 CASES |= {
     "array": sl.Array(np.tril(RNG.random((T, T)) < 0.2)),
     "array and stride": sl.Causal() & sl.Strided(5) & sl.Array(RNG.random((T, T)) < 0.5),

@@ -8,7 +8,7 @@ import pytest
 
 import sparse_layers as sl
 from tests.ops import test_selections as chosen
-from tests.ops.cases import SMALL, Case, check
+from tests.ops.cases import NEEDED, SMALL, Case, check
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs an NVIDIA GPU; tests/ops/test_attention.py has the kernels interpreted", allow_module_level=True)
@@ -21,7 +21,7 @@ OPTIONS = {"sliding_window": {"window": 300}, "streaming": {"window": 256}, "chu
 @pytest.mark.parametrize("size", [64, 96, 128])
 @pytest.mark.parametrize("name", SMALL)
 def test_presets(name, size, dtype):
-    mask = sl.preset(name, **OPTIONS.get(name, {}))
+    mask = sl.preset(name, **OPTIONS.get(name, NEEDED[name]))
     check_twice(Case(name, mask, 1000, heads=(4, 2), sizes=(size, size), batch=1, dtype=dtype))
 
 
