@@ -31,7 +31,7 @@ import pytest
 
 def pytest_collection_modifyitems(items):
     """What trains takes longest, and shares a few runs: it comes first, lest one process end with it alone."""
-    items.sort(key=lambda item: "train_lm" not in item.path.parts)
+    items.sort(key=lambda item: not {"train_lm", "images"} & {*item.path.parts})
 
 
 def pytest_collection_finish():

@@ -1,36 +1,27 @@
-"""Bytes to learn: where they come from, how they are split, and which of them a step sees."""
+"""Text to learn: where its bytes come from, how they are split, and which of them a step sees."""
 
 import array
 import dataclasses
 import errno
-import fnmatch
 import functools
-import gzip
 import hashlib
 import itertools
-import math
 import os
 import pathlib
-import queue
 import re
 import sysconfig
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import Refusal
-
-T = TypeVar("T")
+from ..training.config import Refusal
+from ..training.data import ROUNDS, Batch, file_names, permuted, split_files
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _CHUNK = 1 << 20  # bytes read at once
 # An open map holds a file descriptor, and a process may have as few as 256 of them.
 _OPEN_MAPS = 32
-_ROUNDS = 6  # of the network that permutes; four are the least that hide all order
 
 
 class Part(NamedTuple):
@@ -53,7 +44,7 @@ class Text:
     Example:
       >>> text = Text([Part(__file__, 3, 5), Part(__file__, 9, 2)])
       >>> text.size, text.read(3, 4).tobytes(), text.document_starts
-      (7, b'esto', array([0, 5]))
+      (7, b't o ', array([0, 5]))
     """
 
     def __init__(self, parts: Sequence[Part], document_starts: np.ndarray | None = None):
@@ -99,19 +90,6 @@ def _stamp(path: str) -> tuple[int, int]:
 def _mapped(parts: tuple[Part, ...], index: int) -> np.ndarray:
     path, offset, length = parts[index]
     return np.memmap(path, np.uint8, "r", offset, (length,)).view(np.ndarray)
-
-
-class Batch(NamedTuple):
-    """Windows of a text.
-
-    Attributes:
-      tokens: int32 [B, T + 1], the bytes.
-      segments: int32 [B, T + 1], the number of the byte's document within its window, from 0 on. None: documents are
-        not kept apart.
-    """
-
-    tokens: np.ndarray
-    segments: np.ndarray | None
 
 
 def text_windows(text: Text, starts: np.ndarray, seq_len: int, packed: bool) -> Batch:
@@ -165,7 +143,7 @@ class Corpus:
         starts = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
             # Unlike the streams of a Generator, those of a SeedSequence are the same in every version of NumPy.
-            phase, *keys = np.random.SeedSequence([seed, epoch]).generate_state(1 + _ROUNDS, np.uint64).tolist()
+            phase, *keys = np.random.SeedSequence([seed, epoch]).generate_state(1 + ROUNDS, np.uint64).tolist()
             here = epochs == epoch
             starts[here] = phase % phases + seq_len * permuted(indices[here], windows, keys)
         return text_windows(self.train, starts, seq_len, packed)
@@ -174,33 +152,6 @@ class Corpus:
         """Fixed windows spread evenly over the held-out bytes; they overlap if ``count * seq_len`` exceeds these."""
         starts = np.linspace(0, self.heldout.size - seq_len - 1, count).astype(np.int64)
         return text_windows(self.heldout, starts, seq_len, packed)
-
-
-def permuted(indices: np.ndarray, size: int, keys: Sequence[int]) -> np.ndarray:
-    """Where a pseudo-random permutation of ``range(size)`` sends each of ``indices`` (int64 [B], all below ``size``).
-
-    A Feistel network with a round for each of ``keys`` (below 2**64) computes it, so that an epoch of billions of
-    windows begins at once and takes no memory. The network permutes a power of four; what it sends beyond ``size``
-    is sent on until it falls below.
-
-    Example:
-      >>> sorted(permuted(np.arange(6), 6, [1, 2, 3]).tolist())
-      [0, 1, 2, 3, 4, 5]
-    """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-
-    def network(values: np.ndarray) -> np.ndarray:
-        left, right = values >> half, values & ((1 << half) - 1)
-        for key in keys:
-            mixed = (right ^ key) * 0xFF51AFD7ED558CCD
-            mixed = (mixed ^ (mixed >> 32)) * 0xC4CEB9FE1A85EC53
-            left, right = right, left ^ (mixed >> (64 - half))
-        return left << half | right
-
-    values = network(indices.astype(np.uint64))
-    while (beyond := values >= size).any():
-        values[beyond] = network(values[beyond])
-    return values.astype(np.int64)
 
 
 def load(path: str, seq_len: int, *, glob: str = "", separator: str = "") -> Corpus:
@@ -237,7 +188,7 @@ def load(path: str, seq_len: int, *, glob: str = "", separator: str = "") -> Cor
 def _split(root: pathlib.Path, glob: str, library: bool) -> list[list[Part]]:
     """Training and held-out parts of a folder; those and a test part of a file."""
     if root.is_dir():
-        sides = split_files(_names(root, glob or "*", _NOT_SOURCE if library else set()))
+        sides = split_files(file_names(root, glob or "*", _NOT_SOURCE if library else set()))
         if glob and not any(sides):
             raise Refusal(f"--glob {glob}: no file in {root} has such a name")
         return [[Part(str(root / name), 0, (root / name).stat().st_size) for name in side] for side in sides]
@@ -246,20 +197,6 @@ def _split(root: pathlib.Path, glob: str, library: bool) -> list[list[Part]]:
         raise Refusal(f"--glob {glob} chooses files of a folder, --data {root} is a file")
     borders = [0, size * 90 // 100, size * 95 // 100, size]
     return [[Part(str(root), start, end - start)] for start, end in itertools.pairwise(borders)]
-
-
-def _names(root: pathlib.Path, glob: str, skipped: set[str]) -> list[str]:
-    """The paths, from ``root`` on, of the files that ``glob`` matches; folders named in ``skipped`` are left out."""
-    names = []
-
-    def refuse(error: OSError) -> None:
-        raise error  # os.walk would leave out what it cannot read
-
-    for folder, subfolders, files in os.walk(root, onerror=refuse):
-        subfolders[:] = set(subfolders) - skipped
-        paths = [pathlib.Path(folder, name) for name in fnmatch.filter(files, glob)]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return names
 
 
 def _scan(text: Text, separator: bytes) -> tuple[Text, bytes]:
@@ -306,118 +243,3 @@ def _occurrences(chunks: Iterable[bytes], word: bytes) -> Iterator[int]:
         # What the next chunk may complete: less than a word, and nothing of one that was found.
         end = max(end, len(tail) - len(word) + 1)
         tail, begin = tail[end:], begin + end
-
-
-def split_files(names: list[str]) -> tuple[list[str], list[str]]:
-    """Splits file names into training and held-out ones, by a hash of the name alone.
-
-    A file stays on its side whatever files come or go. If no hash falls into the held-out twentieth, the file with the
-    smallest one is held out.
-
-    Example:
-      >>> split_files(["a.py", "b.py", "c.py"])
-      (['a.py', 'c.py'], ['b.py'])
-    """
-    hashes = {name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in sorted(names)}
-    limit = max(bytes([256 // 20]), min(hashes.values(), default=b""))
-    return [n for n in hashes if hashes[n] > limit], [n for n in hashes if hashes[n] <= limit]
-
-
-class Prefetch(Iterator[T]):
-    """Makes an item for each step ahead of its use, in one thread and in order.
-
-    Args:
-      make: called with each step, in the thread. What it raises is raised where its item would have been.
-      steps: what to make items for.
-      depth: at most so many items wait to be used, at least 1.
-
-    Attributes:
-      waited: seconds in which the user of the items had to wait for one.
-
-    As a context manager it ends its thread on exit, whether or not all items were used.
-
-    Example:
-      >>> with Prefetch(lambda step: step * step, range(1, 4)) as squares:
-      ...     print(list(squares))
-      [1, 4, 9]
-    """
-
-    def __init__(self, make: Callable[[int], T], steps: Iterable[int], depth: int = 2):
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
-        self.waited = 0.0
-        self._made = queue.SimpleQueue()
-        self._room = threading.Semaphore(depth)
-        self._ended = threading.Event()
-        # The thread does not hold this object, so that it ends with one that was dropped, too.
-        work = (make, steps, self._made, self._room, self._ended)
-        self._thread = threading.Thread(target=_make_ahead, args=work, name="prefetch", daemon=True)
-        self._end = weakref.finalize(self, _end, self._room, self._ended)
-        self._thread.start()
-
-    def __next__(self) -> T:
-        if self._ended.is_set():
-            raise StopIteration
-        began = time.perf_counter()
-        item, error = self._made.get()
-        self.waited += time.perf_counter() - began
-        self._room.release()
-        if error is not None:
-            self.close()
-            raise error
-        return item
-
-    def close(self) -> None:
-        """Ends the thread; an item that is being made is waited for, but not for long."""
-        self._end()
-        self._thread.join(timeout=5)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _make_ahead(make, steps, made: queue.SimpleQueue, room: threading.Semaphore, ended: threading.Event) -> None:
-    def items():
-        for step in steps:
-            room.acquire()
-            if ended.is_set():
-                return
-            # In a generator, so that a StopIteration of `make` is an error and not the end of the items.
-            yield make(step)
-
-    try:
-        for item in items():
-            made.put((item, None))
-        made.put((None, StopIteration()))
-    except BaseException as error:
-        made.put((None, error))
-
-
-def _end(room: threading.Semaphore, ended: threading.Event) -> None:
-    ended.set()
-    room.release()
-
-
-def order0_bits(data: np.ndarray) -> float:
-    """Entropy of the byte frequencies of ``data`` (uint8), in bits per byte: what a model without context can reach.
-
-    Example:
-      >>> order0_bits(np.array([1, 2, 3, 4], np.uint8))
-      2.0
-    """
-    counts = np.bincount(data, minlength=256)
-    shares = counts[counts > 0] / data.size
-    return float(-(shares * np.log2(shares)).sum()) + 0.0
-
-
-def gzip_bits(data: np.ndarray) -> float:
-    """Size of ``data`` (uint8) after ``gzip -9``, in bits per byte."""
-    return 8 * len(gzip.compress(data.tobytes(), 9, mtime=0)) / data.size
-
-
-def bits(nats: float) -> float:
-    """Nats (a cross-entropy loss) as bits."""
-    return nats / math.log(2)

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import Config, Refusal
-from .data import Batch, Text, bits, text_windows
-from .model import counted, nats
-from .run import Run, State, fitting, open_run
-from .train import check_corpus, load
+from ..training.config import Refusal
+from ..training.data import Batch, bits
+from ..training.loop import check_corpus
+from ..training.model import counted, nats
+from ..training.run import Run, State, fitting, open_run
+from .config import Config
+from .data import Text, text_windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ def default_contexts(seq_len: int) -> list[int]:
     return sorted({1, *(max(1, seq_len - seq_len // part) for part in (2, 4, 8, 32, 64, 96))})
 
 
-def by_context(run: Run, state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:
+def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:
     """One `Row` for each minimum context, all scored on the same bytes.
 
     Args:
@@ -97,7 +99,7 @@ def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, confi
     return text_windows(text, moved, config.seq_len, config.packed), weights
 
 
-def _scores(run: Run, state: State, batch: Batch, weights: jax.Array) -> jax.Array:
+def _scores(run: Run[Config], state: State, batch: Batch, weights: jax.Array) -> jax.Array:
     """Nats of the bytes that count, together."""
     return jnp.where(weights, nats(run.model(state), batch), 0).sum()
 
@@ -114,9 +116,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("auto", "cpu", "gpu", "tpu"), default="auto", help="where [auto]")
     args = parser.parse_args(argv)
     try:
-        run, state, facts = open_run(args.out, args.device)
-        corpus = load(run.config)
-        check_corpus(run.config, corpus, facts)
+        run, state, facts = open_run(Config, args.out, args.device)
+        corpus = run.config.corpus()
+        check_corpus(run.config, corpus.digest, facts)
         text = corpus.heldout if args.part == "heldout" else corpus.test
         if text is None:
             raise Refusal("--part test: a folder has none, only a file is split into three")

@@ -5,9 +5,10 @@ import sys
 
 import jax
 
-from .config import Config, Refusal
-from .model import sample
-from .run import fitting, open_run
+from ..training.config import Refusal
+from ..training.run import fitting, open_run
+from .config import Config
+from .sample import sample
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not 0 <= args.seed < 2**32:
             raise Refusal(f"--seed must be in 0..2**32 - 1, got {args.seed}")
-        run, state, _ = open_run(args.out, args.device)
+        run, state, _ = open_run(Config, args.out, args.device)
         prompt = run.config.prompt if args.prompt is None else args.prompt
         with fitting(run.config), jax.set_mesh(run.mesh):
             model = run.model(state)

@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import data
-from .config import Config, Refusal, add_options, settings
-from .run import Run, fitting, resolved
-from .train import load
+from ..training import data
+from ..training.config import Refusal, add_options, settings
+from ..training.run import Run, fitting, resolved
+from .config import Config
 
 # What a kernel is for, by parts of its name; the first that fits, XLA's fused loops and reductions being the rest.
 _KINDS = {
@@ -61,9 +61,9 @@ def profile(config: Config, warm: int = 5, steps: int = 20) -> Profile:
     config = resolved(config)
     if config.device != "gpu":
         raise Refusal(f"--device {config.device}: a profile is of the kernels of an NVIDIA GPU")
-    corpus = load(config)
+    source = config.source()
     run = Run(config)
-    make = functools.partial(run.batch, corpus)
+    make = functools.partial(run.batch, source)
     with fitting(config), tempfile.TemporaryDirectory() as folder:
         state, step, began, waited = run.init(), run.compiled(make(1))[0], 0.0, 0.0
         with data.Prefetch(make, range(1, warm + steps + 1)) as batches:
@@ -130,11 +130,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m examples.train_lm.profile", description="Where a training step's time goes on a GPU."
     )
     parser.add_argument("--top", type=int, default=12, help="kernels listed by name [12]")
-    add_options(parser)
+    add_options(parser, Config)
     given = vars(parser.parse_args(argv))
     top = given.pop("top")
     try:
-        result = profile(Config(**settings(given)))
+        result = profile(Config(**settings(Config, given)))
     except Refusal as refusal:
         print(f"profile: {refusal}", file=sys.stderr)
         return 2

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.train_lm import checkpoint
-from examples.train_lm.config import Refusal
+from examples.training import checkpoint
+from examples.training.config import Refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from examples.train_lm import data
-from examples.train_lm.config import Refusal
+from examples.training.config import Refusal
+from examples.training.data import Prefetch, gzip_bits, order0_bits, permuted, split_files
 
 
 def everything(text):
@@ -53,24 +54,24 @@ def positions(corpus, batch):
 
 def test_files_are_on_one_side_only_and_stay_there():
     names = [f"folder/file{i}.py" for i in range(1000)]
-    train, heldout = data.split_files(names)
+    train, heldout = split_files(names)
     assert set(train) | set(heldout) == set(names) and not set(train) & set(heldout)
     assert 20 <= len(heldout) <= 90  # a twentieth; four standard deviations are 28
-    assert data.split_files(names[::-1]) == (train, heldout)
-    fewer = data.split_files(names[:300])
+    assert split_files(names[::-1]) == (train, heldout)
+    fewer = split_files(names[:300])
     assert set(fewer[0]) <= set(train) and set(fewer[1]) <= set(heldout)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_few_files_still_give_both_sides(count):
-    train, heldout = data.split_files([f"{i}" for i in range(count)])
+    train, heldout = split_files([f"{i}" for i in range(count)])
     assert train and heldout
 
 
 def test_folder_is_read_by_file(corpus):
     loaded = data.load(str(corpus), 32)
     names = [path.relative_to(corpus).as_posix() for path in corpus.rglob("*.txt")]
-    for text, part in zip((loaded.train, loaded.heldout), data.split_files(names), strict=True):
+    for text, part in zip((loaded.train, loaded.heldout), split_files(names), strict=True):
         files = [(corpus / name).read_bytes() for name in part]
         assert everything(text).tobytes() == b"".join(files)
         assert text.document_starts.tolist() == [len(b"".join(files[:i])) for i in range(len(files))]
@@ -157,14 +158,14 @@ def test_an_unreadable_folder_is_not_left_out(corpus, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 1000, 4097])
 def test_permutation_is_one_to_one(size):
-    orders = [data.permuted(np.arange(size), size, [i, 2**64 - 1, 3, 4]) for i in range(2)]
+    orders = [permuted(np.arange(size), size, [i, 2**64 - 1, 3, 4]) for i in range(2)]
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(size))
     assert size < 1000 or np.mean(orders[0] == orders[1]) < 0.02
 
 
 def test_permutation_leaves_no_order():
-    few = data.permuted(np.arange(10_000), 10**12, [1, 2, 3, 4, 5, 6])
+    few = permuted(np.arange(10_000), 10**12, [1, 2, 3, 4, 5, 6])
     # Neighbours are a third of the range apart on average, as independent draws are; the deviation is 0.0025.
     assert np.abs(np.diff(few)).mean() / 10**12 == pytest.approx(1 / 3, abs=0.01)
     assert few.mean() / 10**12 == pytest.approx(1 / 2, abs=0.015)
@@ -233,7 +234,7 @@ def test_separators_begin_documents(tmp_path, monkeypatch, chunk, separator):
     for name, written in files.items():
         (tmp_path / name).write_bytes(written)
     loaded = data.load(str(tmp_path), 32, separator=separator)
-    for text, [name] in zip((loaded.train, loaded.heldout), data.split_files(list(files)), strict=True):
+    for text, [name] in zip((loaded.train, loaded.heldout), split_files(list(files)), strict=True):
         lengths = [len(piece) for piece in files[name].split(separator.encode())]
         starts = np.cumsum(lengths[:-1]) + len(separator.encode()) * np.arange(len(lengths) - 1)
         np.testing.assert_array_equal(text.document_starts, np.union1d([0], starts))
@@ -258,7 +259,7 @@ def test_digest_is_of_content_and_borders(tmp_path):
 
 def test_prefetch_keeps_order_and_runs_ahead():
     made = []
-    with data.Prefetch(lambda step: made.append(step) or step, itertools.count(5), depth=3) as items:
+    with Prefetch(lambda step: made.append(step) or step, itertools.count(5), depth=3) as items:
         assert next(items) == 5
         deadline = time.monotonic() + 5
         while len(made) < 4 and time.monotonic() < deadline:
@@ -269,9 +270,9 @@ def test_prefetch_keeps_order_and_runs_ahead():
 
 
 def test_prefetch_counts_only_waiting():
-    with data.Prefetch(lambda step: time.sleep(0.1), range(2)) as slow:
+    with Prefetch(lambda step: time.sleep(0.1), range(2)) as slow:
         assert list(slow) == [None] * 2 and slow.waited >= 0.1
-    with data.Prefetch(int, range(2)) as quick:
+    with Prefetch(int, range(2)) as quick:
         time.sleep(0.3)
         assert list(quick) == [0, 1] and quick.waited < 0.15
 
@@ -283,7 +284,7 @@ def test_prefetch_raises_where_the_item_would_have_been(error):
             raise error
         return step
 
-    items = data.Prefetch(make, range(5))
+    items = Prefetch(make, range(5))
     assert next(items) == 0 and next(items) == 1
     with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)) as caught:
         next(items)
@@ -296,17 +297,17 @@ def prefetching():
 
 
 def test_prefetch_ends_its_thread_when_left_early():
-    with pytest.raises(InterruptedError), data.Prefetch(int, itertools.count()) as items:
+    with pytest.raises(InterruptedError), Prefetch(int, itertools.count()) as items:
         assert next(items) == 0 and prefetching()
         raise InterruptedError
     assert not prefetching() and list(items) == []
-    with data.Prefetch(int, itertools.count(), depth=1):
+    with Prefetch(int, itertools.count(), depth=1):
         pass
     assert not prefetching()
 
 
 def test_prefetch_that_is_dropped_ends_its_thread():
-    for item in data.Prefetch(int, itertools.count()):
+    for item in Prefetch(int, itertools.count()):
         if item == 3:
             break
     deadline = time.monotonic() + 5
@@ -325,7 +326,7 @@ def test_prefetch_can_be_interrupted_while_it_is_waited_for():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
 
-    with pytest.raises(KeyboardInterrupt), data.Prefetch(make, [0]) as items:
+    with pytest.raises(KeyboardInterrupt), Prefetch(make, [0]) as items:
         waiting.set()
         next(items)
         pytest.fail("the item came before Ctrl-C")
@@ -338,13 +339,13 @@ def test_prefetch_can_be_interrupted_while_it_is_waited_for():
 )
 def test_order0_entropy(counts, bits):
     values = np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
-    assert data.order0_bits(values) == pytest.approx(bits, abs=1e-12)
+    assert order0_bits(values) == pytest.approx(bits, abs=1e-12)
 
 
 def test_gzip_bits():
     noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
-    assert 8 <= data.gzip_bits(noise) < 8.1
-    assert data.gzip_bits(np.zeros(10_000, np.uint8)) < 0.1
+    assert 8 <= gzip_bits(noise) < 8.1
+    assert gzip_bits(np.zeros(10_000, np.uint8)) < 0.1
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 36])

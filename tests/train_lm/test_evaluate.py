@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from examples.train_lm import evaluate, profile
-from examples.train_lm.config import Config, Refusal
+from examples.train_lm.config import Config
 from examples.train_lm.data import Part, Text
-from examples.train_lm.run import Run
+from examples.training.config import Refusal
+from examples.training.run import Run
 
 from .conftest import TINY
 
@@ -119,6 +120,6 @@ def test_profile_without_a_gpu_is_refused_at_once(monkeypatch, capsys):
 
     monkeypatch.setattr(profile, "resolved", lambda config: dataclasses.replace(config, device="cpu"))
     monkeypatch.setattr(profile, "Run", train)
-    monkeypatch.setattr(profile, "load", train)
+    monkeypatch.setattr(profile.Config, "source", train)
     assert profile.main([]) == 2
     assert capsys.readouterr().err == "profile: --device cpu: a profile is of the kernels of an NVIDIA GPU\n"

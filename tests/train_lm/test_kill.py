@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from examples.train_lm import checkpoint
+from examples.training import checkpoint
 
 from .conftest import TINY, flags, losses
 

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from examples.train_lm.config import Config, Refusal
-from examples.train_lm.data import Batch
-from examples.train_lm.model import _without_future, build, mean_loss, sample, step_flops
-from examples.train_lm.run import Run
+from examples.train_lm.config import Config
+from examples.train_lm.sample import sample
+from examples.training.config import Refusal
+from examples.training.data import Batch
+from examples.training.model import _without_future, build, mean_loss, step_flops
+from examples.training.run import Run
 
 from .conftest import TINY
 

@@ -11,9 +11,11 @@ import sys
 import numpy as np
 import pytest
 
-from examples.train_lm import generate, train
-from examples.train_lm.config import Config, Refusal
-from examples.train_lm.sharding import make_mesh
+from examples.train_lm import generate
+from examples.train_lm.config import Config
+from examples.training import loop
+from examples.training.config import Refusal
+from examples.training.sharding import make_mesh
 
 from .conftest import TINY
 
@@ -38,7 +40,8 @@ import json, pathlib, sys
 import jax
 from examples.train_lm import generate, train
 from examples.train_lm.config import Config
-from examples.train_lm.run import Run
+from examples.training import loop
+from examples.training.run import Run
 out, corpus, settings, meshes = json.loads(sys.argv[1])
 assert jax.device_count() == 8
 compiled, programs = Run.compiled, {}
@@ -50,7 +53,7 @@ def recorded(run, batch):
 
 Run.compiled = recorded
 for name, options in meshes.items():
-    train.train(Config(**{**settings, **options, "data": corpus, "out": f"{out}/{name}"}), resume=False)
+    loop.train(Config(**{**settings, **options, "data": corpus, "out": f"{out}/{name}"}), resume=False)
 assert train.main(["--out", f"{out}/moved", "--resume", "--fsdp", "8"]) == 0
 json.dump({pathlib.Path(path).name: program for path, program in programs.items()}, open(f"{out}/programs.json", "w"))
 """
@@ -61,7 +64,7 @@ def one(corpus, tmp_path_factory):
     """Folders of the runs on one device: of the settings, and of those with what else "heads" has."""
     out = tmp_path_factory.mktemp("one")
     for name, options in (("plain", {}), ("heads", DEEP)):
-        train.train(Config(**{**SETTINGS, **options, "data": str(corpus), "out": str(out / name)}), resume=False)
+        loop.train(Config(**{**SETTINGS, **options, "data": str(corpus), "out": str(out / name)}), resume=False)
     return out
 
 

@@ -19,10 +19,14 @@ import matplotlib.text
 import numpy as np
 import pytest
 
-from examples.train_lm import checkpoint, data, evaluate, generate, report, train
-from examples.train_lm.config import Config, Refusal
-from examples.train_lm.log import Log
-from examples.train_lm.run import Run
+from examples.train_lm import evaluate, generate, train
+from examples.train_lm.config import Config
+from examples.train_lm.data import load
+from examples.training import checkpoint, report
+from examples.training.config import Refusal
+from examples.training.data import gzip_bits, order0_bits
+from examples.training.log import Log
+from examples.training.run import Run
 
 from .conftest import TINY, flags, losses, rows, snapshot
 
@@ -42,8 +46,8 @@ def test_a_run_writes_what_it_says(finished, corpus, capsys):
     assert losses(finished) == before
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["pattern", "params", "steps"]
-    windows = data.load(str(corpus), 32).heldout_windows(4, 32).tokens[:, 1:].astype(np.uint8)
-    expected = [before[-1][2], data.gzip_bits(windows.reshape(-1)), data.order0_bits(windows.reshape(-1))]
+    windows = load(str(corpus), 32).heldout_windows(4, 32).tokens[:, 1:].astype(np.uint8)
+    expected = [before[-1][2], gzip_bits(windows.reshape(-1)), order0_bits(windows.reshape(-1))]
     assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-3:] == [f"{bits:.3f}" for bits in expected]
 
 

@@ -1,4 +1,4 @@
-"""The model: a `sparse_layers.SparseTransformer` over bytes, its loss, what a step of it costs, and samples from it."""
+"""The model: a `sparse_layers.SparseTransformer` over bytes, its loss, and what a step of it costs."""
 
 from typing import Any
 
@@ -46,9 +46,7 @@ def build(config: Config) -> sl.SparseTransformer:
             rngs=nnx.Rngs(config.seed),
         )
     except (ValueError, OverflowError) as error:
-        raise Refusal(
-            f"--pattern {config.pattern} --seq-len {config.seq_len}: {' '.join(str(error).split())}"
-        ) from error
+        raise Refusal(f"--pattern {config.pattern} {config.length}: {' '.join(str(error).split())}") from error
 
 
 def _hidden(config: Config) -> int:
@@ -58,7 +56,7 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(_without_future(sl.preset(part)) for part in config.pattern.split("+"))
+    return tuple(_without_future(config.mask(part)) for part in config.pattern.split("+"))
 
 
 def _without_future(pattern: Any) -> Any:
@@ -114,45 +112,3 @@ def _pairs(pattern: Any, length: int) -> float:
     keys = np.arange(length)[None, :]
     counts = [np.count_nonzero(np.broadcast_to(mask(rows, keys), (rows.size, length))) for mask in masks]
     return float(np.mean(counts)) * length / rows.size
-
-
-def sample(
-    model: sl.SparseTransformer,
-    prompt: bytes,
-    tokens: int,
-    temperature: float,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> bytes:
-    """``prompt`` and ``tokens`` sampled bytes after it.
-
-    A text longer than the model's sequence goes on from its last half, again and again.
-
-    Args:
-      model: of `build`.
-      prompt: at least one byte.
-      tokens: number of bytes to sample.
-      temperature: 0 takes the likeliest byte each time, 1 samples from the model as it is.
-      top_p: sample from the fewest likeliest bytes only that have this probability together.
-      seed: of the samples.
-
-    Raises:
-      Refusal: an empty prompt, a negative number of tokens or temperature, top_p outside (0, 1].
-    """
-    if not prompt:
-        raise Refusal("--prompt must have at least one byte")
-    if tokens < 0 or not 0 <= temperature < float("inf"):
-        raise Refusal(f"--tokens and --temperature must not be negative, got {tokens} and {temperature}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise Refusal(f"--top-p must be in (0, 1], got {top_p}")
-    if model.seq_len == 1:
-        raise Refusal("a model of --seq-len 1 has no room for a byte after the prompt")
-    text, key = prompt, jax.random.key(seed)
-    while tokens:
-        # No more than half the sequence, so that the rest is room for what comes.
-        seen = text[-(model.seq_len // 2) :] if len(text) + tokens > model.seq_len else text
-        count = min(tokens, model.seq_len - len(seen))
-        key, now = jax.random.split(key)
-        new = sl.generate(model, [list(seen)], count, temperature=temperature, top_p=top_p, key=now)
-        text, tokens = text + np.asarray(new[0], np.uint8).tobytes(), tokens - count
-    return text

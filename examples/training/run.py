@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,14 @@ from sparse_layers.ops.planning.platforms import platform
 
 from . import checkpoint
 from .config import Config, Refusal
-from .data import Batch, Corpus
+from .data import Batch, Source
 from .model import build, mean_loss
 from .sharding import SEQUENCES, make_mesh, param_shardings, state_shardings
 
 CHECKPOINTS = "checkpoints"
 
 State = dict[str, Any]
+C = TypeVar("C", bound=Config)
 
 
 def use_device(name: str) -> None:
@@ -48,7 +49,7 @@ def use_device(name: str) -> None:
         jax.config.update("jax_default_device", device)
 
 
-def resolved(config: Config) -> Config:
+def resolved(config: C) -> C:
     """The config with what "auto" stands for here, which is what a run goes on with.
 
     Raises:
@@ -59,7 +60,7 @@ def resolved(config: Config) -> Config:
     return dataclasses.replace(config, device=platform(), dtype=dtype if config.dtype == "auto" else config.dtype)
 
 
-class Run:
+class Run(Generic[C]):
     """A model and its optimiser as pure functions of a state ``{"params": ..., "optimizer": ...}``.
 
     Args:
@@ -73,7 +74,7 @@ class Run:
       Refusal: the pattern cannot serve the length, or there are too few devices.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: C):
         self.config = config = resolved(config)
         self.mesh = make_mesh(config, platform())
         # A cosine that warms up needs at least one step on each side of the peak, even in a run of two steps.
@@ -131,10 +132,9 @@ class Run:
         """A batch on the devices, split by sequences."""
         return jax.device_put(batch, NamedSharding(self.mesh, SEQUENCES))
 
-    def batch(self, corpus: Corpus, number: int) -> Batch:
+    def batch(self, source: Source, number: int) -> Batch:
         """What the ``number``-th step learns, from 1 on, on the devices."""
-        config = self.config
-        return self.place(corpus.batch(config.seed, number - 1, config.batch_size, config.seq_len, config.packed))
+        return self.place(source.batch(number - 1))
 
     def model(self, state: State, step: Any = 0) -> Any:
         """The model with the weights of ``state``, and the dropout of a step."""
@@ -177,12 +177,13 @@ class Run:
         return step, loss, finite
 
 
-def open_run(out: str, device: str = "auto") -> tuple[Run, State, dict[str, Any]]:
+def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], State, dict[str, Any]]:
     """A saved run, its newest state on the devices, and the facts saved with it.
 
     Where there are fewer devices than weights were split over, each holds all of them.
 
     Args:
+      kind: of config, that of the example.
       out: folder of the run.
       device: as in `Config`, of any kind.
 
@@ -192,7 +193,7 @@ def open_run(out: str, device: str = "auto") -> tuple[Run, State, dict[str, Any]
     folder = pathlib.Path(out) / CHECKPOINTS
     with reading(out):
         step, facts = checkpoint.latest(folder)
-        config = dataclasses.replace(Config.load(facts["config"], {"out": out}), device=device, data_parallel=0)
+        config = dataclasses.replace(kind.load(facts["config"], {"out": out}), device=device, data_parallel=0)
         use_device(device)
         if config.fsdp * config.tensor_parallel > len(jax.devices(platform())):
             config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
@@ -227,7 +228,7 @@ def fitting(config: Config) -> Iterator[None]:
             raise
         hint = "" if config.recompute else ", or --recompute"
         raise Refusal(
-            f"--batch-size {config.batch_size} --seq-len {config.seq_len} does not fit the memory of the "
+            f"--batch-size {config.batch_size} {config.length} does not fit the memory of the "
             f"{jax.devices()[0].device_kind}: take a smaller batch{hint}"
         ) from error
 

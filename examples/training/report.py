@@ -1,0 +1,203 @@
+"""What a person looks at afterwards: curves and the closing table.
+
+``python -m examples.training.report compare.json compare.png`` prints and draws a recorded comparison again.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .data import bits
+from .log import median
+
+# Of a row, what table and figures are made from.
+_COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb")
+# Whose versions are recorded.
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one run came to.
+
+    Attributes:
+      pattern: as given.
+      params: number of weights.
+      rows: one dict a step, see `examples.training.log.Log`.
+      tokens_per_step: bytes seen in a step.
+      memory: bytes that a step takes of one device's memory.
+      gzip: bits per byte of gzip on the held-out windows.
+      order0: order-0 entropy of the held-out windows, bits per byte.
+    """
+
+    pattern: str
+    params: int
+    rows: list[dict[str, Any]]
+    tokens_per_step: int
+    memory: int
+    gzip: float
+    order0: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """By the median step."""
+        return 1e3 * self.tokens_per_step / median(self.rows, "step_ms")
+
+
+def table(results: Sequence[Result]) -> str:
+    """The closing table, one line a run; times are those of the median step."""
+    head = (
+        "pattern",
+        "params",
+        "steps",
+        "ms/step",
+        "tokens/s",
+        "MFU",
+        "memory/step",
+        "held-out bpb",
+        "gzip",
+        "order 0",
+    )
+    lines: list[tuple[str, ...]] = [head]
+    for r in results:
+        mfu = median(r.rows, "mfu")
+        numbers = (
+            f"{r.params:,}",
+            f"{r.rows[-1]['step']:,}",
+            f"{median(r.rows, 'step_ms'):.1f}",
+            f"{r.tokens_per_second:,.0f}",
+            "-" if np.isnan(mfu) else f"{mfu:.1%}",
+            f"{r.memory / 1e9:.2f} GB",
+            f"{r.rows[-1]['heldout_bpb']:.3f}",
+        )
+        lines.append((r.pattern, *numbers, f"{r.gzip:.3f}", f"{r.order0:.3f}"))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    rows = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    return "\n".join([rows[0], "-" * len(rows[0]), *rows[1:]])
+
+
+def save(results: Sequence[Result], path: pathlib.Path, device: str) -> None:
+    """Writes what `table` and `draw_comparison` are made from, with the command, the machine and the versions.
+
+    An older record stays until the new one is whole: a comparison that is resumed is recorded again, from the same rows
+    and newer ones.
+    """
+    record = {
+        "command": shlex.join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {x: importlib.metadata.version(x) for x in _PACKAGES},
+        "device": device,
+        "lines": table(results).splitlines(),
+        "results": [
+            {**dataclasses.asdict(r), "rows": {name: [row.get(name) for row in r.rows] for name in _COLUMNS}}
+            for r in results
+        ],
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def load(path: pathlib.Path) -> list[Result]:
+    """The results that `save` has written."""
+    found = json.loads(path.read_text(encoding="utf-8"))["results"]
+    for result in found:
+        values = zip(*(result["rows"][name] for name in _COLUMNS), strict=True)
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in values]
+        result["rows"] = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    return [Result(**result) for result in found]
+
+
+def draw_run(result: Result, path: pathlib.Path) -> None:
+    """Loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat; below, the speed."""
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axes, speed = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    axes.plot(*_curve(result, "step"), lw=1, label="training (running mean)")
+    evaluated = _evaluated(result, "step")
+    axes.plot(*evaluated, "o-", ms=3, label=f"held-out: {evaluated[1][-1]:.3f} at the end")
+    axes.axhline(result.gzip, color="gray", ls="--", lw=1, label=f"gzip, held-out: {result.gzip:.3f}")
+    axes.axhline(result.order0, color="gray", ls=":", lw=1, label=f"order 0, held-out: {result.order0:.3f}")
+    axes.set_ylabel("bits per byte")
+    axes.set_title(_in_lines(result.pattern), fontsize="medium")
+    axes.legend()
+    speed.plot(*([row[name] for row in result.rows[1:] or result.rows] for name in ("step", "tokens_per_second")), lw=1)
+    speed.set(xlabel="steps", ylabel="tokens/s", ylim=(0, None))
+    if "mfu" in result.rows[-1]:
+        share = result.rows[-1]["mfu"] / result.rows[-1]["tokens_per_second"]
+        right = speed.secondary_yaxis("right", functions=(lambda x: 100 * share * x, lambda x: x / (100 * share)))
+        right.set_ylabel("MFU, %")
+    figure.savefig(path, dpi=120)
+
+
+def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
+    """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds."""
+    labels = [f"{_in_lines(r.pattern)} ({r.tokens_per_second:,.0f} tokens/s)" for r in results]
+    figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for number, (r, label) in enumerate(zip(results, labels, strict=True)):
+        _draw(left, r, "step", f"C{number}", label)
+        _draw(right, r, "seconds", f"C{number}", None)
+    left.set(xlabel="steps", ylabel="bits per byte")
+    right.set(xlabel="seconds of training (without compiling and evaluating)")
+    # The first steps, from 8 bits on, would press all that follows to the ground.
+    lowest = min(min(_curve(r, "step")[1]) for r in results)
+    middle = max(np.median(_curve(r, "step")[1]) for r in results)
+    left.set_ylim(lowest - 0.1 * (middle - lowest) - 0.02, middle + 2 * (middle - lowest) + 0.05)
+    figure.legend(loc="outside lower center", title="lines: training (running mean); dots: held-out")
+    figure.savefig(path, dpi=120)
+
+
+def _in_lines(pattern: str) -> str:
+    """A pattern with a line for each that the layers take in turn, so that it fits a figure's width."""
+    return pattern.replace("+", "\n+ ")
+
+
+def _draw(axes: Axes, result: Result, key: str, color: str, label: str | None) -> None:
+    axes.plot(*_curve(result, key), lw=1, color=color, label=label)
+    axes.plot(*_evaluated(result, key), "o", ms=3, color=color)
+
+
+def _evaluated(result: Result, key: str) -> tuple[list[float], list[float]]:
+    """``key`` and the held-out bits per byte, where they were asked for."""
+    rows = [row for row in result.rows if "heldout_bpb" in row]
+    return [row[key] for row in rows], [row["heldout_bpb"] for row in rows]
+
+
+def _curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:
+    """``key`` and the loss in bits per byte, both averaged over a fiftieth of the run."""
+    width = max(1, len(result.rows) // 50)
+    mean = np.ones(width) / width
+    x, loss = ([row[name] for row in result.rows] for name in (key, "loss"))
+    return np.convolve(x, mean, "valid"), np.convolve([bits(value) for value in loss], mean, "valid")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of the report. Returns the exit code 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.training.report", description="Print and draw a recorded comparison again."
+    )
+    parser.add_argument("record", type=pathlib.Path, help="compare.json of train --compare")
+    parser.add_argument("picture", type=pathlib.Path, nargs="?", help="PNG to draw [none]")
+    args = parser.parse_args(argv)
+    results = load(args.record)
+    print(table(results))
+    if args.picture:
+        draw_comparison(results, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
