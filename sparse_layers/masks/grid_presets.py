@@ -92,7 +92,8 @@ def sliding_tile(shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxi
     for n, size, side in _each("sliding_tile", shape, kernel=kernel, tile=tile):
         tiles = -(-n // side)
         if size > tiles or (size % 2 == 0 and size < tiles):
-            raise ValueError(f"sliding_tile: kernel must be odd, or all of the {tiles} tiles of an axis, got {size}")
+            rule = f"at most the {tiles} tiles of an axis, and odd unless it is all of them"
+            raise ValueError(f"sliding_tile: kernel must be {rule}, got {size}")
         axes.append(Blocks(Neighborhood(tiles, size), side))
     return Grid(shape, axes, offset)
 

@@ -119,16 +119,23 @@ class Rope:
 
         Args:
           x: [..., T, N, H].
-          positions: int [..., T] of the tokens in their sequence; None for the index along T.
+          positions: int [..., T] or [T] of the tokens in their sequence; None for the index along T.
 
         Returns:
           An array like x. Angles and products are float32 at least.
 
         Raises:
-          ValueError: H cannot be divided among the axes.
+          ValueError: x has fewer than 3 axes, positions have another shape than x without its last two, or H cannot be
+            divided among the axes.
+          TypeError: x is not of floats, or positions not of integers.
         """
+        if x.ndim < 3 or (positions is not None and jnp.shape(positions) not in (x.shape[:-2], x.shape[-3:-2])):
+            got = x.shape if positions is None else f"{x.shape} and {jnp.shape(positions)}"
+            raise ValueError(f"Rope: x must have shape [..., T, N, H] and positions [..., T] or [T], got {got}")
+        positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")
         half, dtype = x.shape[-1] // 2, accumulator(x.dtype)
-        positions = jnp.arange(x.shape[-3]) if positions is None else positions
         of_axes = zip(self.coordinates(positions), self.pairs(x.shape[-1]), strict=True)
         angles = jnp.concatenate(
             [at.astype(dtype)[..., None] * self.theta ** (-jnp.arange(n, dtype=dtype) / n) for at, n in of_axes], -1

@@ -116,3 +116,21 @@ def test_options_are_checked_by_their_names():
     check_settings(rope=sl.Rope())
     with pytest.raises(TypeError, match=r"rope must be a Rope, as sl.Rope\(shape=\(16, 16\)\), or None, got 1.0"):
         check_settings(rope=1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "positions", "error", "says"),
+    [
+        ((4,), None, ValueError, "x must have shape .*got \\(4,\\)"),
+        ((12, 1, 4), np.arange(3), ValueError, "positions .*got \\(12, 1, 4\\) and \\(3,\\)"),
+        ((3, 1, 4), np.arange(3) / 2, TypeError, "positions integers, got float32 and float"),
+    ],
+)
+def test_calls_are_checked(shape, positions, error, says):
+    with pytest.raises(error, match=says):
+        sl.Rope()(jnp.ones(shape), positions)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match=r"x must be floats .*got int32"):
+        sl.Rope()(jnp.ones((3, 1, 4), jnp.int32))

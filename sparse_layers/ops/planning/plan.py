@@ -439,6 +439,12 @@ def _pushed(mask: Mask) -> Mask:
                 return Prefix(inner.size * mask.block)
             if isinstance(inner, Columns):
                 return Columns(*(x * mask.block for x in (inner.period, inner.start, inner.end)))
+    if isinstance(mask, Shifted) and isinstance(mask.mask, Columns):
+        period = mask.mask.period
+        start, last = ((x - mask.by) % period for x in (mask.mask.start, mask.mask.end - 1))
+        if start <= last:
+            return Columns(period, start, last + 1)
+        return Or(Columns(period, start), Columns(period, 0, last + 1))  # they go on where the next period begins
     return mask
 
 
@@ -447,9 +453,8 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
     for factor in factors:
         if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
             return RowOrder.residue_major(q_len, factor.stride), RowOrder.residue_major(kv_len, factor.stride)
-        if tuned and isinstance(factor, Grid | ColumnMajor) and (tiles := _tiles(factor, tuned)):
-            options = {"tile": tiles[0], "phase": tiles[1], "offset": factor.offset}
-            return RowOrder(q_len, factor.shape, **options), RowOrder(kv_len, factor.shape, **options)
+        if tuned and isinstance(factor, Grid | ColumnMajor) and (tiles := _tiles(factor, max(q_len, kv_len), tuned)):
+            return RowOrder.tiled(q_len, factor, *tiles), RowOrder.tiled(kv_len, factor, *tiles)
     q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
     for factor in factors:
         if kv_order.natural:
@@ -460,11 +465,12 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles(grid: Grid | ColumnMajor, tuned: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _tiles(grid: Grid | ColumnMajor, length: int, tuned: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The cheapest tile, no smaller than a block, and its phase; None for a part of a row, as in natural order."""
     if isinstance(grid, ColumnMajor):
         return (grid.rows, 1), (0, 0)
-    axes = [_tile_pairs(*axis) for axis in zip(grid.axes, grid.shape, strict=True)]
+    shape = RowOrder.tiled(length, grid, grid.shape, ()).shape
+    axes = [_tile_pairs(*axis) for axis in zip(grid.axes, shape, strict=True)]
     least, largest = max(tuned.blocks[0]), max(tuned.blocks[-1])
     tiles = [x for x in itertools.product(*axes) if least // 2 < math.prod(x) <= 4 * largest]
 

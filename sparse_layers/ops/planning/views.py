@@ -113,6 +113,15 @@ class RowOrder:
         periods = -(-max(length - start, 0) // period)
         return cls(length, (periods, period), (1, stop - start), (periods, stop - start), start)
 
+    @classmethod
+    def tiled(cls, length: int, grid: OnGrid, tile: tuple[int, ...], phase: tuple[int, ...]) -> "RowOrder":
+        """The tokens of a grid, tile by tile."""
+        # The first axis is taken only as far as some of its tokens exist: a sequence may end within the grid.
+        existing = -(-(length - grid.offset) // math.prod(grid.shape[1:]))
+        first = max(1, min(grid.shape[0], existing))
+        tile = (min(tile[0], first + sum(phase[:1])), *tile[1:])
+        return cls(length, (first, *grid.shape[1:]), tile, offset=grid.offset, phase=phase)
+
     @property
     def rows(self) -> int:
         """Number of rows; row indices from there on are padding."""
@@ -121,7 +130,7 @@ class RowOrder:
     @property
     def natural(self) -> bool:
         """Whether every row is the token of the same index."""
-        return self.shape == self.tile == (self.length,) and self.offset == self.phase[0] == 0
+        return self.shape == self.tile == self.kept == (self.length,) and self.offset == self.phase[0] == 0
 
     @property
     def complete(self) -> bool:
@@ -324,8 +333,8 @@ class Reordered(Mask):
 
     def _on(self, mask: OnGrid) -> bool:
         """Whether both orders are views of the grid of a mask."""
-        q, kv = self.q_order, self.kv_order
-        return (q.shape, q.offset) == (kv.shape, kv.offset) == (mask.shape, mask.offset)
+        of_grid, orders = (mask.offset, mask.shape[1:]), (self.q_order, self.kv_order)
+        return all((x.offset, x.shape[1:]) == of_grid and x.shape[0] <= mask.shape[0] for x in orders)
 
 
 def _clipped(order: RowOrder, token: Any) -> Any:

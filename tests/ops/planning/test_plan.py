@@ -146,7 +146,7 @@ def test_the_chosen_plan_is_a_candidate_and_exact(name):
     plan = sl.make_plan(sl.preset(name, **NEEDED[name]), 300, 270)
     assert_exact(plan)
     for mask, weighed in zip(plan.masks, plan.candidates, strict=True):
-        assert {name for name, _ in weighed} == {name for name, _ in plans.splits(mask, 300, 270)}
+        assert {name for name, _ in weighed} == {name for name, _ in plans.splits(mask, 300, 270, TUNING["xla"])}
         assert [cost for _, cost in weighed] == sorted(cost for _, cost in weighed)
 
 
@@ -423,8 +423,21 @@ def test_grids_are_cut_into_the_cheapest_tiles():
     columns = sl.Grid((2 * side, side), (sl.Causal(), sl.Window(0)))
     assert chosen(columns)[0][0] == "tiles of 64 x 1"
     assert chosen(columns, "xla")[0][0] == "tiles of 128 x 1"
+    # A sequence that ends within its grid is one of a smaller grid.
+    cut = sl.make_plan(sl.Grid((1 << 20, side), sl.Window(6, 6)), 64 * side, implementation="triton")
+    small = sl.make_plan(sl.Grid((64, side), sl.Window(6, 6)), 64 * side, implementation="triton")
+    assert cut.chains[0][0].fwd_blocks == small.chains[0][0].fwd_blocks and not cut.chains[0][0].q_order.natural
     # Rows of an image are natural order.
     assert chosen(sl.Grid((side, side), (sl.Window(0), sl.Full())))[0][0] == "natural order"
+
+
+@pytest.mark.parametrize("by", [0, 1, 5, 7, 12])
+def test_columns_that_are_shifted_are_gathered(by):
+    mask = sl.Causal() & (sl.Window(9) | sl.Shifted(sl.Columns(8, 5, 7), by))
+    names = [name for name, _ in plans.splits(mask, 300, 300)]
+    assert any("keys: gathered tokens" in name for name in names)
+    for plan in candidates(mask, 300):
+        assert_exact(plan)
 
 
 def test_an_empty_mask_has_no_pass():
