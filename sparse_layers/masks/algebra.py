@@ -14,7 +14,7 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.errors
@@ -36,6 +36,30 @@ OR_TABLE = NOT_TABLE[AND_TABLE[np.ix_(NOT_TABLE, NOT_TABLE)]]
 def graded(some: Any, every: Any) -> np.ndarray:
     """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
     return np.add(some, every, dtype=np.int8)
+
+
+def united(parts: Iterable[tuple[Any, Any]]) -> np.ndarray:
+    """The grade of rectangles by the grades of their parts: pairs of whether a part exists, and its grade."""
+    some = maybe_some = not_all = maybe_not_all = np.bool_(False)
+    for exists, state in parts:
+        some = some | (exists & ((state == PARTIAL) | (state == FULL)))
+        maybe_some = maybe_some | (exists & (state != EMPTY))
+        not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
+        maybe_not_all = maybe_not_all | (exists & (state != FULL))
+    states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
+    states = np.where(maybe_not_all, states, np.int8(FULL))
+    return np.where(maybe_some, states, np.int8(EMPTY))
+
+
+def cut(first: Any, last: Any, size: int) -> list[tuple[Any, Any, Any]]:
+    """The range first .. last as a part of the first unit of ``size``, whole units, and a part of the last one.
+
+    Returns:
+      (exists, first, last) of each; 0 .. 0 where it doesn't exist.
+    """
+    begin, end = -(-first // size) * size, (last + 1) // size * size
+    ends = (first, np.minimum(last, begin - 1)), (begin, end - 1), (np.maximum(begin, end), last)
+    return [(low <= high, np.where(low <= high, low, 0), np.where(low <= high, high, 0)) for low, high in ends]
 
 
 FARTHEST = 2**30  # tokens that a mask can be moved by

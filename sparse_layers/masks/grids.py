@@ -9,7 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from .algebra import AND_TABLE, EMPTY, FULL, PARTIAL, UNSURE, Array, Mask, graded, set_integers, set_masks
+from .algebra import (
+    AND_TABLE,
+    EMPTY,
+    FULL,
+    PARTIAL,
+    UNSURE,
+    Array,
+    Mask,
+    cut,
+    graded,
+    set_integers,
+    set_masks,
+    united,
+)
 from .options import LONGEST, checked, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
@@ -46,22 +59,15 @@ class OnGrid(Mask):
         return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
 
     def grade(self, q0, q1, k0, k1):
-        sides = [_boxes(*self._clipped(*ends), self.shape) for ends in ((q0, q1), (k0, k1))]
+        sides = [list(_boxes(*self._clipped(*ends), self.shape)) for ends in ((q0, q1), (k0, k1))]
         beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
         beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
-        some, maybe_some, not_all, maybe_not_all = False, False, beyond, beyond
-        for (q_exists, q_box), (k_exists, k_box) in itertools.product(*map(list, sides)):
-            exists = q_exists & k_exists
-            if not exists.any():
-                continue
-            state = self.grade_boxes(q_box, k_box)
-            some = some | (exists & ((state == PARTIAL) | (state == FULL)))
-            maybe_some = maybe_some | (exists & (state != EMPTY))
-            not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
-            maybe_not_all = maybe_not_all | (exists & (state != FULL))
-        states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
-        states = np.where(maybe_not_all, states, np.int8(FULL))
-        return np.where(maybe_some, states, np.int8(EMPTY))
+        inside = (
+            (exists, self.grade_boxes(q_box, k_box))
+            for (q_exists, q_box), (k_exists, k_box) in itertools.product(*sides)
+            if (exists := q_exists & k_exists).any()
+        )
+        return united(itertools.chain([(beyond, EMPTY)], inside))
 
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
@@ -311,18 +317,15 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
         yield exists, [(np.where(exists, first, 0), np.where(exists, last, 0))]
         return
     size = math.prod(shape[1:])
-    begin, end = -(-first // size), (last + 1) // size  # of the whole rows
-    rest = np.maximum(begin, end) * size  # what comes last begins there
-    for row, low, high in ((begin - 1, first, np.minimum(last, begin * size - 1)), (end, rest, last)):
-        exists = low <= high
+    head, (exists, low, high), tail = cut(first, last, size)
+    if exists.any():
+        whole_axes = [(np.zeros_like(low), np.full_like(low, n - 1)) for n in shape[1:]]
+        yield exists, [(low // size, high // size), *whole_axes]
+    for exists, low, high in (head, tail):
         if exists.any():
-            row, low, high = (np.where(exists, x, 0) for x in (row, low, high))
+            row = low // size
             for inner, box in _boxes(low - row * size, high - row * size, shape[1:]):
                 yield exists & inner, [(row, row), *box]
-    exists = begin < end
-    if exists.any():
-        whole_axes = [(np.zeros_like(begin), np.full_like(begin, n - 1)) for n in shape[1:]]
-        yield exists, [(np.where(exists, begin, 0), np.where(exists, end - 1, 0)), *whole_axes]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,8 +224,8 @@ def test_long_videos_are_planned_in_closed_form(monkeypatch, name):
 
         monkeypatch.setattr(kind, "__call__", counted)
     plan = sl.make_plan(sl.preset(name, shape=(31, 65, 64)), 2**17, implementation="xla")
-    # Blocks that meet several tiles are looked at pair by pair: a small part of all 2**34.
-    assert all(chain for chain in plan.chains) and looked_at < 2**28
+    # Parts of tiles are not always decided: a few are looked at pair by pair, of all 2**34 pairs.
+    assert all(chain for chain in plan.chains) and looked_at < 2**22
 
 
 def test_options_in_the_name():

@@ -17,7 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...masks.algebra import AND_TABLE, EMPTY, FULL, NOT_TABLE, OR_TABLE, PARTIAL, UNSURE, And, Mask, Not, Or
+from ...masks.algebra import (
+    AND_TABLE,
+    EMPTY,
+    FULL,
+    NOT_TABLE,
+    OR_TABLE,
+    PARTIAL,
+    UNSURE,
+    And,
+    Mask,
+    Not,
+    Or,
+    cut,
+    united,
+)
 from ...masks.grids import Grid, OnGrid, product_grade
 from ...masks.primitives import Columns, Full, Strided, Window
 
@@ -218,6 +232,12 @@ class RowOrder:
         begin, end = (np.minimum(x, self.length - 1) for x in tokens)
         return Box(low, high, begin, end, whole, exact, exists)
 
+    def in_tiles(self, first: np.ndarray, last: np.ndarray) -> list[tuple[Any, Any, Any]]:
+        """Rows first .. last as a part of a tile, whole tiles, and a part of a tile, those there are anywhere."""
+        if self.natural:
+            return [(np.bool_(True), first, last)]
+        return [part for part in cut(first, last, math.prod(self.tile)) if part[0].any()]
+
     def gather(self, x: jax.Array, padded: int) -> jax.Array:
         """[B, length, ...] in token order -> [B, padded, ...] in row order, 0 in padding rows."""
         if not self.natural:
@@ -295,6 +315,21 @@ class Reordered(Mask):
         return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
     def grade(self, q0, q1, k0, k1):
+        states = self._grade_rows(q0, q1, k0, k1)
+        unsure = states == UNSURE
+        if (self.q_order.natural and self.kv_order.natural) or not unsure.any():
+            return states
+        # A part of one tile and a part of the next lie in no small box, but each of them does.
+        q0, q1, k0, k1 = (np.broadcast_to(x, states.shape)[unsure] for x in (q0, q1, k0, k1))
+        sides = self.q_order.in_tiles(q0, q1), self.kv_order.in_tiles(k0, k1)
+        states = states.copy()
+        states[unsure] = united(
+            (q_exists & k_exists, self._grade_rows(*q, *kv))
+            for (q_exists, *q), (k_exists, *kv) in itertools.product(*sides)
+        )
+        return states
+
+    def _grade_rows(self, q0, q1, k0, k1) -> np.ndarray:
         q, kv = self.q_order.box(q0, q1), self.kv_order.box(k0, k1)
         return AND_TABLE[AND_TABLE[q.exists, kv.exists], self._grade(self.mask, q, kv)]
 
