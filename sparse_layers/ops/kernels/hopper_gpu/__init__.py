@@ -1,0 +1,52 @@
+"""Block-sparse flash attention for Hopper GPUs in Gluon, Triton's lower level: forward and backward over block lists.
+
+The kernels are in `forward_kernel.py` and `backward_kernel.py`, what they share in `tiles.py` and `primitives.py`;
+`views.py` says row orders as boxes of descriptors, `schedule.py` who does what, `settings.py` what fits, and
+`bridge.py` is the way from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`,
+whose kernels also do the passes that these cannot: this package stands on that one.
+
+This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from .. import triton_gpu
+from ..call import Call, Operands, differentiable_once
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call, or None."""
+    from ..triton_gpu import launch
+    from . import bridge
+
+    reason = triton_gpu.unsupported(call, operands)
+    if reason is not None:
+        return reason
+    device = launch.device()
+    assert isinstance(device, launch.Device)
+    if device.capability != 90:
+        return f"it needs compute capability 9.0, and this GPU has {device.capability / 10}"
+    if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
+    return bridge.missing()
+
+
+@differentiable_once("hopper")
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    from ..triton_gpu import chain
+    from .link import HopperLink
+
+    return chain.forward(call, operands, HopperLink)
+
+
+@differentiable_once("hopper")
+def backward(
+    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    from ..triton_gpu import chain
+    from .link import HopperLink
+
+    return chain.backward(call, operands, lse, delta, dout, link=HopperLink)

@@ -1,0 +1,280 @@
+"""The backward kernel: an item of work is a key head and a block of 128 keys; it gives dk and dv, and adds to dq.
+
+With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dk = ds^T q, dq = ds k: five products a block.
+Each of two groups of four warps has 64 of the keys, and dk and dv of these in registers. Scores are transposed, keys by
+queries, so that p and ds are left sides as they are; for dq, ds goes through shared memory, where each group multiplies
+all keys, for half of the head size. The copy engine adds it to an array in float32, in the order in which it comes.
+
+The rules of `forward_kernel.py` hold here, too.
+"""
+
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .primitives import add_tile, exp2, load_tile, reinterpret, store_tile, together
+from .tiles import (
+    GROUPS,
+    LOG2_E,
+    barriers,
+    buffers_of,
+    corner_of,
+    factor,
+    fetch,
+    flat,
+    logits,
+    masked,
+    span_of,
+    words_of,
+)
+
+
+class Backward(NamedTuple):
+    """How the kernel is compiled, beside the bundles of `tiles.py`."""
+
+    PART: int  # queries of a step; a block of the lists has one or more such parts
+    STAGES: int  # parts of q and dout that are held or on their way
+    ADD: bool  # whether dk and dv are added to those of earlier passes
+
+
+@gluon.jit
+def _heads_of(kv_head, A: gl.constexpr):
+    """The query heads of a key head that are of the pass: FIRST_HEAD + own * HEAD_STEP for own from first to end."""
+    if A.HEADS == A.KV_HEADS and A.HEAD_STEP == 1:
+        return kv_head, kv_head + 1
+    else:
+        group: gl.constexpr = A.HEADS // A.KV_HEADS
+        first = (kv_head * group - A.FIRST_HEAD + A.HEAD_STEP - 1) // A.HEAD_STEP
+        return gl.maximum(first, 0), ((kv_head + 1) * group - A.FIRST_HEAD + A.HEAD_STEP - 1) // A.HEAD_STEP
+
+
+@gluon.jit
+def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+              L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Fetches k and v of an item, and then q and dout, lse and delta of its queries."""
+    n = 0
+    turn = 0
+    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
+        job = gl.load(schedule + place)
+        block = job % L.BLOCKS
+        b = job // L.BLOCKS // A.KV_HEADS
+        kv_head = job // L.BLOCKS % A.KV_HEADS
+        for j in gl.static_range(2):
+            mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
+            fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
+        turn += 1
+        first_own, end_own = _heads_of(kv_head, A)
+        for own in range(first_own, end_own):
+            head = A.FIRST_HEAD + own * A.HEAD_STEP
+            first, _, end = span_of(lists[0], b, head, block, L)
+            line = b * A.OWN_HEADS + own
+            for i in range(first, end):
+                index = gl.load(lists[1] + i)
+                for part in gl.static_range(Q.TILE // F.PART):
+                    row = index * Q.TILE + part * F.PART
+                    slot = n % F.STAGES
+                    mbarrier.wait(empty[0].index(slot), (n // F.STAGES & 1) ^ 1)
+                    for j in gl.static_range(2):  # q with lse, dout with delta
+                        ready = full[j].index(slot)
+                        mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
+                        load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
+                        load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
+                    n += 1
+
+
+@gluon.jit
+def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+             L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores of an entry that is masked: -inf where the pair may not attend."""
+    ROWS: gl.constexpr = KV.TILE // GROUPS
+    PART: gl.constexpr = F.PART
+    scores = masked(scores, words, ROWS, PART, LAYOUT)
+    column = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
+    if L.CHOSEN > 0:
+        chosen = (gl.load(lists[3] + i) >> (column // L.CHOSEN)) & 1
+        scores = gl.where((chosen != 0)[None, :], scores, float("-inf"))
+    if A.SEGMENTED:
+        other = gl.load(lists[6] + b * Q.ROWS + gl.load(lists[1] + i) * Q.TILE + column)
+        scores = gl.where(segment[:, None] == other[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, empty, lists, b, own, segment,
+           A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
+           SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """Goes on over entries first .. last - 1."""
+    ROWS: gl.constexpr = KV.TILE // GROUPS
+    PART: gl.constexpr = F.PART
+    PARTS: gl.constexpr = Q.TILE // F.PART
+    WORDS: gl.constexpr = Q.TILE // 32
+    D: gl.constexpr = A.D
+    HALF: gl.constexpr = A.D // GROUPS
+    QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // GROUPS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    dtype: gl.constexpr = descs[0].dtype
+    for i in range(first * PARTS, last * PARTS):
+        entry = i // PARTS
+        part = i % PARTS
+        index = gl.load(lists[1] + entry)
+        slot = n % F.STAGES
+        zero = n >> 30  # 0, but the compiler must not keep, and spill, what it could compute from a constant
+        keys = flat(buffers[2].index(zero), KV.TILE, D)
+        values = flat(buffers[3].index(zero), KV.TILE, D)
+        queries = flat(buffers[0].index(slot), PART, D)
+        douts = flat(buffers[1].index(slot), PART, D)
+        mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
+        base = buffers[4].index(slot).load(SCORES)
+        scores = gl.zeros([ROWS, PART], gl.float32, SCORES)
+        if factor(A) != 1.0:
+            scores, _ = gl.broadcast(base, scores)
+        scores = warpgroup_mma(keys.slice(GROUP * ROWS, ROWS, 0), queries.permute((1, 0)), scores, is_async=True)
+        mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
+        dweights = gl.zeros([ROWS, PART], gl.float32, SCORES)
+        dweights = warpgroup_mma(values.slice(GROUP * ROWS, ROWS, 0), douts.permute((1, 0)), dweights, use_acc=False,
+                                 is_async=True)  # fmt: skip
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = logits(scores, A)
+        if MASKED:
+            tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
+            words = words_of(tile, ROWS, PART, SCORES, WORDS)
+            scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
+        weights = exp2(scores + base if factor(A) == 1.0 else scores * factor(A))
+        # Long over; a branch, lest ptxas moves the next wait before the exponentials.
+        mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+        delta = buffers[5].index(slot).load(SCORES)
+        dscores = weights * (dweights * A.SCALE + delta)
+        if A.CAP > 0:
+            squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
+            dscores = dscores * (1 - squashed * squashed)
+        dscores = dscores.to(dtype)
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT), douts, dv, is_async=True)
+        together_at = buffers[6].index(n % 2)
+        together_at.slice(GROUP * ROWS, ROWS, 0).store(dscores)
+        fence_async_shared()
+        dk = warpgroup_mma(gl.convert_layout(dscores, LEFT), queries, dk, is_async=True)
+        together(8)
+        dq = gl.zeros([PART, HALF], gl.float32, QUERIES)
+        dq = warpgroup_mma(together_at.permute((1, 0)), keys.slice(GROUP * HALF, HALF, 1), dq, use_acc=False,
+                           is_async=True)  # fmt: skip
+        dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+        mbarrier.arrive(empty[0].index(slot), count=1)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        tma.store_wait(0)
+        staged = buffers[7].index(GROUP)
+        flat(staged, PART, HALF).store(dq)
+        fence_async_shared()
+        add_tile(descs[6], corner_of(b, index * Q.TILE + part * PART, own, GROUP * HALF, Q, D), staged)
+        n += 1
+    return n, dk, dv
+
+
+@gluon.jit
+def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr,
+              KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Computes half of the keys of each item."""
+    ROWS: gl.constexpr = KV.TILE // GROUPS
+    D: gl.constexpr = A.D
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
+    dtype: gl.constexpr = descs[0].dtype
+    n = 0
+    turn = 0
+    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
+        job = gl.load(schedule + place)
+        block = job % L.BLOCKS
+        b = job // L.BLOCKS // A.KV_HEADS
+        kv_head = job // L.BLOCKS % A.KV_HEADS
+        row = block * KV.TILE + GROUP * ROWS
+        segment = 0
+        if A.SEGMENTED:
+            segment = gl.load(lists[5] + b * KV.ROWS + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)))
+        dk = gl.zeros([ROWS, D], gl.float32, SUMS)
+        dv = gl.zeros([ROWS, D], gl.float32, SUMS)
+        for i in gl.static_range(2):
+            mbarrier.wait(full[2].index(i), turn & 1)
+        first_own, end_own = _heads_of(kv_head, A)
+        for own in range(first_own, end_own):
+            first, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
+            n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
+                               segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
+            n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
+                               segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
+        for i in gl.static_range(2):
+            mbarrier.arrive(empty[1].index(i), count=1)
+        turn += 1
+        staged = reinterpret(buffers[7].index(GROUP), dtype, descs[7].block_shape, descs[7].layout)
+        for i in gl.static_range(2):
+            tma.store_wait(0)
+            flat(staged, ROWS, D).store((dk if i == 0 else dv).to(dtype))
+            fence_async_shared()
+            if F.ADD:
+                add_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
+            else:
+                store_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def backward_kernel(
+    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has PART rows and D columns
+    dout,  # [B, *axes of Q, HEADS, HV], likewise
+    k,  # [B, *axes of KV, KV_HEADS, H], a box has KV.TILE rows
+    v,  # [B, *axes of KV, KV_HEADS, HV]
+    lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has PART of a row: what products begin from, see `Link`
+    delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
+    schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
+    spans,
+    entries,
+    tiles,
+    chosen_by,
+    bits,  # int32 [1 + tiles, KV.TILE, Q.TILE / 32]
+    q_segments,
+    kv_segments,
+    before_q,  # dq, dk and dv of earlier passes, whose places the results take; any array where there are none
+    before_k,
+    before_v,
+    dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
+    dk,  # [B, *axes of KV, KV_HEADS, H], a box has half of KV.TILE rows; added to if ADD
+    dv,  # [B, *axes of KV, KV_HEADS, HV], likewise
+    A: gl.constexpr,
+    Q: gl.constexpr,
+    KV: gl.constexpr,
+    L: gl.constexpr,
+    F: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread that computes
+):
+    """dk and dv of the items that the schedule gives to this program, and what they add to dq."""
+    q_buffer, dout_buffer = buffers_of(q, F.STAGES), buffers_of(dout, F.STAGES)
+    lse_buffer, delta_buffer = buffers_of(lse, F.STAGES), buffers_of(delta, F.STAGES)
+    k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, GROUPS)
+    ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
+    q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, GROUPS)
+    kv_full, kv_empty = barriers(2, 1), barriers(2, GROUPS)
+    fence_async_shared()
+    descs = q, dout, k, v, lse, delta, dq, dk, dv
+    buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
+    full, empties = (q_full, dout_full, kv_full), (empty, kv_empty)
+    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments
+    gl.warp_specialize(
+        [
+            (_consumer, (0, descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
+            (_consumer, (1, descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

@@ -1,0 +1,301 @@
+"""The forward kernel: programs stay, and take one item of work after the other: a head and a block of 128 queries.
+
+One warp fetches tiles of q, k and v with the copy engine. Two groups of four warps have 64 queries each: while the
+tensor cores multiply the scores of one block of keys, and the weights of the block before with its values, a group
+computes the softmax of what is there.
+
+Rules that ptxas does not state, each learnt from a wrong result or a slow program; `benchmarks/gluon_resources.py`
+looks for what breaks them.
+
+* Between a product whose left side is in registers and the wait for it there is no branch (waiting for a barrier is
+  one), and no end of a loop: the registers would be used for something else.
+* An accumulator that is in flight around a loop must be waited for with all others, or everything is done in turn.
+* Weights go around the loop packed, and are packed after the wait.
+"""
+
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .primitives import exp2, pack, store_tile, unpack
+from .tiles import (
+    GROUPS,
+    LOG2_E,
+    barriers,
+    buffers_of,
+    corner_of,
+    factor,
+    fetch,
+    flat,
+    logits,
+    masked,
+    span_of,
+    words_of,
+)
+
+
+class Forward(NamedTuple):
+    """How the kernel is compiled, beside the bundles of `tiles.py`."""
+
+    Q_STAGES: int  # tiles of q, of k and of v that are held or on their way
+    K_STAGES: int
+    V_STAGES: int
+    SINKS: bool  # whether there are sinks
+    BEFORE: bool  # whether there are results of an earlier pass
+
+
+@gluon.jit
+def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+              L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Fetches q, k and v in the order in which they will be needed."""
+    n = 0
+    turn = 0
+    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
+        job = gl.load(schedule + place)
+        block = job % L.BLOCKS
+        b = job // L.BLOCKS // A.OWN_HEADS
+        head = A.FIRST_HEAD + job // L.BLOCKS % A.OWN_HEADS * A.HEAD_STEP
+        kv_head = head // (A.HEADS // A.KV_HEADS)
+        first, _, end = span_of(lists[0], b, head, block, L)
+        for group in gl.static_range(GROUPS):
+            slot = turn % F.Q_STAGES * GROUPS + group
+            mbarrier.wait(empty[0].index(slot), (turn // F.Q_STAGES & 1) ^ 1)
+            row = block * Q.TILE + group * (Q.TILE // GROUPS)
+            fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
+        turn += 1
+        # Values are needed a step later than keys.
+        before = 0
+        for i in range(first, end + 1):
+            index = before
+            if i < end:
+                index = gl.load(lists[1] + i)
+                slot = n % F.K_STAGES
+                mbarrier.wait(empty[1].index(slot), (n // F.K_STAGES & 1) ^ 1)
+                fetch(descs[1], b, index * KV.TILE, kv_head, full[1].index(slot), buffers[1].index(slot), KV, A.D)
+            if i > first:
+                slot = (n - 1) % F.V_STAGES
+                mbarrier.wait(empty[2].index(slot), ((n - 1) // F.V_STAGES & 1) ^ 1)
+                fetch(descs[2], b, before * KV.TILE, kv_head, full[2].index(slot), buffers[2].index(slot), KV, A.D)
+            before = index
+            if i < end:
+                n += 1
+
+
+@gluon.jit
+def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+             L: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores of an entry that is masked: -inf where the pair may not attend."""
+    ROWS: gl.constexpr = Q.TILE // GROUPS
+    if L.CHOSEN > 0:
+        by = gl.load(lists[3] + i)
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
+        words = gl.where(((by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
+    scores = masked(scores, words, ROWS, KV.TILE, LAYOUT)
+    if A.SEGMENTED:
+        column = gl.load(lists[1] + i) * KV.TILE + gl.arange(0, KV.TILE, layout=gl.SliceLayout(0, LAYOUT))
+        other = gl.load(lists[6] + b * KV.ROWS + column)
+        scores = gl.where(segment[:, None] == other[None, :], scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _softmax(scores, top, total, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT_ROWS: gl.constexpr):
+    """(weights, largest logit, sum of weights, what earlier results are multiplied by)."""
+    raised = gl.maximum(top, gl.max(scores, 1) * FACTOR)
+    shift = raised
+    if MASKED:
+        shift = gl.where(raised == float("-inf"), 0.0, raised)  # a row that has seen no key yet
+    weights = exp2(scores * FACTOR - shift[:, None])
+    old = exp2(top - shift)
+    total = total * old + gl.sum(weights, 1)
+    return weights, raised, total, gl.convert_layout(old, OUT_ROWS)
+
+
+@gluon.jit
+def _words(lists, i, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
+    """The mask tile of an entry; tile -1 lets everything pass, and is the first one."""
+    WORDS: gl.constexpr = KV.TILE // 32
+    tile = lists[4] + ((gl.load(lists[2] + i) + 1) * Q.TILE + within) * WORDS
+    return words_of(tile, Q.TILE // GROUPS, KV.TILE, LAYOUT, WORDS)
+
+
+@gluon.jit
+def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, segment, A: gl.constexpr, Q: gl.constexpr,
+           KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
+           OUT: gl.constexpr):  # fmt: skip
+    """Goes on over entries first .. last - 1; the weights of the entry before are still to be multiplied."""
+    weights, top, total, out = state
+    ROWS: gl.constexpr = Q.TILE // GROUPS
+    COLUMNS: gl.constexpr = KV.TILE
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    for i in range(first, last):
+        slot = n % F.K_STAGES
+        before = (n - 1) % F.V_STAGES
+        words = 0
+        if MASKED:  # early, for this takes long
+            words = _words(lists, i, within, Q, KV, SCORES)
+        mbarrier.wait(full[1].index(slot), n // F.K_STAGES & 1)
+        keys = flat(buffers[1].index(slot), COLUMNS, A.D)
+        scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
+        scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
+        mbarrier.wait(full[2].index(before), (n - 1) // F.V_STAGES & 1)
+        left = unpack(weights, q.dtype, ROWS, COLUMNS, LEFT)
+        out = warpgroup_mma(left, flat(buffers[2].index(before), COLUMNS, A.D), out, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(empty[1].index(slot), count=1)
+        scores = logits(scores, A)
+        if MASKED:
+            scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, SCORES)
+        found, top, total, old = _softmax(scores, top, total, factor(A), MASKED, gl.SliceLayout(1, OUT))
+        out = warpgroup_mma_wait(0, deps=[out])
+        mbarrier.arrive(empty[2].index(before), count=1)
+        weights = pack(found, q.dtype, ROWS, COLUMNS)
+        out = out * old[:, None]
+        n += 1
+    return n, (weights, top, total, out)
+
+
+@gluon.jit
+def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, rows, A: gl.constexpr,
+               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Computes half of the rows of each item."""
+    ROWS: gl.constexpr = Q.TILE // GROUPS
+    COLUMNS: gl.constexpr = KV.TILE
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV.TILE, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    D: gl.constexpr = A.D
+    dtype: gl.constexpr = descs[0].dtype
+    within = GROUP * ROWS
+    staged = buffers[3].index(GROUP)
+    n = 0
+    turn = 0
+    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
+        job = gl.load(schedule + place)
+        block = job % L.BLOCKS
+        b = job // L.BLOCKS // A.OWN_HEADS
+        own = job // L.BLOCKS % A.OWN_HEADS
+        head = A.FIRST_HEAD + own * A.HEAD_STEP
+        first, first_masked, end = span_of(lists[0], b, head, block, L)
+        row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
+        at = (b * A.OWN_HEADS + own) * Q.ROWS + row
+        segment = row
+        if A.SEGMENTED:
+            segment = gl.load(lists[5] + b * Q.ROWS + row)
+        top = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
+        if F.SINKS:
+            top = gl.full([ROWS], 0.0, gl.float32, BY_ROW) + gl.load(rows[0] + head) * LOG2_E
+        out = gl.zeros([ROWS, D], gl.float32, OUT)
+        if F.BEFORE:
+            top = gl.load(rows[1] + at) * LOG2_E
+            tma.store_wait(0)  # where the results of the item before were staged
+            fetch(descs[4], b, block * Q.TILE + within, own, full[3].index(GROUP), staged, Q, A.D)
+            mbarrier.wait(full[3].index(GROUP), turn & 1)
+            out = flat(staged, ROWS, D).load(OUT).to(gl.float32)
+        total = gl.where(top == float("-inf"), 0.0, 1.0)
+
+        slot = turn % F.Q_STAGES * GROUPS + GROUP
+        q = flat(buffers[0].index(slot), ROWS, A.D)
+        mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
+        if end > first:
+            words = _words(lists, first, within, Q, KV, SCORES)
+            kept = n % F.K_STAGES
+            mbarrier.wait(full[1].index(kept), n // F.K_STAGES & 1)
+            scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
+            keys = flat(buffers[1].index(kept), COLUMNS, A.D)
+            scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(empty[1].index(kept), count=1)
+            scores = logits(scores, A)
+            if first_masked == first:
+                scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
+            found, top, total, old = _softmax(scores, top, total, factor(A), True, gl.SliceLayout(1, OUT))
+            out = out * old[:, None]
+            state = pack(found, dtype, ROWS, COLUMNS), top, total, out
+            n += 1
+            middle = gl.maximum(first_masked, first + 1)
+            n, state = _steps(first + 1, middle, n, state, q, buffers, full, empty, lists, within, b, segment,
+                              A, Q, KV, L, F, False, SCORES, OUT)  # fmt: skip
+            n, state = _steps(middle, end, n, state, q, buffers, full, empty, lists, within, b, segment,
+                              A, Q, KV, L, F, True, SCORES, OUT)  # fmt: skip
+            weights, top, total, out = state
+            kept = (n - 1) % F.V_STAGES
+            mbarrier.wait(full[2].index(kept), (n - 1) // F.V_STAGES & 1)
+            left = unpack(weights, dtype, ROWS, COLUMNS, LEFT)
+            out = warpgroup_mma(left, flat(buffers[2].index(kept), COLUMNS, A.D), out, is_async=True)
+            out = warpgroup_mma_wait(0, deps=[out])
+            mbarrier.arrive(empty[2].index(kept), count=1)
+        mbarrier.arrive(empty[0].index(slot), count=1)
+        turn += 1
+
+        nothing = total == 0
+        total = gl.where(nothing, 1.0, total)
+        gl.store(rows[2] + at, gl.where(nothing, float("-inf"), (top + gl.log2(total)) * 0.6931471805599453))
+        result = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+        tma.store_wait(0)
+        flat(staged, ROWS, D).store(result.to(dtype))
+        fence_async_shared()
+        store_tile(descs[3], corner_of(b, block * Q.TILE + within, own, 0, Q, A.D), staged)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward_kernel(
+    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has half of a tile's rows and D columns
+    k,  # [B, *axes of KV, KV_HEADS, H]
+    v,  # [B, *axes of KV, KV_HEADS, HV]
+    before,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
+    schedule,  # int32 [programs + 1 + items]: where the items of each program begin and end, and the items
+    spans,  # this and the next three: `BlockLists`
+    entries,
+    tiles,
+    chosen_by,
+    bits,  # int32 [1 + tiles, Q.TILE, KV.TILE / 32]
+    q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
+    kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
+    sinks,  # float32 [HEADS], if SINKS
+    before_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if BEFORE
+    out,  # a descriptor as that of ``before``
+    lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row
+    A: gl.constexpr,
+    Q: gl.constexpr,
+    KV: gl.constexpr,
+    L: gl.constexpr,
+    F: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of a thread that computes
+):
+    """Attention of the items that the schedule gives to this program: rounded out, and lse."""
+    q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
+    k_buffer, v_buffer = buffers_of(k, F.K_STAGES), buffers_of(v, F.V_STAGES)
+    q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
+    k_full, k_empty = barriers(F.K_STAGES, 1), barriers(F.K_STAGES, GROUPS)
+    v_full, v_empty = barriers(F.V_STAGES, 1), barriers(F.V_STAGES, GROUPS)
+    before_full = barriers(GROUPS, 1)
+    fence_async_shared()
+    descs = q, k, v, out, before
+    buffers = q_buffer, k_buffer, v_buffer, out_buffer
+    full, empty = (q_full, k_full, v_full, before_full), (q_empty, k_empty, v_empty)
+    lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
+    rows = sinks, before_lse, lse
+    gl.warp_specialize(
+        [
+            (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+            (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, L, F)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

@@ -1,0 +1,210 @@
+"""One pass of a chain for a group of heads on Hopper; what its kernels cannot do goes to those in plain Triton."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...planning.lists import MOST_PARTS
+from ...planning.params import BwdParams, FwdParams
+from ...planning.views import RowOrder
+from ..call import merged
+from ..triton_gpu import launch
+from ..triton_gpu.link import Gradients, Link, Rows, varying_like
+from ..triton_gpu.lists import Side
+from . import bridge, settings, views
+from .backward_kernel import Backward, backward_kernel
+from .forward_kernel import Forward, forward_kernel
+from .schedule import schedule_of
+from .tiles import Arrays, Walk, factor_of
+
+
+class _Prepared(NamedTuple):
+    """A launch but for the op's arrays.
+
+    Attributes:
+      q, kv: how rows are cut.
+      settings: how the kernel is compiled.
+      constants: what it is compiled with, but for ``F``.
+      read: its arrays from ``schedule`` to ``kv_segments``.
+      programs: how many are started.
+    """
+
+    q: Side
+    kv: Side
+    settings: settings.Settings
+    constants: dict[str, Any]
+    read: list[jax.Array]
+    programs: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HopperLink(Link):
+    """One pass for the query heads first, first + step, ...; see `Link`."""
+
+    def goes_with(self, other: Link) -> bool:
+        return self.unserved("forward") is not None and super().goes_with(other)
+
+    @functools.cached_property
+    def gives_dkv(self) -> bool:
+        return self.unserved("dkv") is None or super().gives_dkv
+
+    def shape(self, kernel: str) -> tuple[int, int]:
+        if self.call.selection is None:
+            return super().shape(kernel)
+        block, granularity = self.call.selection
+        return min(settings.ROWS, MOST_PARTS * granularity), block
+
+    def unserved(self, kernel: str) -> str | None:
+        """Why these kernels do not do this pass, "forward" or "dkv", or None."""
+        sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
+        if self._size is None or any(size % 8 for size in sizes):
+            return f"head sizes are multiples of 8 up to {settings.SIZES[-1]} there, and these are {sizes}"
+        params = dataclasses.replace(self.call.params[kernel != "forward"], q_blocksize=None, kv_blocksize=None)
+        if params not in (FwdParams(), BwdParams()):
+            return "they take no settings"
+        rows, block = self.shape(kernel)
+        if rows != settings.ROWS or block not in settings.BLOCKS:
+            return f"blocks have {settings.ROWS} queries and {settings.BLOCKS} keys there, and these {rows} and {block}"
+        if kernel == "forward" and not self.q_order.complete:
+            return "some queries have no row"
+        for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
+            if self._view(order, number) is None:
+                return f"{order} is no view of the tokens that a descriptor can say"
+        return None
+
+    def forward(self, before: Rows | None, sinks: jax.Array | None, rounded: bool) -> Rows:
+        if self.unserved("forward"):
+            return super().forward(before, sinks, rounded)
+        query, value = self.operands.query, self.operands.value
+        natural = RowOrder(query.shape[1])
+        if before is not None and not (rounded and before.order.natural and before.arrays[0].dtype == query.dtype):
+            out, lse = merged(before.whole(), self.forward(None, sinks, True).whole())
+            return Rows(natural, (out, lse.swapaxes(1, 2)))
+        own = self._prepared_for("forward")
+        half, order = own.q.tile // 2, own.q.order
+        out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
+        lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
+        nothing = jnp.zeros((1,), jnp.float32)
+        inputs = [
+            self._tiles(query, order, half),
+            self._tiles(self.operands.key, own.kv.order, own.kv.tile),
+            self._tiles(value, own.kv.order, own.kv.tile),
+            self._tiles(query if before is None else before.arrays[0], order, half),
+            *own.read,
+            nothing if sinks is None else sinks,
+            nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
+        ]
+        stages = own.settings.q_stages, own.settings.stages, own.settings.stages
+        fixed = Forward(*stages, sinks is not None, before is not None)
+        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, half), lse], fixed)
+        lse = lse.swapaxes(1, 2)
+        lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
+        return Rows(natural, (out, lse.swapaxes(1, 2)))
+
+    def dq(
+        self, gradients: Gradients, before: Rows | None, before_kv: Rows | None, rounded: bool, rounded_kv: bool
+    ) -> tuple[Rows, Rows | None]:
+        if self.unserved("dkv"):
+            return super().dq(gradients, before, before_kv, rounded, rounded_kv)
+        query, key, value = self.operands.query, self.operands.key, self.operands.value
+        own = self._prepared_for("dkv")
+        (q, kv), half = (own.q, own.kv), own.kv.tile // 2
+        lse, delta = (x[:, self.first :: self.step] for x in (gradients.lse, gradients.delta))
+        # Products begin from it: -inf, for weights of 0, where a query has no keys.
+        lse = jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(own.constants["A"])))
+        scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
+        # What is there is added to in place: dq in float32, dk and dv if they may be rounded in between.
+        adds = before_kv is not None and rounded_kv
+        earlier = [None if before is None else before.whole()[0].astype(jnp.float32), None, None]
+        if before_kv is not None and adds:
+            earlier[1:] = [x.astype(key.dtype) for x in before_kv.whole()]
+        inputs = [
+            self._tiles(query, q.order, settings.PART),
+            self._tiles(gradients.dout, q.order, settings.PART),
+            self._tiles(key, kv.order, kv.tile),
+            self._tiles(value, kv.order, kv.tile),
+            *(bridge.Tiles.of(x.reshape(-1, x.shape[-1]), (1, settings.PART)) for x in scalars),
+            *own.read,
+        ]
+        aliases = {len(inputs) + i: i for i, x in enumerate(earlier) if x is not None}
+        inputs += [jnp.zeros((1,), jnp.float32) if x is None else x for x in earlier]
+        zeroed = [i for i, x in enumerate(earlier) if x is None and (i == 0 or not kv.order.complete)]
+        dq = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
+        dkv = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)]
+        outputs = [self._tiles(dq, q.order, settings.PART, 2), *(self._tiles(x, kv.order, half) for x in dkv)]
+        fixed = Backward(settings.PART, own.settings.stages, adds)
+        dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases, zeroed)
+        if before_kv is not None and not adds:
+            dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
+        return Rows(RowOrder(query.shape[1]), (dq,)), Rows(RowOrder(key.shape[1]), tuple(dkv))
+
+    @functools.cached_property
+    def _size(self) -> int | None:
+        """What head sizes are rounded up to, those of values, too."""
+        return settings.padded(max(self.operands.query.shape[-1], self.operands.value.shape[-1]))
+
+    def _view(self, order: RowOrder, rows: int) -> Any:
+        """As `view_of` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
+        found = views.view_of(order, rows)
+        whole = self.operands.query.shape[-1] == self.operands.value.shape[-1] == self._size
+        return found if found is None or len(found[0]) < 3 or whole else None
+
+    def _tiles(self, array: Any, order: RowOrder, rows: int, parts: int = 1) -> bridge.Tiles:
+        """Tiles of rows of an array [B, length, heads, size]: so many of one head, and the size or a part of it."""
+        found = views.view_of(order, rows)
+        assert found is not None and self._size is not None
+        (lengths, box), (batch, length, heads, size) = found, array.shape
+        vector, width = heads * size, self._size // parts
+        shape, last, box = (heads, size), (size, 1), (*box, 1, width)
+        if len(lengths) == 3:
+            shape, last, box = (vector,), (1,), (*box[:3], width)
+        strides = (math.prod(lengths[i + 1 :]) * vector for i in range(len(lengths)))
+        return bridge.Tiles(array, (batch, *lengths, *shape), (length * vector, *strides, *last), (1, *box))
+
+    def _by_row(self, x: jax.Array, side: Side, fill: float) -> jax.Array:
+        """[B, heads, length] by token -> [B, heads, rows of whole tiles] by row, ``fill`` where there is no token."""
+        tokens = np.minimum(side.order.token(np.arange(side.blocks * side.block)), x.shape[-1])
+        return jnp.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=fill)[..., tokens]
+
+    def _prepared_for(self, kernel: str) -> _Prepared:
+        device = launch.device()
+        assert isinstance(device, launch.Device) and self._size is not None
+        operands, dkv, (rows, block) = self.operands, kernel == "dkv", self.shape(kernel)
+        q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
+        major, minor = (kv, q) if dkv else (q, kv)
+        lists = self._lists(major, minor, dkv)
+        found = lists.lists
+        steps, _ = self._steps([(minor, lists)], dkv)
+        jobs = steps.reshape(len(steps), -1, major.blocks)
+        schedule, programs = schedule_of(jobs, operands.query.shape[0], device.processors)
+        segments: list[Any] = [schedule] * 2
+        if operands.segments is not None:
+            pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
+            segments = [self._by_row(ids[:, None], side, fill)[:, 0] for ids, side, fill in pairs]
+        chosen_by = found.block if found.chosen_by is None else found.chosen_by
+        read = schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments
+        arrays = Arrays(
+            HEADS=operands.query.shape[2],
+            KV_HEADS=operands.key.shape[2],
+            D=self._size,
+            SCALE=self.call.scale,
+            CAP=self.call.soft_cap or 0.0,
+            FIRST_HEAD=self.first,
+            HEAD_STEP=self.step,
+            OWN_HEADS=self.heads,
+            SEGMENTED=operands.segments is not None,
+        )
+        walk = Walk(*found.spans.shape[:2], found.group, major.blocks, lists.chosen)
+        sides = {"Q": views.side_of(q.order, rows), "KV": views.side_of(kv.order, block)}
+        chosen = settings.choose("backward" if dkv else "forward", self._size, block)
+        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers}
+        return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
+
+    def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None, zeroed=()) -> list[jax.Array]:
+        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | {"F": fixed}, aliases, zeroed)
+        return [varying_like(self.operands.query, x) for x in found]

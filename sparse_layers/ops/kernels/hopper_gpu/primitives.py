@@ -1,0 +1,74 @@
+"""What the kernels say beside Gluon's own names: instructions of Hopper, and what versions of Triton call otherwise.
+
+Gluon is Triton's lower level: its kernels say themselves which warps do what, where a tile lies, and when it is there.
+"""
+
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Names of Triton 3.8 and later, and those before.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def add_tile(desc, coord, source, _semantic=None):
+    """Has the copy engine add a tile of shared memory to one of global memory."""
+    if hasattr(tma, "async_atomic_add"):
+        return tma.async_atomic_add(desc, coord, source, _semantic=_semantic)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD  # Triton 3.6 and 3.7 have it without a name
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    return _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, source.handle)
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same shared memory as another tile."""
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def together(NUMBER: gl.constexpr):
+    """Both groups of consumers wait for each other at a named barrier."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [gl.to_tensor(NUMBER)], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def exp2(x):
+    """2 ** x, to about two roundings; 0 where a result is too small for a normal number."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pack(x, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """float32 [ROWS, COLUMNS] as int32 [ROWS, COLUMNS / 2], two of bfloat16 or float16 in each.
+
+    Registers that go around a loop so are half as many, and are not taken apart and put together again at its edge.
+    """
+    low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def unpack(x, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The inverse of `pack`."""
+    low = (x & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    high = (x >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
