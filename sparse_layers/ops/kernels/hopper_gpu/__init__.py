@@ -49,4 +49,4 @@ def backward(
     from ..triton_gpu import chain
     from .link import HopperLink
 
-    return chain.backward(call, operands, lse, delta, dout, link=HopperLink)
+    return chain.backward(call, operands, lse, delta, dout, link_type=HopperLink)

@@ -6,6 +6,7 @@ Gluon is Triton's lower level: its kernels say themselves which warps do what, w
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+# pyright: reportOptionalMemberAccess=false
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon

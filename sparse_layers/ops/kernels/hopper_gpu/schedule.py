@@ -38,14 +38,15 @@ def _static(data: bytes, dtype: str, shape: tuple[int, int, int], batch: int, pr
     """Each item goes to the program that is done first."""
     steps = np.frombuffer(data, dtype).reshape(shape)
     every = steps[np.arange(batch) % len(steps)].reshape(-1, steps.shape[2]) + _BEGIN
-    blocks, own = steps.shape[2], [[] for _ in range(programs)]
+    blocks = steps.shape[2]
+    own: list[list[int]] = [[] for _ in range(programs)]
     waiting = [(0.0, program) for program in range(programs)]
     for head in range(0, len(every), TOGETHER):
         cost = every[head : head + TOGETHER].ravel()
         for item in np.argsort(-cost, kind="stable"):
             end, program = waiting[0]
-            own[program].append(head * blocks + item)
-            heapq.heapreplace(waiting, (end + cost[item], program))
+            own[program].append(head * blocks + int(item))
+            heapq.heapreplace(waiting, (end + float(cost[item]), program))
     begins = np.cumsum([0, *map(len, own)]) + programs + 1
     return np.concatenate([begins, *own]).astype(np.int32)
 

@@ -19,13 +19,14 @@ def view_of(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...
     """
     if order.natural:
         return (order.length,), (rows,)
-    inner = math.prod(order.shape[1:])
+    shape, kept = tuple(order.shape), tuple(order.kept)
+    inner = math.prod(shape[1:])
     # Tokens before those that have rows are taken for coordinates of the last axis.
-    if len(order.shape) > 3 or order.length % inner or order.offset + order.kept[-1] > order.shape[-1]:
+    if len(shape) > 3 or order.length % inner or order.offset + kept[-1] > shape[-1]:
         return None
-    lengths = min(order.length // inner, order.shape[0]), *order.shape[1:]
+    lengths = min(order.length // inner, shape[0]), *shape[1:]
     # A box may reach beyond an axis, but not to tokens that have no row.
-    if any(kept < n and kept % tile for n, kept, tile in zip(order.shape, order.kept, order.tile, strict=True)):
+    if any(m < n and m % tile for n, m, tile in zip(shape, kept, order.tile, strict=True)):
         return None
     box, left, last = [1] * len(lengths), rows, len(lengths)
     digits = [(*digit, i) for i, axis in enumerate(order.axes) for digit in axis.digits]

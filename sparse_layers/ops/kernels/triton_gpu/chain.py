@@ -20,16 +20,16 @@ from .launch import MOST_BATCH_ENTRIES
 from .link import Gradients, Link, Rows
 
 
-def forward(call: Call, operands: Operands, link: type[Link] = Link) -> tuple[jax.Array, jax.Array]:
-    """See `triton_gpu.forward`; ``link`` does the passes."""
-    return over_batches(functools.partial(_forward, call, link), MOST_BATCH_ENTRIES, operands)
+def forward(call: Call, operands: Operands, link_type: type[Link] = Link) -> tuple[jax.Array, jax.Array]:
+    """See `triton_gpu.forward`; ``link_type`` is of what does the passes."""
+    return over_batches(functools.partial(_forward, call, link_type), MOST_BATCH_ENTRIES, operands)
 
 
 def backward(
-    call: Call, operands: Operands, *by_query: jax.Array, link: type[Link] = Link
+    call: Call, operands: Operands, *by_query: jax.Array, link_type: type[Link] = Link
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and ``link`` does the passes."""
-    return over_batches(functools.partial(_backward, call, link), MOST_BATCH_ENTRIES, operands, *by_query)
+    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and ``link_type`` is of what does the passes."""
+    return over_batches(functools.partial(_backward, call, link_type), MOST_BATCH_ENTRIES, operands, *by_query)
 
 
 class _Group(NamedTuple):
@@ -48,14 +48,14 @@ def _padding_apart(operands: Operands) -> Operands:
     return operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
 
 
-def _groups(call: Call, operands: Operands, link: type[Link]) -> list[_Group]:
+def _groups(call: Call, operands: Operands, link_type: type[Link]) -> list[_Group]:
     if operands.mask is not None or operands.chosen is not None:
-        return [_Group(0, 1, [link(call, operands, 0, 1, ())])]
+        return [_Group(0, 1, [link_type(call, operands, 0, 1, ())])]
     alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
     chains = [call.chains] if alike else [(chain,) for chain in call.chains]
     step = len(chains)
     return [
-        _Group(first, step, [link(call, operands, first, step, passes) for passes in zip(*own, strict=True)])
+        _Group(first, step, [link_type(call, operands, first, step, passes) for passes in zip(*own, strict=True)])
         for first, own in enumerate(chains)
     ]
 
@@ -72,22 +72,22 @@ def _by_queries(links: Sequence[Link]) -> list[Link]:
     return paired
 
 
-def _forward(call: Call, link: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _forward(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
     if not operands.query.size:  # no batch entries: there is nothing to launch
         query = operands.query
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
     operands = operands._replace(sinks=None if operands.sinks is None else operands.sinks.astype(jnp.float32))
     operands = _padding_apart(operands)
-    by_query = functools.partial(_forward_by_query, call, link)
+    by_query = functools.partial(_forward_by_query, call, link_type)
     if not by_key.serves(call, operands):
         return by_query(operands)
     pays = by_key.pays(call, operands, "forward")
     return jax.lax.cond(pays, functools.partial(by_key.forward, call), by_query, operands)
 
 
-def _forward_by_query(call: Call, link: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands, link)), strict=True)
+def _forward_by_query(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands, link_type)), strict=True)
     return joined(outs).astype(operands.query.dtype), joined(lses)
 
 
@@ -116,12 +116,12 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
     return out, lse
 
 
-def _backward(call: Call, link: type[Link], operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+def _backward(call: Call, link_type: type[Link], operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     query, key, value = operands.query, operands.key, operands.value
     if not query.size:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     args = _padding_apart(operands), lse, delta, dout
-    by_query = functools.partial(_backward_by_query, call, link)
+    by_query = functools.partial(_backward_by_query, call, link_type)
     if not by_key.serves(call, args[0]):
         return by_query(*args)
     pays = by_key.pays(call, args[0], "backward")
@@ -129,11 +129,11 @@ def _backward(call: Call, link: type[Link], operands: Operands, lse: jax.Array, 
 
 
 def _backward_by_query(
-    call: Call, link: type[Link], operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+    call: Call, link_type: type[Link], operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ):
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
-    groups = _groups(call, operands, link)
+    groups = _groups(call, operands, link_type)
     by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]
     by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
     # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
