@@ -11,6 +11,7 @@ The rules of `forward_kernel.py` hold here, too.
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+# pyright: reportAssignmentType=false
 
 from typing import NamedTuple
 

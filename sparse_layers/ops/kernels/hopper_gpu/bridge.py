@@ -143,7 +143,7 @@ def call(
             own = next(found)
             kind = TMA_DTYPE_DEVICE_TO_HOST.get(own["elem_type"], own["elem_type"])
             parameters.append(
-                gpu_triton.create_tma_descriptor_parameter(
+                gpu_triton.create_tma_descriptor_parameter(  # pyright: ignore[reportAttributeAccessIssue]
                     elem_type=kind,
                     swizzle=own["swizzle"],
                     shape=x.shape,

@@ -199,7 +199,8 @@ class HopperLink(Link):
             OWN_HEADS=self.heads,
             SEGMENTED=operands.segments is not None,
         )
-        walk = Walk(*found.spans.shape[:2], found.group, major.blocks, lists.chosen)
+        batches, kinds = found.spans.shape[:2]
+        walk = Walk(batches, kinds, found.group, major.blocks, lists.chosen)
         sides = {"Q": views.side_of(q.order, rows), "KV": views.side_of(kv.order, block)}
         chosen = settings.choose("backward" if dkv else "forward", self._size, block)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers}

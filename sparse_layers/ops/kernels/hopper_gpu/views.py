@@ -19,7 +19,7 @@ def view_of(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...
     """
     if order.natural:
         return (order.length,), (rows,)
-    shape, kept = tuple(order.shape), tuple(order.kept)
+    shape, kept = list(order.shape), list(order.kept)
     inner = math.prod(shape[1:])
     # Tokens before those that have rows are taken for coordinates of the last axis.
     if len(shape) > 3 or order.length % inner or order.offset + kept[-1] > shape[-1]:
