@@ -99,7 +99,7 @@ def parameter(name, value):
         return to_tensor(value)
     if not array.flags.c_contiguous:
         raise ValueError(f"argument {name} must be contiguous, of strides {array.strides} and shape {array.shape}")
-    return Pointer(name, array.reshape(-1), np.int64(0)) if array is value else Descriptor(name, *value)
+    return Pointer(name, array.reshape(-1), np.int64(0)) if array is value else Descriptor(name, value)
 
 
 def bug(text):
@@ -359,10 +359,17 @@ class Pointer(NamedTuple):
 class Descriptor:
     """A TMA descriptor."""
 
-    def __init__(self, name, array, shape, box):
-        self.name, self.shape, self.block_shape, self.layout = name, list(shape), list(box), gl.AutoLayout()
-        self.view = array.reshape(-1)[: math.prod(shape)].reshape(shape)
-        self.strides = [stride // array.itemsize for stride in self.view.strides]
+    def __init__(self, name, tiles):
+        array, shape = tiles.array.reshape(-1), tiles.shape
+        self.name, self.shape, self.block_shape, self.layout = name, list(shape), list(tiles.box), gl.AutoLayout()
+        row_major = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        self.strides = list(getattr(tiles, "strides", row_major))
+        if sum((n - 1) * stride for n, stride in zip(shape, self.strides, strict=True)) >= array.size:
+            raise bug(f"the descriptor of {name} reaches beyond its {array.size} elements: {shape}, {self.strides}")
+        if any(stride * array.itemsize % 16 for stride in self.strides[:-1]) or self.strides[-1] != 1 or len(shape) > 5:
+            raise bug(f"no descriptor: {name} of {shape}, {self.strides}")
+        bytes_apart = [stride * array.itemsize for stride in self.strides]
+        self.view = np.lib.stride_tricks.as_strided(array, shape, bytes_apart, writeable=array.flags.writeable)
         self.dtype = TRITON_TYPES[array.dtype]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
 

@@ -46,8 +46,9 @@ class _Prepared(NamedTuple):
 class HopperLink(Link):
     """One pass for the query heads first, first + step, ...; see `Link`."""
 
-    def goes_with(self, other: Link) -> bool:
-        return self.unserved("forward") is not None and super().goes_with(other)
+    def goes_with(self, other: "HopperLink") -> bool:
+        done_here = (link.unserved(kernel) is None for link in (self, other) for kernel in ("forward", "dkv"))
+        return not any(done_here) and super().goes_with(other)
 
     @functools.cached_property
     def gives_dkv(self) -> bool:
@@ -55,7 +56,7 @@ class HopperLink(Link):
 
     def shape(self, kernel: str) -> tuple[int, int]:
         if self.call.selection is None:
-            return super().shape(kernel)
+            return self.passes[0].fwd_shape if self.passes and kernel == "forward" else super().shape(kernel)
         block, granularity = self.call.selection
         return min(settings.ROWS, MOST_PARTS * granularity), block
 
