@@ -1,4 +1,4 @@
-"""Gluon kernels without a GPU: what a warp-specialised kernel for Hopper becomes in machine code, and whether that is sound.
+"""Gluon kernels for Hopper without a GPU: the machine code that they become, and whether it is sound.
 
 Needs triton, which compiles Gluon to PTX and brings ptxas and nvdisasm. Nothing runs, so there are no times.
 
@@ -16,7 +16,6 @@ How SASS tells what is in flight: HGMMAs up to one with ``gsb0`` are one group, 
 
 import dataclasses
 import functools
-import itertools
 import re
 import subprocess
 import tempfile
@@ -139,16 +138,17 @@ def resources(ptx: str) -> Resources:
     pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     stack, stores, loads, registers = map(int, re.findall(pattern, log, re.DOTALL)[-1])
     warnings = tuple(line for line in log.splitlines() if re.search(r"\(C75\d\d\)|wgmma|serializ", line))
-    counts = (len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", "STL", "LDL"))
-    return Resources(registers, stack, stores, loads, warnings, *counts, seconds, sass)
+    products, local_stores, local_loads = (len(re.findall(rf"\b{name}\b", sass)) for name in ("HGMMA", "STL", "LDL"))
+    spills = registers, stack, stores, loads
+    return Resources(*spills, warnings, products, local_stores, local_loads, seconds, sass)
 
 
 def hazards(sass: str) -> list[Hazard]:
     """The instructions that may meet a product in flight; none if the code is sound.
 
     While a product is in flight, no other instruction may read or write its accumulators, but for products that add to
-    the same ones, which take their turns. If it reads its left side from registers, nothing may write those, and control
-    flow may neither leave the basic block nor enter another: ptxas then reuses those registers without a warning.
+    the same ones, which take turns. If it reads its left side from registers, nothing may write those, and the basic
+    block may not end: ptxas, which works block by block, then reuses those registers without a warning.
 
     Args:
       sass: as ``nvdisasm -c`` writes it.
@@ -158,10 +158,11 @@ def hazards(sass: str) -> list[Hazard]:
     found = []
     for i, (one, ages) in enumerate(zip(code, _in_flight(code, labels), strict=True)):
         for other in (code[j] for j in sorted(ages)):
+            others = other.accumulators if one.accumulators != other.accumulators else frozenset()
             reasons = {
                 "writes the left side": one.writes & other.left,
-                "writes accumulators": one.writes & other.accumulators if one.accumulators != other.accumulators else (),
-                "reads accumulators": one.reads & other.accumulators if one.accumulators != other.accumulators else (),
+                "writes accumulators": one.writes & others,
+                "reads accumulators": one.reads & others,
             }
             found += [
                 Hazard(one.line, one.text, f"{reason} R{min(common)} of the product of line {other.line}")
@@ -188,7 +189,11 @@ def overlap(sass: str) -> list[tuple[str, ...]]:
     code, labels = _parsed(sass)
     # A conditional jump backwards is a loop. Waits that repeat far from their code jump back to it unconditionally.
     edges = [(labels[name], i) for i, one in enumerate(code) if not one.ends for name in one.targets]
-    bodies = [(first, last) for first, last in edges if first <= last and any(code[i].accumulators for i in range(first, last))]
+    bodies = [
+        (first, last)
+        for first, last in edges
+        if first <= last and any(code[i].accumulators for i in range(first, last))
+    ]
     inner = [
         (first, last)
         for first, last in bodies
@@ -204,7 +209,7 @@ class _Instruction:
     Attributes:
       line: of the text, from 1.
       text: without its address.
-      reads, writes: numbers of registers. For an HGMMA `reads` and `writes` are what it meets when it is issued.
+      reads, writes: numbers of registers. The accumulators of an HGMMA are among those that it writes.
       left: of an HGMMA, the registers of its left side.
       accumulators: of an HGMMA, their registers.
       commits: whether it is the last HGMMA of a product.
@@ -265,12 +270,16 @@ def _instruction(line: int, text: str, guard: str | None, name: str, suffixes: s
         return _product(line, text, parts, operands)
     if name == "WARPGROUP" and parts[0] == "DEPBAR":
         return _Instruction(line, text, wait=int(operands[1], 16))
-    targets = re.findall(r"`\(([^)]+)\)", rest) + re.findall(r"[.]L\w+", "".join(re.findall(r"BRANCH_TARGETS (.*?)\"", rest)))
+    targets = re.findall(r"`\(([^)]+)\)", rest) + re.findall(
+        r"[.]L\w+", "".join(re.findall(r"BRANCH_TARGETS (.*?)\"", rest))
+    )
     if name in _JUMPS:
         ends = name in _ENDS and not guard and (name != "BRA" or rest.startswith("`"))
         return _Instruction(line, text, _registers(operands), targets=tuple(targets), leaves=True, ends=ends)
     width = _width(name, parts)
-    results = [i for i, one in enumerate(operands[: 1 + (name in _SECOND)]) if re.match(r"R\d", one) and name not in _NO_RESULT]
+    results = [
+        i for i, one in enumerate(operands[: 1 + (name in _SECOND)]) if re.match(r"R\d", one) and name not in _NO_RESULT
+    ]
     writes = _registers(operands[i] for i in results)
     if writes:
         first = min(writes)
@@ -278,7 +287,9 @@ def _instruction(line: int, text: str, guard: str | None, name: str, suffixes: s
     sources = [one for i, one in enumerate(operands) if i not in results[:1]]
     # A store takes as many registers as it writes words; the address has one, or two with .64.
     stored = width if name.startswith("ST") else 1
-    reads = _registers((one for one in sources if "[" not in one), stored) | _registers(one for one in sources if "[" in one)
+    reads = _registers((one for one in sources if "[" not in one), stored) | _registers(
+        one for one in sources if "[" in one
+    )
     if "WIDE" in parts:
         reads |= _registers(operands[-1:], 2)
     return _Instruction(line, text, reads, writes)
@@ -291,7 +302,7 @@ def _product(line: int, text: str, parts: list[str], operands: list[str]) -> _In
     accumulators = _registers([to, *others[-3:]], width)
     # Whatever its type, a left side has 64 rows of 32 bytes: 4 registers of each thread.
     left = frozenset() if "desc" in first else _registers([first], 4)
-    return _Instruction(line, text, accumulators | left, accumulators, left, accumulators, commits="gsb0" in operands)
+    return _Instruction(line, text, left, accumulators, left, accumulators, commits="gsb0" in operands)
 
 
 def _width(name: str, parts: list[str]) -> int:
