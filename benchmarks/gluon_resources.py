@@ -127,7 +127,7 @@ def compiled(
 
 
 def resources(ptx: str) -> Resources:
-    """What ptxas makes of PTX for sm_90a: that ptxas which Triton uses for it, with the options of an ordinary user."""
+    """What ptxas makes of PTX for sm_90a: the ptxas that Triton uses, without the options that Triton adds."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
@@ -148,10 +148,13 @@ def hazards(sass: str) -> list[Hazard]:
 
     While a product is in flight, no other instruction may read or write its accumulators, but for products that add to
     the same ones, which take turns. If it reads its left side from registers, nothing may write those, and the basic
-    block may not end: ptxas, which works block by block, then reuses those registers without a warning.
+    block may not end: ptxas then reuses those registers without a warning.
 
     Args:
       sass: as ``nvdisasm -c`` writes it.
+
+    Raises:
+      ValueError: if that is not SASS, or has a line that cannot be read.
     """
     code, labels = _parsed(sass)
     joins = {labels[name] for one in code for name in one.targets}
@@ -185,21 +188,16 @@ def overlap(sass: str) -> list[tuple[str, ...]]:
 
     Args:
       sass: as ``nvdisasm -c`` writes it.
+
+    Raises:
+      ValueError: if that is not SASS, or has a line that cannot be read.
     """
     code, labels = _parsed(sass)
     # A conditional jump backwards is a loop. Waits that repeat far from their code jump back to it unconditionally.
-    edges = [(labels[name], i) for i, one in enumerate(code) if not one.ends for name in one.targets]
-    bodies = [
-        (first, last)
-        for first, last in edges
-        if first <= last and any(code[i].accumulators for i in range(first, last))
-    ]
-    inner = [
-        (first, last)
-        for first, last in bodies
-        if not any(first <= start and end <= last and (start, end) != (first, last) for start, end in bodies)
-    ]
-    return [tuple(_events(code[first:last])) for first, last in sorted(set(inner))]
+    jumps = {(labels[name], i) for i, one in enumerate(code) if not one.ends for name in one.targets}
+    loops = {(first, last) for first, last in jumps if any(one.accumulators for one in code[first:last])}
+    inner = {loop for loop in loops if not any(loop[0] <= a and b <= loop[1] for a, b in loops - {loop})}
+    return [tuple(_events(code[first:last])) for first, last in sorted(inner)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,11 +232,12 @@ class _Instruction:
 
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+((?:(@!?U?P\w+)\s+)?([A-Z]\w*)((?:\.\w+)*)\s*(.*?))\s*;")
 _JUMPS = {"BRA", "BRX", "JMP", "JMX", "CALL", "RET", "EXIT", "BSSY", "BSYNC"}
-_ENDS = {"BRA", "BRX", "JMP", "JMX", "RET", "EXIT"}
-# A predicate is their first result.
-_SECOND = {"SHFL", "MATCH", "ATOM", "ATOMG", "ATOMS"}
+# What follows them may be executed after them, whatever their operands.
+_RETURNS = {"CALL", "BSSY", "BSYNC"}
+# Their first result may be a predicate.
+_TWO_RESULTS = {"SHFL", "MATCH", "ATOM", "ATOMG", "ATOMS"}
 # Their first operand is a register that they read.
-_NO_RESULT = _JUMPS | {"BAR", "WARPSYNC", "NANOSLEEP"}
+_NO_RESULT = {"BAR", "WARPSYNC", "NANOSLEEP"}
 
 
 def _output(*command: Any) -> str:
@@ -259,6 +258,10 @@ def _parsed(sass: str) -> tuple[list[_Instruction], dict[str, int]]:
             code.append(_instruction(number, *match.groups()))
         elif match := re.match(r"([.$\w]+):", line):
             labels[match[1]] = len(code)
+        elif re.match(r"\s*/\*[0-9a-f]", line):
+            raise ValueError(f"sass must be what nvdisasm -c writes, got line {number}: {line.strip()}")
+    if not code:
+        raise ValueError(f"sass must be what nvdisasm -c writes, got no instruction in {len(sass)} characters")
     return code, labels
 
 
@@ -270,36 +273,28 @@ def _instruction(line: int, text: str, guard: str | None, name: str, suffixes: s
         return _product(line, text, parts, operands)
     if name == "WARPGROUP" and parts[0] == "DEPBAR":
         return _Instruction(line, text, wait=int(operands[1], 16))
-    targets = re.findall(r"`\(([^)]+)\)", rest) + re.findall(
-        r"[.]L\w+", "".join(re.findall(r"BRANCH_TARGETS (.*?)\"", rest))
-    )
     if name in _JUMPS:
-        ends = name in _ENDS and not guard and (name != "BRA" or rest.startswith("`"))
+        targets = re.findall(r"`\(([^)]+)\)", rest) or re.findall(r"[.]L\w+", rest)
+        # A branch on a predicate names it before its target, if not before itself.
+        ends = name not in _RETURNS and not guard and (name != "BRA" or rest.startswith("`"))
         return _Instruction(line, text, _registers(operands), targets=tuple(targets), leaves=True, ends=ends)
+    if name in _TWO_RESULTS:
+        operands = [one for one in operands if not one.startswith("P")]
     width = _width(name, parts)
-    results = [
-        i for i, one in enumerate(operands[: 1 + (name in _SECOND)]) if re.match(r"R\d", one) and name not in _NO_RESULT
-    ]
-    writes = _registers(operands[i] for i in results)
-    if writes:
-        first = min(writes)
-        writes = frozenset(range(first, first + width))
-    sources = [one for i, one in enumerate(operands) if i not in results[:1]]
-    # A store takes as many registers as it writes words; the address has one, or two with .64.
-    stored = width if name.startswith("ST") else 1
-    reads = _registers((one for one in sources if "[" not in one), stored) | _registers(
-        one for one in sources if "[" in one
-    )
+    results = 1 if operands[0].startswith("R") and name not in _NO_RESULT else 0
+    addresses = [one for one in operands if "[" in one]
+    values = [one for one in operands[results:] if "[" not in one]
+    reads = _registers(addresses) | _registers(values, width if name.startswith("ST") else 1)
     if "WIDE" in parts:
-        reads |= _registers(operands[-1:], 2)
-    return _Instruction(line, text, reads, writes)
+        reads |= _registers(operands[-1:], width)
+    return _Instruction(line, text, reads, _registers(operands[:results], width))
 
 
 def _product(line: int, text: str, parts: list[str], operands: list[str]) -> _Instruction:
     """An HGMMA: of 64 x N accumulators each of 128 threads holds N / 2, in pairs if they are of 16 bits."""
     width = int(parts[0].split("x")[1]) // (4 if parts[1] == "F16" else 2)
     to, first, *others = operands
-    accumulators = _registers([to, *others[-3:]], width)
+    accumulators = _registers([to, *others], width)
     # Whatever its type, a left side has 64 rows of 32 bytes: 4 registers of each thread.
     left = frozenset() if "desc" in first else _registers([first], 4)
     return _Instruction(line, text, left, accumulators, left, accumulators, commits="gsb0" in operands)

@@ -123,6 +123,20 @@ def test_arguments_need_a_type_or_a_value():
         compiled(_products, {"x": "*bf16"}, {"HOW": "together"})
 
 
+@pytest.mark.parametrize(
+    ("sass", "complaint"),
+    [
+        ("", "no instruction in 0"),
+        (".version 9.4\nbar.sync 0;", "no instruction in"),
+        ("/*0000*/ 0x7918", "line 1: /.0000"),
+    ],
+)
+def test_other_text_is_no_sound_code(sass, complaint):
+    for function in hazards, overlap:
+        with pytest.raises(ValueError, match=f"sass must be what nvdisasm -c writes, got {complaint}"):
+            function(sass)
+
+
 def _sass(*lines):
     """Lines as nvdisasm writes them; those with a colon are labels."""
     number = itertools.count()
