@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .primitives import add_tile, exp2, load_tile, reinterpret, store_tile, together
+from .primitives import add_tile, exp2, late, load_tile, reinterpret, store_tile, together
 from .tiles import (
     GROUPS,
     LOG2_E,
@@ -162,8 +162,13 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
             squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
             dscores = dscores * (1 - squashed * squashed)
         dscores = dscores.to(dtype)
+        again = late(n)
+        slot = again % F.STAGES
+        queries = flat(buffers[0].index(slot), PART, D)
+        douts = flat(buffers[1].index(slot), PART, D)
+        keys = flat(buffers[2].index(again >> 30), KV.TILE, D)
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT), douts, dv, is_async=True)
-        together_at = buffers[6].index(n % 2)
+        together_at = buffers[6].index(again % 2)
         together_at.slice(GROUP * ROWS, ROWS, 0).store(dscores)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(dscores, LEFT), queries, dk, is_async=True)
@@ -212,12 +217,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
             first, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
             n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
+            _, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + late(own) * A.HEAD_STEP, block, L)
             n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
         for i in gl.static_range(2):
             mbarrier.arrive(empty[1].index(i), count=1)
         turn += 1
-        staged = reinterpret(buffers[7].index(GROUP), dtype, descs[7].block_shape, descs[7].layout)
+        staged = reinterpret(buffers[7].index(late(GROUP)), dtype, descs[7].block_shape, descs[7].layout)
         for i in gl.static_range(2):
             tma.store_wait(0)
             flat(staged, ROWS, D).store((dk if i == 0 else dv).to(dtype))

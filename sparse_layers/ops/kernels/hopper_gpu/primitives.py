@@ -45,6 +45,12 @@ def together(NUMBER: gl.constexpr):
 
 
 @gluon.jit
+def late(x):
+    """x once more, computed here: addresses that follow from it are not computed earlier, and kept, and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def exp2(x):
     """2 ** x, to about two roundings; 0 where a result is too small for a normal number."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
