@@ -8,9 +8,9 @@ as late as a kernel allows, so that nothing is there by luck:
 * a store of the copy engine reads its buffer when the kernel waits for it;
 * a product reads its operands in shared memory when the kernel waits for it, and its result is refused before.
 
-The partitions of `gl.warp_specialize` are threads of which one runs at a time: of those that wait for nothing the first,
-in an order that ``seed`` chooses. So they get as far apart as barriers allow, a run can be repeated, and a deadlock is
-seen. What a GPU would leave to chance is an error, a `KernelBug`, or poison (NaN; the largest integer).
+The partitions of `gl.warp_specialize` are threads of which one runs at a time: of those that wait for nothing the
+first, in an order that ``seed`` chooses. So they get as far apart as barriers allow, a run can be repeated, and a
+deadlock is seen. What a GPU would leave to chance is an error, a `KernelBug`, or poison (NaN; the largest integer).
 
 It does not see what compilers do with registers. Numbers that begin as literals stay Python's: // and % round down.
 """
@@ -89,7 +89,8 @@ def run(kernel, grid, arguments, constants, seed=0, replacements=None):
             MACHINE.begin(program)
             function(*parameters, **constants)
             MACHINE.current.leave()
-        del MACHINE.scopes  # buffers may be large
+            if any(barrier.loads for barrier in MACHINE.barriers.values()):
+                raise bug("ends before all that it loads has arrived")
 
 
 def parameter(name, value):
@@ -221,9 +222,9 @@ class Machine:
         if isinstance(value, types.ModuleType):
             return Namespace(self, value)
         function = value.fn if isinstance(value, JITFunction) else value
-        name = getattr(function, "__name__", None)
         if not isinstance(function, types.FunctionType | type):
             return value
+        name = function.__name__
         for key in (value, function, name):
             if key in self.replacements:
                 return self.replacements[key]
@@ -259,7 +260,7 @@ MACHINE: Any = None
 
 
 def raw(value):
-    return value.data if isinstance(value, Tensor) else value
+    return value.data if isinstance(value, Tensor) else value.array if isinstance(value, Shared) else value
 
 
 class Tensor:
@@ -298,9 +299,10 @@ OPERATORS = {
     "floordiv": lambda a, b: (a - np.fmod(a, b)) // b,
     "mod": np.fmod,
     # numpy shifts by more bits than there are as a GPU does.
-    **{name: getattr(operator, name) for name in "add sub mul truediv lshift rshift lt le gt ge eq ne".split()},
+    **{name: getattr(operator, name) for name in ("lshift", "rshift", "xor", "invert")},
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg")},
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     **{name: getattr(operator, name + "_") for name in ("and", "or")},
-    **{name: getattr(operator, name) for name in ("xor", "neg", "invert")},
 }
 for name, function in OPERATORS.items():
     method = lambda *x, of=function: NotImplemented if isinstance(x[-1], Pointer) else Tensor(of(*map(raw, x)))  # noqa: E731
@@ -321,7 +323,7 @@ def elementwise(ufunc):
 
 def reduction(ufunc):
     """Extremes ignore NaN, as on a GPU."""
-    return lambda x, axis=None, keep_dims=False: Tensor(ufunc.reduce(raw(x), axis, keepdims=keep_dims, dtype=raw(x).dtype))
+    return lambda x, axis=None, keep_dims=False: Tensor(ufunc.reduce(x.data, axis, x.data.dtype, keepdims=keep_dims))
 
 
 # --- global memory ----------------------------------------------------------------------------------------------------
@@ -368,9 +370,9 @@ class Descriptor:
 
     def tile(self, corner, shared):
         """The parts of the array, and of a buffer, that belong together when a tile begins at the corner."""
-        corner = [operator.index(place) for place in corner]
-        if [shared.dtype, *shared.shape] != [self.dtype, *self.block_shape] or len(corner) != len(self.shape):
-            raise bug(f"moves {self.dtype}{self.block_shape} of {self.name} at {corner}, but {shared.dtype}{shared.shape}")
+        corner, own = [operator.index(place) for place in corner], f"{self.dtype}{self.block_shape}"
+        if own != f"{shared.dtype}{shared.shape}" or len(corner) != len(self.shape):
+            raise bug(f"moves {own} of {self.name} at {corner}, and {shared.dtype}{shared.shape} of shared memory")
         first = np.clip(corner, 0, self.shape)
         end = np.clip(np.add(corner, self.block_shape), 0, self.shape)
         inside = tuple(map(slice, first - corner, end - corner))
@@ -469,7 +471,7 @@ class Accumulator(Tensor):
         raise bug("reads the result of a product that warpgroup_mma_wait has not returned")
 
     def finish(self):
-        a, b = (np.asarray(each.array if isinstance(each, Shared) else each.data, np.float32) for each in (self.a, self.b))
+        a, b = (np.asarray(raw(operand), np.float32) for operand in (self.a, self.b))
         # A few rows at a time, as OpenBLAS starts threads above 2**18 multiplications, which cost more than they bring.
         rows = math.gcd(len(a), max(1, 2**18 // b.size))
         value = np.matmul(a.reshape(-1, rows, len(b)), b).reshape(len(a), -1)
