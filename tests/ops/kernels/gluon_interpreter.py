@@ -1,8 +1,8 @@
 """Runs Gluon kernels for Hopper without a GPU: their own Python source, on numpy, with checks.
 
 A kernel of Gluon is plain Python over some thirty names. It runs here as a copy whose globals have stand-ins for them:
-nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing. All that the hardware does by itself comes
-as late as a kernel allows, so that nothing is there by luck:
+nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing. All that the hardware does by itself is
+done as late as a kernel allows, so that nothing is there by luck:
 
 * a load of the copy engine arrives when someone waits for its barrier, and its buffer holds poison before;
 * a store of the copy engine reads its buffer when the kernel waits for it;
@@ -36,11 +36,12 @@ from tests.ops.kernels.triton_interpreter import NUMPY_TYPES, TRITON_TYPES, Kern
 
 
 class Tiles(NamedTuple):
-    """An array that a kernel has a TMA descriptor of: seen as ``shape``, row-major, and cut into tiles like ``box``."""
+    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``box``."""
 
     array: Any
     shape: tuple
     box: tuple
+    strides: Any = None  # in elements, by default row-major
 
 
 def call(kernel, programs, inputs, outputs, constants, aliases=None, zeroed=(), seed=0):
@@ -100,7 +101,7 @@ def parameter(name, value):
         return to_tensor(value)
     if not array.flags.c_contiguous:
         raise ValueError(f"argument {name} must be contiguous, of strides {array.strides} and shape {array.shape}")
-    return Pointer(name, array.reshape(-1), np.int64(0)) if array is value else Descriptor(name, *value)
+    return Pointer(name, array.reshape(-1), np.int64(0)) if array is value else Descriptor(name, value)
 
 
 def bug(text):
@@ -119,12 +120,12 @@ class Partition:
 
     def __init__(self, name, unfenced=()):
         self.name, self.thread, self.turn = name, threading.current_thread(), threading.Semaphore(0)
-        self.ready, self.lacks = None, str  # what it waits for: whether that has come, and what it is in words
+        self.ready, self.lacks = lambda: True, str  # whether what it waits for has come; and what that is, in words
         self.ended, self.result = False, None
         self.products, self.stores, self.unfenced = [], [], dict(unfenced)
         self.seen = {}  # of each barrier the last phase that it has waited for
 
-    def wait(self, ready, lacks):
+    def wait(self, ready, lacks=str):
         self.ready, self.lacks = ready, lacks
         MACHINE.hand_on()
 
@@ -156,18 +157,17 @@ class Machine:
     def hand_on(self):
         """Lets the first partition run that can; returns when that is this one."""
         me, alive = self.current, [each for each in self.partitions if not each.ended]
-        self.current = next((each for each in alive if each.ready is None or each.ready()), None) or me
-        if self.current is me:
-            if me.ended or (me.ready and not me.ready()):
-                raise bug("deadlock: " + "; ".join(map(str, alive)))
-        else:
-            self.current.turn.release()
-            if me.ended:
-                return
-            me.turn.acquire()
+        following = next((each for each in alive if each.ready()), None)
+        if alive and not following:
+            raise bug("deadlock: " + "; ".join(map(str, alive)))
+        if following and following is not me:
+            self.current = following
+            following.turn.release()
+            if not me.ended:
+                me.turn.acquire()
             if self.failure:
                 raise Stopped
-        me.ready = None
+        me.ready = lambda: True
 
     def specialize(self, functions):
         """Runs partitions to their ends; returns what the first one returns."""
@@ -177,8 +177,8 @@ class Machine:
             each.thread = threading.Thread(target=self.live, args=(each, function, arguments), daemon=True)
             each.thread.start()
         # First the last one, for that is where producers stand: they use what is free as soon as they are told.
-        orders = itertools.permutations(reversed(all_of))
-        self.partitions = next(itertools.islice(orders, self.seed % math.factorial(len(all_of)), None))
+        orders = list(itertools.permutations(reversed(all_of)))
+        self.partitions = orders[self.seed % len(orders)]
         self.current = self.partitions[0]
         self.current.turn.release()
         for each in all_of:
@@ -191,12 +191,11 @@ class Machine:
     def live(self, partition, function, arguments):
         partition.turn.acquire()
         try:
-            with np.errstate(all="ignore"):
-                if not self.failure:
+            if not self.failure:
+                with np.errstate(all="ignore"):
                     partition.result = function(*arguments)
-                    partition.leave()
-                    if not all(each.ended for each in self.partitions):
-                        self.hand_on()
+                partition.leave()
+                self.hand_on()
         except Stopped:
             pass
         except BaseException as failure:
@@ -225,10 +224,10 @@ class Machine:
         if not isinstance(function, types.FunctionType | type):
             return value
         name = function.__name__
-        for key in (value, function, name):
-            if key in self.replacements:
-                return self.replacements[key]
+        given = [self.replacements[key] for key in (value, function, name) if key in self.replacements]
         builtin = tl.core.is_builtin(function)
+        if given:
+            return given[0]
         if name in vars(Language) and (builtin or function.__module__.startswith("triton.")):
             return getattr(Language, name)
         if isinstance(value, JITFunction):
@@ -281,7 +280,7 @@ class Tensor:
             raise bug(f"takes a tile of shape {self.shape} for one number")
         return self.data.item()
 
-    __index__ = __int__ = __float__ = number
+    __index__ = number
 
     def __bool__(self):
         return bool(self.number())
@@ -361,10 +360,14 @@ class Pointer(NamedTuple):
 class Descriptor:
     """A TMA descriptor."""
 
-    def __init__(self, name, array, shape, box):
-        self.name, self.shape, self.block_shape, self.layout = name, list(shape), list(box), gl.AutoLayout()
-        self.view = array.reshape(-1)[: math.prod(shape)].reshape(shape)
-        self.strides = [stride // array.itemsize for stride in self.view.strides]
+    def __init__(self, name, tiles):
+        self.name, self.shape, self.block_shape, self.layout = name, list(tiles.shape), list(tiles.box), gl.AutoLayout()
+        self.strides = tiles.strides or [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        array, last = tiles.array, np.dot(np.subtract(self.shape, 1), self.strides)
+        if last >= array.size:
+            raise ValueError(f"a view of {name} has an element {last}, and {name} has {array.size}")
+        strides = [stride * array.itemsize for stride in self.strides]
+        self.view = np.lib.stride_tricks.as_strided(array, self.shape, strides, writeable=array.flags.writeable)
         self.dtype = TRITON_TYPES[array.dtype]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
 
@@ -447,8 +450,9 @@ class Barrier:
     def passed(self, phase):
         """Whether a phase is over. What is loaded arrives now, and no earlier."""
         if self.completed <= phase and self.loads:
-            for deliver in self.loads:
-                deliver()
+            for buffer, target, source in self.loads:
+                buffer[...] = 0  # what lies outside of the array
+                target[...] = source
             self.loads = []
             self.end_phase()
         return self.completed > phase
@@ -483,12 +487,7 @@ class Accumulator(Tensor):
 
 def packed(dtype):
     """Two tiles of float32 as one of int32, the first in the upper halves."""
-
-    def pack(_, *parts):
-        high, low = (part.data.astype(dtype).view(np.uint16).astype(np.uint32) for part in parts)
-        return Tensor((high << 16 | low).view(np.int32))
-
-    return pack
+    return lambda _, *parts: Tensor(np.stack([x.data.astype(dtype) for x in parts[::-1]], -1).view(np.int32)[..., 0])
 
 
 def named_barrier(assembly, number):
@@ -562,9 +561,7 @@ class Language:
 
     # Barriers
 
-    @staticmethod
-    def init(barrier, count):
-        MACHINE.barriers[barrier.address] = Barrier(count)
+    init = staticmethod(lambda barrier, count: MACHINE.barriers.update({barrier.address: Barrier(count)}))
 
     @staticmethod
     def expect(barrier, bytes_per_cta=0, pred=True, **old):
@@ -602,13 +599,8 @@ class Language:
         if size > barrier.announced:
             raise bug(f"loads {size} bytes for a barrier that expects {barrier.announced} more")
         result.array[...] = poison(result.array.dtype)
-
-        def deliver():
-            result.array[...] = 0  # outside of the array
-            target[...] = source
-
         barrier.announced -= size
-        barrier.loads.append(deliver)
+        barrier.loads.append((result.array, target, source))
 
     @staticmethod
     def async_store(desc, coord, src, add=False, **_):
@@ -629,13 +621,12 @@ class Language:
 
     # Shared memory and the tensor cores
 
+    fence_async_shared = staticmethod(lambda *_: MACHINE.current.unfenced.clear())
+    reinterpret = staticmethod(Shared.reinterpret)
+
     @staticmethod
     def allocate_shared_memory(dtype, shape, layout=None):
         return Shared(np.full(shape, poison(NUMPY_TYPES[dtype]), NUMPY_TYPES[dtype]))
-
-    @staticmethod
-    def fence_async_shared(cluster=False):
-        MACHINE.current.unfenced.clear()
 
     @staticmethod
     def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False, **_):
@@ -655,5 +646,3 @@ class Language:
             products.pop(0).finish()
         found = tuple(each if getattr(each, "value", None) is None else Tensor(each.value) for each in deps)
         return found[0] if len(found) == 1 else found
-
-    reinterpret = staticmethod(Shared.reinterpret)

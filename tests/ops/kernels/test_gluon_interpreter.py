@@ -39,6 +39,17 @@ def run(kernel, grid, *arguments, seed=0, replacements=None, **constants):
     gluon_interpreter.run(kernel, grid, arguments, constants, seed, replacements)
 
 
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """This and the next are replaced by name: Triton has had others for them."""
+    raise AssertionError
+
+
+@builtin
+def add_tile(desc, coord, source, _semantic=None):
+    raise AssertionError
+
+
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -122,6 +133,34 @@ def test_what_was_not_waited_for_is_poison():
 def test_a_buffer_that_is_stored_from_must_not_change():
     got, wanted = copied(bug="reuse")
     assert (got[:4] != wanted[:4]).any() or (got[8:12] != wanted[8:12]).any()
+
+
+@gluon.jit
+def halves(x, y, INIT: gl.constexpr = True):
+    """Bits of float32 as pairs of int16, through one tile of shared memory."""
+    buffer = gl.allocate_shared_memory(x.dtype, x.block_shape, x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if INIT:
+        mbarrier.init(full, count=1)
+    mbarrier.expect(full, x.block_type.nbytes)
+    load_tile(x, [0, gl.program_id(0), 0], full, buffer)
+    mbarrier.wait(full, 0)
+    words = reinterpret(buffer, gl.int16, [2, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(gl.AutoLayout())
+    at = gl.program_id(0) * 32 + gl.arange(0, 2)[:, None] * 16 + gl.arange(0, 16)[None, :]
+    gl.store(y + at, words)
+
+
+def test_views_of_arrays_and_of_shared_memory():
+    x, y = numbers(0, 6, 8), np.empty((3, 2, 16), np.int16)
+    every_third = Tiles(x, (2, 3, 8), (2, 1, 8), (24, 8, 1))
+    run(halves, (3,), every_third, y)
+    np.testing.assert_array_equal(y.view(np.float32), x.reshape(2, 3, 8).swapaxes(0, 1))
+    with pytest.raises(ValueError, match="a view of x has an element 55, and x has 48"):
+        run(halves, (3,), every_third._replace(strides=(32, 8, 1)), y)
+    with pytest.raises(ValueError, match="argument y must be contiguous"):
+        run(halves, (3,), every_third, y.swapaxes(0, 1))
+    with pytest.raises(KernelBug, match=r"uses a barrier before mbarrier\.init"):
+        run(halves, (3,), every_third, y, INIT=False)
 
 
 # --- a product: a producer and two consumers --------------------------------------------------------------------------
@@ -294,6 +333,49 @@ def test_a_named_barrier_keeps_groups_together(seed):
     assert np.isnan(y[0, seed ^ 1]).all()
 
 
+# --- what has no meaning ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def mistake(x, y, BUG: gl.constexpr):
+    buffer = gl.allocate_shared_memory(gl.float32, [2, 4, 8], x.layout)
+    full = barriers(1, 1)
+    load_tile(x, [0, 0], full.index(0), buffer.index(0), pred=False)
+    if BUG == "tile":
+        load_tile(x, [0, 0], full.index(0), buffer)
+    elif BUG == "axes":
+        load_tile(x, [0], full.index(0), buffer.index(0))
+    elif BUG == "slot":
+        buffer.index(2).load(gl.AutoLayout())
+    elif BUG == "flat":
+        buffer.permute((0, 2, 1)).reshape([64])
+    elif BUG == "input":
+        store_tile(x, [0, 0], buffer.reshape([8, 8]).slice(4, 4))
+    elif BUG == "product":
+        warpgroup_mma(buffer.index(0), buffer.index(1), gl.zeros([4, 8], gl.float32, gl.AutoLayout()))
+    elif BUG == "truth" and gl.load((y + gl.arange(0, 8))[None, :]) > 0:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        ("tile", r"moves fp32\[4, 8\] of x at \[0, 0\], and fp32\[2, 4, 8\] of shared memory"),
+        ("axes", r"of x at \[0\]"),
+        ("slot", r"out of bounds: 2 to 3 of axis 0 of shared memory of \[2, 4, 8\]"),
+        ("flat", "not contiguous"),
+        ("input", "stores to its input x"),
+        ("product", r"multiplies fp32\[4, 8\] by fp32\[4, 8\]"),
+        ("truth", r"takes a tile of shape \[1, 8\] for one number"),
+    ],
+)
+def test_mistakes_are_refused(bug, message):
+    x, y = numbers(0, 4, 8), np.zeros(8, np.float32)
+    x.flags.writeable = False
+    with pytest.raises(KernelBug, match=message):
+        run(mistake, (1,), Tiles(x, x.shape, (4, 8)), y, BUG=bug)
+
+
 # --- global memory, arithmetic, assembly ------------------------------------------------------------------------------
 
 
@@ -351,7 +433,7 @@ def arithmetic(x, floats, ints, count):
     gl.store(ints + 12 + at, a >> 40)
     gl.store(floats + at, a / 2 + 0.5)
     gl.store(floats + 4 + at, gl.where(a > 0, 1.0, float("-inf")))
-    gl.store(floats + 8, gl.max(a * 1.5, 0) + count / 2)
+    gl.store(floats + 8, gl.max(a * 1.5, 0) + gl.to_tensor(count) / 2)
     gl.atomic_add(ints + 16, gl.sum(a, 0))
     if gl.load(ints + 16) == -8 and not count > 3:
         gl.store(floats + 9, gl.log2(gl.exp2(a * 1.0)[:, None])[:, 0].to(gl.bfloat16).to(gl.float32).shape[0])
@@ -384,14 +466,8 @@ def test_assembly_that_is_not_known_needs_a_replacement():
     assert x == 4
 
 
-@builtin
-def add_tile(desc, coord, source, _semantic=None):
-    """Replaced by name: Triton has one only since 3.8."""
-    raise AssertionError
-
-
 @gluon.jit
-def add_rows(x, total, again, out):
+def add_rows(x, total, _, rest):
     buffer = gl.allocate_shared_memory(gl.float32, x.block_shape, x.layout)
     full = barriers(1, 1)
     mbarrier.expect(full.index(0), x.block_type.nbytes)
@@ -400,19 +476,18 @@ def add_rows(x, total, again, out):
     add_tile(total, [0, 0], buffer)
     tma.store_wait(0)
     if gl.program_id(0) == 1:
-        gl.store(out + gl.arange(0, 2), gl.load(out + gl.arange(0, 2)))
+        gl.store(rest + gl.arange(0, 2), gl.load(rest + gl.arange(0, 2)))
 
 
 def test_call_from_jax():
     x, start = jnp.asarray(numbers(0, 3, 4)), jnp.asarray(numbers(1, 1, 4))
 
-    def sums(x, start):
-        total = jax.ShapeDtypeStruct(start.shape, start.dtype)
-        return gluon_interpreter.call(
-            add_rows, 3, [Tiles(x, x.shape, (1, 4)), Tiles(start, start.shape, (1, 4))],
-            [total, jax.ShapeDtypeStruct((4,), jnp.float32)], {}, aliases={1: 0},
-        )  # fmt: skip
+    def sums(x, start, zeroed):
+        inputs = [Tiles(x, x.shape, (1, 4)), Tiles(start, start.shape, (1, 4))]
+        outputs = [jax.ShapeDtypeStruct(start.shape, start.dtype), jax.ShapeDtypeStruct((4,), jnp.float32)]
+        return gluon_interpreter.call(add_rows, 3, inputs, outputs, {}, aliases={1: 0}, zeroed=zeroed)
 
-    total, poison = jax.jit(sums)(x, start)
-    np.testing.assert_allclose(total, x.sum(0, keepdims=True) + start, rtol=1e-6)
-    assert np.isnan(poison).all()
+    for zeroed, rest in ((), np.full(4, np.nan)), ((1,), np.zeros(4)):
+        total, other = jax.jit(sums, static_argnums=2)(x, start, zeroed)
+        np.testing.assert_allclose(total, x.sum(0, keepdims=True) + start, rtol=1e-6)
+        np.testing.assert_array_equal(other, rest)
