@@ -1,16 +1,16 @@
 """Runs Gluon kernels for Hopper without a GPU: their own Python source, on numpy, with checks.
 
 A kernel of Gluon is plain Python over some thirty names. It runs here as a copy whose globals have stand-ins for them:
-nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing. All that the hardware does by itself comes
-as late as a kernel allows, so that nothing is there by luck:
+nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing. All that the hardware does by itself is
+done as late as a kernel allows, so that nothing is there by luck:
 
 * a load of the copy engine arrives when someone waits for its barrier, and its buffer holds poison before;
 * a store of the copy engine reads its buffer when the kernel waits for it;
 * a product reads its operands in shared memory when the kernel waits for it, and its result is refused before.
 
-The partitions of `gl.warp_specialize` are threads of which one runs at a time: of those that wait for nothing the first,
-in an order that ``seed`` chooses. So they get as far apart as barriers allow, a run can be repeated, and a deadlock is
-seen. What a GPU would leave to chance is an error, a `KernelBug`, or poison (NaN; the largest integer).
+The partitions of `gl.warp_specialize` are threads of which one runs at a time: of those that wait for nothing the
+first, in an order that ``seed`` chooses. So they get as far apart as barriers allow, a run can be repeated, and a
+deadlock is seen. What a GPU would leave to chance is an error, a `KernelBug`, or poison (NaN; the largest integer).
 
 It does not see what compilers do with registers. Numbers that begin as literals stay Python's: // and % round down.
 """
@@ -36,11 +36,12 @@ from tests.ops.kernels.triton_interpreter import NUMPY_TYPES, TRITON_TYPES, Kern
 
 
 class Tiles(NamedTuple):
-    """An array that a kernel has a TMA descriptor of: seen as ``shape``, row-major, and cut into tiles like ``box``."""
+    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``box``."""
 
     array: Any
     shape: tuple
     box: tuple
+    strides: Any = None  # in elements, by default row-major
 
 
 def call(kernel, programs, inputs, outputs, constants, aliases=None, zeroed=(), seed=0):
@@ -89,7 +90,8 @@ def run(kernel, grid, arguments, constants, seed=0, replacements=None):
             MACHINE.begin(program)
             function(*parameters, **constants)
             MACHINE.current.leave()
-        del MACHINE.scopes  # buffers may be large
+            if any(barrier.loads for barrier in MACHINE.barriers.values()):
+                raise bug("ends before all that it loads has arrived")
 
 
 def parameter(name, value):
@@ -118,12 +120,12 @@ class Partition:
 
     def __init__(self, name, unfenced=()):
         self.name, self.thread, self.turn = name, threading.current_thread(), threading.Semaphore(0)
-        self.ready, self.lacks = None, str  # what it waits for: whether that has come, and what it is in words
+        self.ready, self.lacks = lambda: True, str  # whether what it waits for has come; and what that is, in words
         self.ended, self.result = False, None
         self.products, self.stores, self.unfenced = [], [], dict(unfenced)
         self.seen = {}  # of each barrier the last phase that it has waited for
 
-    def wait(self, ready, lacks):
+    def wait(self, ready, lacks=str):
         self.ready, self.lacks = ready, lacks
         MACHINE.hand_on()
 
@@ -155,18 +157,17 @@ class Machine:
     def hand_on(self):
         """Lets the first partition run that can; returns when that is this one."""
         me, alive = self.current, [each for each in self.partitions if not each.ended]
-        self.current = next((each for each in alive if each.ready is None or each.ready()), None) or me
-        if self.current is me:
-            if me.ended or (me.ready and not me.ready()):
-                raise bug("deadlock: " + "; ".join(map(str, alive)))
-        else:
-            self.current.turn.release()
-            if me.ended:
-                return
-            me.turn.acquire()
+        following = next((each for each in alive if each.ready()), None)
+        if alive and not following:
+            raise bug("deadlock: " + "; ".join(map(str, alive)))
+        if following and following is not me:
+            self.current = following
+            following.turn.release()
+            if not me.ended:
+                me.turn.acquire()
             if self.failure:
                 raise Stopped
-        me.ready = None
+        me.ready = lambda: True
 
     def specialize(self, functions):
         """Runs partitions to their ends; returns what the first one returns."""
@@ -176,8 +177,8 @@ class Machine:
             each.thread = threading.Thread(target=self.live, args=(each, function, arguments), daemon=True)
             each.thread.start()
         # First the last one, for that is where producers stand: they use what is free as soon as they are told.
-        orders = itertools.permutations(reversed(all_of))
-        self.partitions = next(itertools.islice(orders, self.seed % math.factorial(len(all_of)), None))
+        orders = list(itertools.permutations(reversed(all_of)))
+        self.partitions = orders[self.seed % len(orders)]
         self.current = self.partitions[0]
         self.current.turn.release()
         for each in all_of:
@@ -190,12 +191,11 @@ class Machine:
     def live(self, partition, function, arguments):
         partition.turn.acquire()
         try:
-            with np.errstate(all="ignore"):
-                if not self.failure:
+            if not self.failure:
+                with np.errstate(all="ignore"):
                     partition.result = function(*arguments)
-                    partition.leave()
-                    if not all(each.ended for each in self.partitions):
-                        self.hand_on()
+                partition.leave()
+                self.hand_on()
         except Stopped:
             pass
         except BaseException as failure:
@@ -221,13 +221,13 @@ class Machine:
         if isinstance(value, types.ModuleType):
             return Namespace(self, value)
         function = value.fn if isinstance(value, JITFunction) else value
-        name = getattr(function, "__name__", None)
         if not isinstance(function, types.FunctionType | type):
             return value
-        for key in (value, function, name):
-            if key in self.replacements:
-                return self.replacements[key]
+        name = function.__name__
+        given = [self.replacements[key] for key in (value, function, name) if key in self.replacements]
         builtin = tl.core.is_builtin(function)
+        if given:
+            return given[0]
         if name in vars(Language) and (builtin or function.__module__.startswith("triton.")):
             return getattr(Language, name)
         if isinstance(value, JITFunction):
@@ -259,7 +259,7 @@ MACHINE: Any = None
 
 
 def raw(value):
-    return value.data if isinstance(value, Tensor) else value
+    return value.data if isinstance(value, Tensor) else value.array if isinstance(value, Shared) else value
 
 
 class Tensor:
@@ -280,7 +280,7 @@ class Tensor:
             raise bug(f"takes a tile of shape {self.shape} for one number")
         return self.data.item()
 
-    __index__ = __int__ = __float__ = number
+    __index__ = number
 
     def __bool__(self):
         return bool(self.number())
@@ -298,9 +298,10 @@ OPERATORS = {
     "floordiv": lambda a, b: (a - np.fmod(a, b)) // b,
     "mod": np.fmod,
     # numpy shifts by more bits than there are as a GPU does.
-    **{name: getattr(operator, name) for name in "add sub mul truediv lshift rshift lt le gt ge eq ne".split()},
+    **{name: getattr(operator, name) for name in ("lshift", "rshift", "xor", "invert")},
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg")},
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     **{name: getattr(operator, name + "_") for name in ("and", "or")},
-    **{name: getattr(operator, name) for name in ("xor", "neg", "invert")},
 }
 for name, function in OPERATORS.items():
     method = lambda *x, of=function: NotImplemented if isinstance(x[-1], Pointer) else Tensor(of(*map(raw, x)))  # noqa: E731
@@ -321,7 +322,7 @@ def elementwise(ufunc):
 
 def reduction(ufunc):
     """Extremes ignore NaN, as on a GPU."""
-    return lambda x, axis=None, keep_dims=False: Tensor(ufunc.reduce(raw(x), axis, keepdims=keep_dims, dtype=raw(x).dtype))
+    return lambda x, axis=None, keep_dims=False: Tensor(ufunc.reduce(x.data, axis, x.data.dtype, keepdims=keep_dims))
 
 
 # --- global memory ----------------------------------------------------------------------------------------------------
@@ -360,24 +361,21 @@ class Descriptor:
     """A TMA descriptor."""
 
     def __init__(self, name, tiles):
-        array, shape = tiles.array.reshape(-1), tiles.shape
-        self.name, self.shape, self.block_shape, self.layout = name, list(shape), list(tiles.box), gl.AutoLayout()
-        row_major = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        self.strides = list(getattr(tiles, "strides", row_major))
-        if sum((n - 1) * stride for n, stride in zip(shape, self.strides, strict=True)) >= array.size:
-            raise bug(f"the descriptor of {name} reaches beyond its {array.size} elements: {shape}, {self.strides}")
-        if any(stride * array.itemsize % 16 for stride in self.strides[:-1]) or self.strides[-1] != 1 or len(shape) > 5:
-            raise bug(f"no descriptor: {name} of {shape}, {self.strides}")
-        bytes_apart = [stride * array.itemsize for stride in self.strides]
-        self.view = np.lib.stride_tricks.as_strided(array, shape, bytes_apart, writeable=array.flags.writeable)
+        self.name, self.shape, self.block_shape, self.layout = name, list(tiles.shape), list(tiles.box), gl.AutoLayout()
+        self.strides = tiles.strides or [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        array, last = tiles.array, np.dot(np.subtract(self.shape, 1), self.strides)
+        if last >= array.size:
+            raise ValueError(f"a view of {name} has an element {last}, and {name} has {array.size}")
+        strides = [stride * array.itemsize for stride in self.strides]
+        self.view = np.lib.stride_tricks.as_strided(array, self.shape, strides, writeable=array.flags.writeable)
         self.dtype = TRITON_TYPES[array.dtype]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
 
     def tile(self, corner, shared):
         """The parts of the array, and of a buffer, that belong together when a tile begins at the corner."""
-        corner = [operator.index(place) for place in corner]
-        if [shared.dtype, *shared.shape] != [self.dtype, *self.block_shape] or len(corner) != len(self.shape):
-            raise bug(f"moves {self.dtype}{self.block_shape} of {self.name} at {corner}, but {shared.dtype}{shared.shape}")
+        corner, own = [operator.index(place) for place in corner], f"{self.dtype}{self.block_shape}"
+        if own != f"{shared.dtype}{shared.shape}" or len(corner) != len(self.shape):
+            raise bug(f"moves {own} of {self.name} at {corner}, and {shared.dtype}{shared.shape} of shared memory")
         first = np.clip(corner, 0, self.shape)
         end = np.clip(np.add(corner, self.block_shape), 0, self.shape)
         inside = tuple(map(slice, first - corner, end - corner))
@@ -452,8 +450,9 @@ class Barrier:
     def passed(self, phase):
         """Whether a phase is over. What is loaded arrives now, and no earlier."""
         if self.completed <= phase and self.loads:
-            for deliver in self.loads:
-                deliver()
+            for buffer, target, source in self.loads:
+                buffer[...] = 0  # what lies outside of the array
+                target[...] = source
             self.loads = []
             self.end_phase()
         return self.completed > phase
@@ -476,7 +475,7 @@ class Accumulator(Tensor):
         raise bug("reads the result of a product that warpgroup_mma_wait has not returned")
 
     def finish(self):
-        a, b = (np.asarray(each.array if isinstance(each, Shared) else each.data, np.float32) for each in (self.a, self.b))
+        a, b = (np.asarray(raw(operand), np.float32) for operand in (self.a, self.b))
         # A few rows at a time, as OpenBLAS starts threads above 2**18 multiplications, which cost more than they bring.
         rows = math.gcd(len(a), max(1, 2**18 // b.size))
         value = np.matmul(a.reshape(-1, rows, len(b)), b).reshape(len(a), -1)
@@ -488,12 +487,7 @@ class Accumulator(Tensor):
 
 def packed(dtype):
     """Two tiles of float32 as one of int32, the first in the upper halves."""
-
-    def pack(_, *parts):
-        high, low = (part.data.astype(dtype).view(np.uint16).astype(np.uint32) for part in parts)
-        return Tensor((high << 16 | low).view(np.int32))
-
-    return pack
+    return lambda _, *parts: Tensor(np.stack([x.data.astype(dtype) for x in parts[::-1]], -1).view(np.int32)[..., 0])
 
 
 def named_barrier(assembly, number):
@@ -567,9 +561,7 @@ class Language:
 
     # Barriers
 
-    @staticmethod
-    def init(barrier, count):
-        MACHINE.barriers[barrier.address] = Barrier(count)
+    init = staticmethod(lambda barrier, count: MACHINE.barriers.update({barrier.address: Barrier(count)}))
 
     @staticmethod
     def expect(barrier, bytes_per_cta=0, pred=True, **old):
@@ -607,13 +599,8 @@ class Language:
         if size > barrier.announced:
             raise bug(f"loads {size} bytes for a barrier that expects {barrier.announced} more")
         result.array[...] = poison(result.array.dtype)
-
-        def deliver():
-            result.array[...] = 0  # outside of the array
-            target[...] = source
-
         barrier.announced -= size
-        barrier.loads.append(deliver)
+        barrier.loads.append((result.array, target, source))
 
     @staticmethod
     def async_store(desc, coord, src, add=False, **_):
@@ -634,13 +621,12 @@ class Language:
 
     # Shared memory and the tensor cores
 
+    fence_async_shared = staticmethod(lambda *_: MACHINE.current.unfenced.clear())
+    reinterpret = staticmethod(Shared.reinterpret)
+
     @staticmethod
     def allocate_shared_memory(dtype, shape, layout=None):
         return Shared(np.full(shape, poison(NUMPY_TYPES[dtype]), NUMPY_TYPES[dtype]))
-
-    @staticmethod
-    def fence_async_shared(cluster=False):
-        MACHINE.current.unfenced.clear()
 
     @staticmethod
     def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False, **_):
@@ -660,5 +646,3 @@ class Language:
             products.pop(0).finish()
         found = tuple(each if getattr(each, "value", None) is None else Tensor(each.value) for each in deps)
         return found[0] if len(found) == 1 else found
-
-    reinterpret = staticmethod(Shared.reinterpret)

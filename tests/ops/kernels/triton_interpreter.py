@@ -89,7 +89,7 @@ def run(kernel, grid, outputs, constants, *arrays):
 def poison(dtype):
     """What memory holds before anyone writes there."""
     dtype = np.dtype(dtype)
-    return np.iinfo(dtype).max if dtype.kind in "iu" else True if dtype.kind == "b" else np.nan
+    return np.iinfo(dtype).max if dtype.kind == "i" else True if dtype.kind == "b" else np.nan
 
 
 # ----------------------------------------------------------------------------------------------------------------------
