@@ -2,7 +2,7 @@
 
 Needs triton, which compiles Gluon to PTX and brings ptxas and nvdisasm. Nothing runs, so there are no times.
 
-    kernel = compiled(forward, {"q": "*bf16", "T": "i32"}, {"D": 128})
+    kernel = bridge.compiled(forward, (("q", "*bf16"), ("T", "i32")), (("D", 128),))
     found = resources(kernel.ptx)
     assert found.spill_stores == 0 and not found.warnings and not hazards(found.sass)
 
@@ -24,27 +24,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.experimental.gluon._runtime import GluonASTSource
-
-
-class Compiled(NamedTuple):
-    """A kernel in PTX.
-
-    Attributes:
-      ptx: the text.
-      shared: bytes of shared memory of a program.
-      num_warps: all warps of a program, those of the partitions of `gl.warp_specialize` among them.
-      seconds: to compile; Triton keeps what it has compiled.
-    """
-
-    ptx: str
-    shared: int
-    num_warps: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,44 +67,6 @@ class Hazard(NamedTuple):
     line: int
     instruction: str
     reason: str
-
-
-def compiled(
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    num_warps: int = 4,
-    maxnreg: int | None = None,
-) -> Compiled:
-    """A Gluon kernel, compiled by Triton for compute capability 9.0.
-
-    Args:
-      kernel: a function under `gluon.jit`.
-      types: of arguments by name, as Triton writes them: ``"*bf16"``, ``"i32"``, or ``"tensordesc<...>"``. Pointers and
-        integers are taken to be multiples of 16.
-      constants: the other arguments, all `gl.constexpr`.
-      num_warps: of the default partition.
-      maxnreg: most registers of a thread at entry.
-
-    Raises:
-      ValueError: if an argument has no type and no value, or both, or there is no such argument.
-    """
-    names = kernel.arg_names
-    if sorted(names) != sorted([*types, *constants]):
-        given = f"types {sorted(types)} and constants {sorted(constants)}"
-        raise ValueError(f"every argument of {names} must be in types or in constants, got {given}")
-    numbers = [(i, name) for i, name in enumerate(names) if name in types and not types[name].startswith("tensordesc")]
-    source = GluonASTSource(
-        kernel,
-        {name: types.get(name, "constexpr") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, _ in numbers},
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": True} | ({"maxnreg": maxnreg} if maxnreg else {})
-    start = time.perf_counter()
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    seconds = time.perf_counter() - start
-    return Compiled(made.asm["ptx"], made.metadata.shared, made.metadata.num_warps, seconds)
 
 
 def resources(ptx: str) -> Resources:

@@ -19,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from benchmarks.gluon_resources import compiled, hazards, overlap, resources
+from benchmarks.gluon_resources import hazards, overlap, resources
+from sparse_layers.ops.kernels.hopper_gpu import bridge
 
 
 @gluon.jit
@@ -61,7 +62,8 @@ def _products(x, out, n, HOW: gl.constexpr):
 
 @functools.cache
 def _found(how, maxnreg=None):
-    kernel = compiled(_products, {"x": "*bf16", "out": "*fp32", "n": "i32"}, {"HOW": how}, maxnreg=maxnreg)
+    kinds = ("x", "*bf16"), ("out", "*fp32"), ("n", "i32")
+    kernel = bridge.compiled(_products, kinds, (("HOW", how),), maxnreg)
     return kernel, resources(kernel.ptx)
 
 
@@ -116,11 +118,6 @@ def test_overwritten_left_side_is_found_in_the_code_of_a_kernel():
     found = hazards("\n".join(lines))
     assert [(one.line, one.instruction) for one in found] == [(last + 2, f"MOV {first[1]}, RZ")]
     assert "writes the left side" in found[0].reason
-
-
-def test_arguments_need_a_type_or_a_value():
-    with pytest.raises(ValueError, match=r"must be in types or in constants, got types \['x'\]"):
-        compiled(_products, {"x": "*bf16"}, {"HOW": "together"})
 
 
 @pytest.mark.parametrize(

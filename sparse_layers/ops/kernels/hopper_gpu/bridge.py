@@ -8,7 +8,7 @@ that it has. So this goes around it, by what jax-triton itself stands on: `trito
 import functools
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,13 +87,16 @@ def missing() -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(kernel: Any, kinds: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...]) -> Compiled:
+def compiled(
+    kernel: Any, kinds: tuple[tuple[str, str], ...], constants: tuple[tuple[str, Any], ...], maxnreg: int | None = None
+) -> Compiled:
     """Compiles a kernel for compute capability 9.0; Triton keeps it on disk, too.
 
     Args:
       kernel: a `gluon.jit` function.
       kinds: (name, type) of its parameters that are no constants.
       constants: (name, value) of the others.
+      maxnreg: the most registers of a thread; None leaves it to the kernel.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -105,7 +108,8 @@ def compiled(kernel: Any, kinds: tuple[tuple[str, str], ...], constants: tuple[t
     values = {(i,): given[name] for i, name in enumerate(names) if name in given}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if of.get(name, "")[:1] == "*"}
     source = GluonASTSource(kernel, signature, values, aligned)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": True})
+    options = {"num_warps": 4, "enable_fp_fusion": True} | ({} if maxnreg is None else {"maxnreg": maxnreg})
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     data = found.metadata
     descriptors = tuple(dict(x) for x in data.tensordesc_meta)
     return Compiled(data.name, found.asm["ptx"], data.num_warps, data.shared, descriptors)
@@ -118,7 +122,6 @@ def call(
     outputs: Sequence[Any],
     constants: Mapping[str, Any],
     aliases: Mapping[int, int] | None = None,
-    zeroed: Collection[int] = (),
 ) -> Sequence[jax.Array]:
     """Runs a Gluon kernel whose parameters are the inputs, the outputs, and the constants.
 
@@ -129,7 +132,6 @@ def call(
       outputs: `jax.ShapeDtypeStruct`, or `Tiles` of such.
       constants: hashable values.
       aliases: of inputs that become outputs: number of the input to number of the output.
-      zeroed: numbers of outputs that are zero when the kernel begins.
     """
     from jaxlib import gpu_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
@@ -138,7 +140,7 @@ def call(
     kinds = [x.kind if isinstance(x, Tiles) else _POINTERS[x.dtype.name] for x in everything]
     code = compiled(kernel, tuple(zip(kernel.arg_names, kinds, strict=False)), tuple(constants.items()))
     parameters, found = [], iter(code.descriptors)
-    for number, x in enumerate(everything, -len(inputs)):
+    for x in everything:
         if isinstance(x, Tiles):
             own = next(found)
             kind = TMA_DTYPE_DEVICE_TO_HOST.get(own["elem_type"], own["elem_type"])
@@ -155,8 +157,7 @@ def call(
             parameters += [gpu_triton.create_scalar_parameter(size, "i32") for size in x.shape]
             parameters += [gpu_triton.create_scalar_parameter(stride, "i64") for stride in x.strides]
         else:
-            size = math.prod(x.shape) * x.dtype.itemsize if number in zeroed else 0
-            parameters.append(gpu_triton.create_array_parameter(size, ALIGNMENT))
+            parameters.append(gpu_triton.create_array_parameter(0, ALIGNMENT))
     launched = gpu_triton.TritonKernel(code.name, code.num_warps, 1, code.shared, code.ptx, "", 90)
     proto = gpu_triton.TritonKernelCall(launched, programs, 1, 1, parameters).to_proto(code.name, b"")
     arrays = [x.array if isinstance(x, Tiles) else x for x in everything]

@@ -54,11 +54,12 @@ class HopperLink(Link):
     def gives_dkv(self) -> bool:
         return self.unserved("dkv") is None or super().gives_dkv
 
-    def shape(self, kernel: str) -> tuple[int, int]:
-        if self.call.selection is None:
-            return self.passes[0].fwd_shape if self.passes and kernel == "forward" else super().shape(kernel)
-        block, granularity = self.call.selection
-        return min(settings.ROWS, MOST_PARTS * granularity), block
+    def _blocks(self, kernel: str) -> tuple[int, int]:
+        """(bq, bkv) of the lists that these kernels walk over."""
+        if self.call.selection is not None:
+            block, granularity = self.call.selection
+            return min(settings.ROWS, MOST_PARTS * granularity), block
+        return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""
@@ -68,7 +69,7 @@ class HopperLink(Link):
         params = dataclasses.replace(self.call.params[kernel != "forward"], q_blocksize=None, kv_blocksize=None)
         if params not in (FwdParams(), BwdParams()):
             return "they take no settings"
-        rows, block = self.shape(kernel)
+        rows, block = self._blocks(kernel)
         if rows != settings.ROWS or block not in settings.BLOCKS:
             return f"blocks have {settings.ROWS} queries and {settings.BLOCKS} keys there, and these {rows} and {block}"
         if kernel == "forward" and not self.q_order.complete:
@@ -119,11 +120,14 @@ class HopperLink(Link):
         # Products begin from it: -inf, for weights of 0, where a query has no keys.
         lse = jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(own.constants["A"])))
         scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
-        # What is there is added to in place: dq in float32, dk and dv if they may be rounded in between.
+        # Results are added in place to what is there: dq in float32, dk and dv if they may be rounded in between.
+        dq = jnp.zeros((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
+        earlier = [dq if before is None else before.whole()[0].astype(jnp.float32), None, None]
         adds = before_kv is not None and rounded_kv
-        earlier = [None if before is None else before.whole()[0].astype(jnp.float32), None, None]
         if before_kv is not None and adds:
             earlier[1:] = [x.astype(key.dtype) for x in before_kv.whole()]
+        elif not kv.order.complete:
+            earlier[1:] = [jnp.zeros_like(x) for x in (key, value)]
         inputs = [
             self._tiles(query, q.order, settings.PART),
             self._tiles(gradients.dout, q.order, settings.PART),
@@ -134,12 +138,13 @@ class HopperLink(Link):
         ]
         aliases = {len(inputs) + i: i for i, x in enumerate(earlier) if x is not None}
         inputs += [jnp.zeros((1,), jnp.float32) if x is None else x for x in earlier]
-        zeroed = [i for i, x in enumerate(earlier) if x is None and (i == 0 or not kv.order.complete)]
-        dq = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
-        dkv = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)]
-        outputs = [self._tiles(dq, q.order, settings.PART, 2), *(self._tiles(x, kv.order, half) for x in dkv)]
+        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (dq, key, value)]
+        outputs = [
+            self._tiles(outputs[0], q.order, settings.PART, 2),
+            *(self._tiles(x, kv.order, half) for x in outputs[1:]),
+        ]
         fixed = Backward(settings.PART, own.settings.stages, adds)
-        dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases, zeroed)
+        dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         if before_kv is not None and not adds:
             dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
         return Rows(RowOrder(query.shape[1]), (dq,)), Rows(RowOrder(key.shape[1]), tuple(dkv))
@@ -175,12 +180,12 @@ class HopperLink(Link):
     def _prepared_for(self, kernel: str) -> _Prepared:
         device = launch.device()
         assert isinstance(device, launch.Device) and self._size is not None
-        operands, dkv, (rows, block) = self.operands, kernel == "dkv", self.shape(kernel)
+        operands, dkv, (rows, block) = self.operands, kernel == "dkv", self._blocks(kernel)
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
         lists = self._lists(major, minor, dkv)
         found = lists.lists
-        steps, _ = self._steps([(minor, lists)], dkv)
+        steps, _ = self._steps([(minor, lists)], dkv, 1)
         jobs = steps.reshape(len(steps), -1, major.blocks)
         schedule, programs = schedule_of(jobs, operands.query.shape[0], device.processors)
         segments: list[Any] = [schedule] * 2
@@ -207,6 +212,6 @@ class HopperLink(Link):
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers}
         return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
 
-    def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None, zeroed=()) -> list[jax.Array]:
-        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | {"F": fixed}, aliases, zeroed)
+    def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None) -> list[jax.Array]:
+        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | {"F": fixed}, aliases)
         return [varying_like(self.operands.query, x) for x in found]

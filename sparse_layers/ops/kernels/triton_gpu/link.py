@@ -253,7 +253,7 @@ class Link:
         """
         device = launch.device()
         assert isinstance(device, launch.Device)
-        steps, passed = self._steps(walks, dkv)
+        steps, passed = self._steps(walks, dkv, self.pack)
         programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
         most = None
         if asked is not None:
@@ -268,20 +268,20 @@ class Link:
         order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * device.processors)
         return _Prepared(self, q, kv, major, walks, settings, order, found, passed, steps.shape[1])
 
-    def _jobs(self, dkv: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _jobs(self, dkv: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
         """(the pass' query heads, bool [heads of a job's kind, query heads]: which of them a job walks for)."""
-        heads = self.first + self.step * np.arange(0, self.heads, self.pack)
+        heads = self.first + self.step * np.arange(0, self.heads, pack)
         if not dkv:
             return heads, np.eye(len(heads), dtype=bool)
         kv_heads = self.operands.key.shape[2]
         return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
 
-    def _steps(self, walks: Sequence[tuple[Side, Lists]], dkv: bool) -> tuple[Any, Any]:
+    def _steps(self, walks: Sequence[tuple[Side, Lists]], dkv: bool, pack: int) -> tuple[Any, Any]:
         """(steps of each job [LB, jobs], those of a job before each query head [LB, heads, blocks]), if known numpy's.
 
         The latter are None where a job is for one query head.
         """
-        heads, members = self._jobs(dkv)
+        heads, members = self._jobs(dkv, pack)
         own: Any = 0
         for minor, lists in walks:
             counts = lists.lists.counts[..., 1]
@@ -296,7 +296,7 @@ class Link:
 
     def _run_time_pieces(self, walks: Sequence[tuple[Side, Lists]], steps: Any, programs: int, slots: int, dkv: bool):
         """(pieces of each job, a bound of their sum), for lists of which only bounds are known."""
-        heads, members = self._jobs(dkv)
+        heads, members = self._jobs(dkv, self.pack)
         total = longest = 0
         for minor, lists in walks:
             batches, kinds = lists.lists.spans.shape[:2]

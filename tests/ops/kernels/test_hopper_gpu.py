@@ -1,0 +1,294 @@
+"""The Hopper kernels where there is no GPU: interpreted and held to float64, their views, schedules, and way to JAX.
+
+`test_hopper_gpu_aot.py` compiles them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops import attention
+from sparse_layers.ops.kernels import hopper_gpu
+from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
+from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
+from sparse_layers.ops.kernels.hopper_gpu.schedule import TOGETHER, schedule_of
+from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
+from sparse_layers.ops.kernels.triton_gpu import launch
+from sparse_layers.ops.planning import platforms
+from sparse_layers.ops.planning.views import RowOrder
+from tests.ops import cases
+from tests.ops.kernels import gluon_interpreter
+from tests.ops.test_selections import Case as SelectionCase
+
+TUNING = platforms.Tuning(blocks=((128, 128),))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Makes the kernels an implementation, interpreted as on a GPU of 5 multiprocessors; what was launched."""
+    found = []
+
+    def call(kernel, *args, **options):
+        found.append(kernel.fn.__name__)
+        return gluon_interpreter.call(kernel, *args, seed=len(found), **options)
+
+    monkeypatch.setattr(bridge, "call", call)
+    monkeypatch.setattr(bridge, "missing", lambda: None)
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "hopper", hopper_gpu)
+    monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
+    return found
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case(cases.Case):
+    """A call that these kernels serve, all of it unless it is ``shared`` with those in plain Triton."""
+
+    dtype: str = "bfloat16"
+    sizes: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (2, 2)
+    shared: bool = False
+
+
+def _segments(*lengths):
+    ids = np.repeat(np.arange(len(lengths)), lengths)[None].astype(np.int32)
+    return np.concatenate([ids, ids[:, ::-1]])
+
+
+DOCUMENTS = _segments(100, 130, 26)
+PADDED = np.where(np.arange(256) < 240, DOCUMENTS, -1).astype(np.int32)
+RNG = np.random.default_rng(0)
+FEW = jnp.asarray(RNG.random((2, 256, 200)) < 0.02)
+CASES = [
+    Case("causal-ragged", sl.Causal(), 200),
+    Case("causal-128", sl.Causal(), 256, sizes=(128, 128), heads=(2, 1), batch=1),
+    Case("causal-float16", sl.Causal(), 300, dtype="float16", heads=(4, 2)),
+    Case("window-cross", sl.Window(70, 20), 130, 300, heads=(3, 1), batch=1),
+    Case("head-sizes", sl.Causal(), 140, sizes=(40, 24)),
+    Case("wide-value", sl.Window(50), 200, sizes=(24, 72), batch=1),
+    Case("no-keys-at-first", np.tri(256, dtype=bool) & (np.arange(256) >= 140), 256),
+    Case("nothing", sl.Causal() & sl.Columns(500, 400), 256),
+    Case("documents", sl.Causal(), 256, segments=(DOCUMENTS, DOCUMENTS)),
+    Case("padding", sl.Full(), 256, segments=(PADDED, PADDED), heads=(4, 2)),
+    Case("sinks", sl.Window(40), 200, sinks=True, heads=(4, 2)),
+    Case("soft-cap", sl.Causal(), 200, soft_cap=1.5, sinks=True),
+    Case("scale-tiny", sl.Causal(), 140, scale=1e-31),
+    Case("scale-negative", sl.Causal(), 140, scale=-0.3),
+    Case("strided", sl.preset("sparse_transformer_strided", stride=2), 256, sinks=True, split=True),
+    Case("strided-groups", sl.preset("sparse_transformer_strided", stride=4), 512, heads=(4, 2), batch=1, split=True),
+    Case("fixed", sl.preset("sparse_transformer_fixed", stride=32, summary=8), 256, split=True),
+    Case("fixed-long", sl.preset("sparse_transformer_fixed", stride=16, summary=16), 400),
+    Case("tiles", sl.Grid((32, 16), sl.BlockDiagonal(16)), 512, split=True, batch=1),
+    Case("tiles-cut", sl.Grid((20, 16), sl.Window(3, 3)), 304, split=True, batch=1),
+    Case("video", sl.Grid((4, 8, 16), sl.Window(2, 2)), 512, split=True, batch=1),
+    Case("heads-differ", (sl.Causal(), sl.Window(60)), 256, heads=(4, 2), batch=1),
+    Case("chains-differ", (sl.Causal(), sl.preset("sparse_transformer_strided", stride=2)), 256, batch=1, split=True),
+    Case("run-time", FEW, 256, 200),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(launched, monkeypatch, case):
+    def plain(*args, **options):  # settings that only tell plans apart are no wish of the user's
+        return [dataclasses.replace(plan, fwd_params=sl.FwdParams()) for plan in made(*args, **options)]
+
+    made, call = cases.candidates, launch.call
+
+    def only_lists(kernel, *args, **options):
+        assert case.shared or kernel.fn.__name__ == "compact_kernel"
+        return call(kernel, *args, **options)
+
+    monkeypatch.setattr(cases, "candidates", plain)
+    monkeypatch.setattr(cases, "_SMALL_TILES", TUNING)
+    monkeypatch.setattr(launch, "call", only_lists)
+    cases.check(case, case.call("hopper"))
+    assert {*launched} == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
+
+
+@pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 64)])
+def test_selections(launched, granularity, block):
+    options = {"heads": (4, 2), "sizes": (64, 64), "dtype": "bfloat16", "granularity": granularity, "block": block}
+    case = SelectionCase("chosen", sl.Window(200, 100), 270, 300, **options)
+    cases.check(case, case.call("hopper"))
+    assert {*launched} == {"forward_kernel", "backward_kernel"}
+
+
+def test_vmap_and_long_chains(launched):
+    """Three passes, whose sums are kept in float32; and a mapped axis."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 256, 2, 64)), jnp.bfloat16) for _ in range(3))
+    mask = sl.Window(30, 30) | sl.Strided(2) | sl.Columns(32, 16)
+    made = [x for x in cases.candidates(mask, 256) if len(x.chains[0]) == 3][-1]
+    plan = dataclasses.replace(made, fwd_params=sl.FwdParams(), bwd_params=sl.BwdParams(), implementation="hopper")
+
+    def loss(q, k, v, implementation):
+        op = functools.partial(sl.block_sparse_attention, implementation=implementation)
+        out = op(q, k, v, plan if implementation == "hopper" else mask)
+        return (out.astype(jnp.float32) ** 2).sum(), out
+
+    def results(implementation, *arrays):
+        one = functools.partial(loss, implementation=implementation)
+        return jax.vmap(jax.value_and_grad(one, (0, 1, 2), has_aux=True))(*arrays)
+
+    found = results("hopper", q, k, v)
+    exact = results("reference", *(x.astype(jnp.float32) for x in (q, k, v)))
+    assert {*launched} == {"forward_kernel", "backward_kernel"}
+    for a, b in zip(jax.tree.leaves(found)[1:], jax.tree.leaves(exact)[1:], strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
+
+
+def test_what_is_left_to_triton(launched, monkeypatch):
+    reasons = set()
+
+    def unserved(self, kernel, asked=HopperLink.unserved):
+        reason = asked(self, kernel)
+        reasons.update([] if reason is None else [reason])
+        return reason
+
+    monkeypatch.setattr(HopperLink, "unserved", unserved)
+    calls = [
+        Case("size", sl.Causal(), 128, sizes=(20, 20)),
+        Case("settings", sl.Causal(), 128),
+        Case("blocks", sl.Causal(), 128, fwd=(64, 64), bwd=(64, 64)),
+        Case("ragged", sl.Causal() & sl.Strided(3), 200, split=True),
+        Case("queries", sl.Causal().T & sl.Columns(40, 20).T, 200),
+    ]
+    for case in calls:
+        options = {"fwd_params": sl.FwdParams(num_warps=4)} if case.name == "settings" else case.params()
+        q, k, v = (jnp.asarray(case.arrays()[x]) for x in ("query", "key", "value"))
+        plan = sl.make_plan(case.mask, *case.shape, implementation="hopper", **options)
+        if case.split:
+            plan = dataclasses.replace(cases.candidates(case.mask, *case.shape)[-1], fwd_params=sl.FwdParams())
+        out = sl.block_sparse_attention(q, k, v, plan, implementation="hopper")
+        want = sl.block_sparse_attention(q, k, v, plan, implementation="triton")
+        np.testing.assert_array_equal(np.asarray(out), np.asarray(want), err_msg=case.name)
+    assert not launched
+    for part in ("multiples of 8", "no settings", "blocks have", "stride 3 is no view", "queries have no row"):
+        assert any(part in reason for reason in reasons), part
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+def orders():
+    """Orders of rows, and of how many rows each tile is a box, if it is."""
+    yield RowOrder(300), 128, True
+    yield RowOrder.residue_major(512, 4), 128, True
+    yield RowOrder.residue_major(512, 8), 128, False  # a tile would go on in the next residue
+    yield RowOrder.residue_major(512, 8), 64, True
+    yield RowOrder.residue_major(510, 4), 64, False  # the last tokens do not fill the view
+    yield RowOrder.gathered(512, 32, 24, 32), 64, True
+    yield RowOrder.gathered(512, 32, 20, 26), 64, False
+    yield RowOrder.gathered(512, 512, 0, 64), 64, True
+    for shape, tile, phase, rows, fits in (
+        ((32, 16), (8, 8), (0, 0), 64, True),
+        ((32, 16), (8, 8), (0, 0), 32, True),
+        ((32, 16), (8, 8), (0, 0), 128, False),  # two tiles
+        ((30, 14), (8, 8), (3, 2), 64, True),  # begun before the grid, and cut at its end
+        ((8, 16, 16), (4, 4, 8), (0, 0, 0), 128, True),
+        ((8, 16, 16), (4, 4, 8), (0, 0, 0), 64, True),
+        ((6, 15, 16), (4, 4, 8), (1, 0, 3), 64, True),
+        ((16, 16), (7, 7), (0, 0), 64, False),
+        ((4, 4, 8, 8), (2, 2, 4, 4), (0, 0, 0, 0), 64, False),  # too many axes
+    ):
+        grid = sl.Grid(shape, sl.Full())
+        yield RowOrder.tiled(math.prod(shape), grid, tile, phase), rows, fits
+        if fits and not any(phase):
+            yield RowOrder.tiled(math.prod(shape) - math.prod(shape[1:]), grid, tile, phase), rows, True
+            yield RowOrder.tiled(math.prod(shape) + math.prod(shape[1:]), grid, tile, phase), rows, True
+            yield RowOrder.tiled(math.prod(shape) - 1, grid, tile, phase), rows, False
+
+
+def place(row, axis):
+    """As `tiles.place_of` has it."""
+    return sum((row // n % size if size else row // n) * step for n, size, step in axis[1]) - axis[0]
+
+
+@pytest.mark.parametrize(("order", "rows", "fits"), orders(), ids=str)
+def test_a_tile_of_rows_is_a_box(order, rows, fits):
+    found = view_of(order, rows)
+    assert (found is not None) == fits
+    if found is None:
+        return
+    lengths, box = found
+    assert math.prod(box) == rows and math.prod(lengths) <= order.length
+    side, strides = side_of(order, rows), [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+    for first in range(0, side.ROWS, rows):
+        corner = [place(first, axis) for axis in side.AXES] or [first]
+        inside, tokens = np.ones(box, bool), np.zeros(box, int)
+        for i, (begin, n, size, stride) in enumerate(zip(corner, lengths, box, strides, strict=True)):
+            coordinate = (begin + np.arange(size)).reshape([-1 if j == i else 1 for j in range(len(box))])
+            inside, tokens = inside & (coordinate >= 0) & (coordinate < n), tokens + coordinate * stride
+        wanted = np.minimum(order.token(np.arange(first, first + rows)), order.length)
+        np.testing.assert_array_equal(np.where(inside, tokens, order.length).ravel(), wanted)
+
+
+# --- schedules and settings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "shape", "programs"), [(2, (1, 3, 17), 5), (4, (2, 2, 9), 7), (1, (1, 1, 3), 132)])
+@pytest.mark.parametrize("known", [True, False])
+def test_schedules(batch, shape, programs, known):
+    steps = np.random.default_rng(0).integers(0, 60, shape).astype(np.int32)
+    schedule, number = schedule_of(steps if known else jnp.asarray(steps), batch, programs)
+    schedule, items = np.asarray(schedule), batch * shape[1] * shape[2]
+    assert number == min(programs, items) and schedule.dtype == np.int32 and schedule.shape == (number + 1 + items,)
+    assert (
+        schedule[0] == number + 1 and schedule[number] == len(schedule) and np.all(np.diff(schedule[: number + 1]) >= 0)
+    )
+    own = [schedule[a:b] for a, b in itertools.pairwise(schedule[: number + 1])]
+    assert sorted(np.concatenate(own)) == list(range(items))
+    costs = steps[np.arange(batch) % len(steps)].reshape(-1, shape[2])
+    totals = [costs.ravel()[x].sum() + len(x) for x in own]
+    assert max(totals) <= sum(totals) / number + 2 * (steps.max() + 1)
+    for each in own:  # heads in turn; among those that are worked on together, the long ones first
+        together = each // shape[2] // TOGETHER
+        assert np.all(np.diff(together) >= 0)
+        assert all(np.all(np.diff(costs.ravel()[each[together == x]]) <= 0) for x in {*together})
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("size", settings.SIZES)
+@pytest.mark.parametrize("block", settings.BLOCKS)
+def test_settings_fit(kernel, size, block):
+    chosen = settings.choose(kernel, size, block)
+    assert 2 <= chosen.stages <= settings.MOST_STAGES
+    assert settings.shared_memory(kernel, chosen, size, block) + 1024 <= settings.SHARED_MEMORY
+    more = dataclasses.replace(chosen, stages=chosen.stages + 1)
+    fits = settings.shared_memory(kernel, more, size, block) + 1024 <= settings.SHARED_MEMORY
+    assert chosen.stages == settings.MOST_STAGES or not fits
+    # Two groups of 128 threads that compute, and the warp that fetches, for which Triton sets four aside.
+    assert 128 * (2 * settings.COMPUTING + settings.FETCHING) <= settings.REGISTERS
+
+
+# --- the way to JAX --------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A stand-in for ``jaxlib.gpu_triton``: says what it was asked for."""
+
+    def __init__(self):
+        self.asked: list[Any] = []
+
+    def __getattr__(self, name):
+        def record(*args, **options):
+            self.asked.append((name, *args, *options.values()))
+            return self if name == "TritonKernelCall" else name
+
+        return record
+
+    def to_proto(self, name, metadata):
+        assert not metadata
+        return f"call of {name}".encode()

@@ -1,0 +1,143 @@
+"""The Hopper kernels, lowered by JAX and compiled by Triton and ptxas for compute capability 9.0. No GPU is needed.
+
+This catches what interpreted kernels cannot show: too much shared memory, registers that are spilled, products that
+wait for each other, and registers that are used for something else while a product reads them.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops import attention
+from sparse_layers.ops.kernels import hopper_gpu
+from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
+from sparse_layers.ops.kernels.triton_gpu import launch
+from sparse_layers.ops.planning import platforms
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+from benchmarks.gluon_resources import hazards, overlap, resources
+
+
+class Recorded:
+    """A stand-in for ``jaxlib.gpu_triton``, whose functions come with the CUDA plugin: says what it was asked for."""
+
+    def __init__(self):
+        self.asked: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
+
+    def __getattr__(self, name):
+        def record(*args, **options):
+            self.asked.append((name, options, args))
+            return self if name == "TritonKernelCall" else name
+
+        return record
+
+    def to_proto(self, name, metadata):
+        return f"call of {name}".encode() + metadata
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A call, both of whose passes are compiled; ``spills`` is how many bytes a thread may keep in local memory."""
+
+    name: str
+    mask: Any
+    size: int = 128
+    heads: tuple[int, int] = (4, 4)
+    dtype: str = "bfloat16"
+    spills: int = 0
+    segments: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self):
+        return self.name
+
+
+STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(32))
+CASES = [
+    Case("causal", sl.Causal()),
+    Case("causal-64", sl.Causal(), 64, dtype="float16"),
+    Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=8),
+    Case("chain-sinks", STRIDED, options={"sinks": True}),
+    # The hyperbolic tangent takes more registers than there are.
+    Case("soft-cap", sl.preset("sliding_window", window=512), spills=460, options={"logits_soft_cap": 30.0}),
+]
+T = 4096
+
+
+@functools.cache
+def lowered(case):
+    """(the program for a GPU as text, what jaxlib was asked for, the compiled kernels by name)."""
+    (n, k), recorded, found = case.heads, Recorded(), {}
+
+    def compiled(kernel, *args):
+        made = whole(kernel, *args)
+        found.setdefault(kernel.fn.__name__, {})[made.ptx] = made
+        return made
+
+    def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
+        assert kernel.fn.__name__ == "compact_kernel"
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+
+    def loss(q, k, v, ids):
+        options = dict(case.options)
+        if options.get("sinks"):
+            options["sinks"] = jnp.zeros(n)
+        if case.segments:
+            options["segment_ids"] = ids
+        return sl.block_sparse_attention(q, k, v, case.mask, implementation="hopper", **options).astype("float32").sum()
+
+    whole = bridge.compiled
+    arrays = [jax.ShapeDtypeStruct((2, T, heads, case.size), case.dtype) for heads in (n, k, k)]
+    arrays.append(jax.ShapeDtypeStruct((2, T), "int32"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxlib, "gpu_triton", recorded, raising=False)
+        patch.setattr(bridge, "compiled", compiled)
+        patch.setattr(bridge, "missing", lambda: None)
+        patch.setattr(launch, "call", nothing)
+        patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
+        patch.setitem(attention.IMPLEMENTATIONS, "hopper", hopper_gpu)
+        patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text, recorded.asked, {name: list(kernels.values()) for name, kernels in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_without_spills_or_hazards(case):
+    _, _, kernels = lowered(case)
+    assert kernels.keys() == {"forward_kernel", "backward_kernel"}
+    for name, made in kernels.items():
+        for kernel in made:
+            found = resources(kernel.ptx)
+            assert max(found.spill_stores, found.spill_loads) <= case.spills, name
+            assert not found.warnings and not hazards(found.sass)
+            part = name.removesuffix("_kernel")
+            least = settings.shared_memory(part, settings.choose(part, case.size, 128), case.size, 128)
+            assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
+            assert kernel.num_warps == 12
+            # Scores and the product before are in flight together, in all loops, of both groups.
+            second = "8 rs" if part == "forward" else f"{case.size // 16} ss"
+            assert {loop[:3] for loop in overlap(found.sass)} == {(f"{case.size // 16} ss", second, "wait 1")}
+
+
+def test_what_jax_is_given():
+    text, asked, kernels = lowered(CASES[3])
+    calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
+    assert len(calls) == sum(map(len, kernels.values())) == 4  # two passes, forward and backward
+    # dq is added to zeros; the second backward pass goes on from dq, dk and dv of the first. All in place.
+    assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [0, 0, 1, 3]
+    by_name = {name: [(options, args) for asked_for, options, args in asked if asked_for == name] for name, *_ in asked}
+    assert {args[1:4] for _, args in by_name["TritonKernelCall"]} == {(132, 1, 1)}
+    assert {args for _, args in by_name["create_array_parameter"]} == {(0, 16)}
+    descriptors = [options for options, _ in by_name["create_tma_descriptor_parameter"]]
+    vector = 4 * 128
+    natural = {"shape": (2, T, 4, 128), "strides": (T * vector, vector, 128, 1)}
+    strided = {"shape": (2, T // 32, 32, 4, 128), "strides": (T * vector, 32 * vector, vector, 128, 1)}
+    views = [{name: x[name] for name in ("shape", "strides")} for x in descriptors]
+    assert natural in views and strided in views and {x["oob_fill"] for x in descriptors} == {0}
