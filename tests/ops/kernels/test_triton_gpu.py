@@ -19,6 +19,7 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.triton_gpu import chain, launch, settings
 from sparse_layers.ops.kernels.triton_gpu.launch import device as true_device  # before a fixture replaces it
+from sparse_layers.ops.kernels.triton_gpu.link import Link
 from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_of
 from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, Candidates
@@ -350,8 +351,8 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
             plan = candidates(work, CUT_T, None, *params)[-1]
         call = called(plan, chosen, (16, 16), params)
         operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, chosen=None if chosen is None else chosen.ids)
-        groups = [group.links for group in chain._groups(call, operands)]
-        links = [one for own in groups for one in (own if kernel == "dkv" else chain._by_queries(own))]
+        groups = [group.links for group in chain._groups(call, operands, Link)]
+        links = [one for own in groups for one in (own if kernel == "dkv" else chain._by_queries(own, kernel))]
         found.append([check_work(one._prepared(kernel), kernel == "dkv") for one in links])
     cuts = [np.concatenate([number.ravel() for number in numbers]) for numbers in found]
     assert not cuts[0].any(), "one processor is busy with whole lists"

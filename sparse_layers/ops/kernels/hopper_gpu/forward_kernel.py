@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .primitives import exp2, pack, store_tile, unpack
+from .primitives import exp2, pack, reinterpret, store_tile, unpack
 from .tiles import (
     GROUPS,
     LOG2_E,
@@ -58,8 +58,18 @@ class Forward(NamedTuple):
 
 
 @gluon.jit
+def _fetch_keys(desc, more, b, index, head, full, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
+    """Begins to load a block of k or v: those of a second pass are numbered after those of the first."""
+    if KV2.ROWS == 0 or index * KV.TILE < KV.ROWS:
+        fetch(desc, b, index * KV.TILE, head, full, buffer, KV, A.D)
+    else:
+        other = reinterpret(buffer, more.dtype, more.block_shape, more.layout)
+        fetch(more, b, index * KV.TILE - KV.ROWS, head, full, other, KV2, A.D)
+
+
+@gluon.jit
 def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-              L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+              KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches q, k and v in the order in which they will be needed."""
     n = 0
     turn = 0
@@ -84,11 +94,15 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
                 index = gl.load(lists[1] + i)
                 slot = n % F.K_STAGES
                 mbarrier.wait(empty[1].index(slot), (n // F.K_STAGES & 1) ^ 1)
-                fetch(descs[1], b, index * KV.TILE, kv_head, full[1].index(slot), buffers[1].index(slot), KV, A.D)
+                _fetch_keys(
+                    descs[1], descs[5], b, index, kv_head, full[1].index(slot), buffers[1].index(slot), A, KV, KV2
+                )
             if i > first:
                 slot = (n - 1) % F.V_STAGES
                 mbarrier.wait(empty[2].index(slot), ((n - 1) // F.V_STAGES & 1) ^ 1)
-                fetch(descs[2], b, before * KV.TILE, kv_head, full[2].index(slot), buffers[2].index(slot), KV, A.D)
+                _fetch_keys(
+                    descs[2], descs[6], b, before, kv_head, full[2].index(slot), buffers[2].index(slot), A, KV, KV2
+                )
             before = index
             if i < end:
                 n += 1
@@ -258,6 +272,8 @@ def forward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has half of a tile's rows and D columns
     k,  # [B, *axes of KV, KV_HEADS, H]
     v,  # [B, *axes of KV, KV_HEADS, HV]
+    more_k,  # k and v by the axes of KV2, if there is a second pass
+    more_v,
     before,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
     schedule,  # int32 [programs + 1 + items]: where the items of each program begin and end, and the items
     spans,  # this and the next three: `BlockLists`
@@ -274,6 +290,7 @@ def forward_kernel(
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
+    KV2: gl.constexpr,  # keys of a second pass with the same query rows, in the same lists; no rows if there is none
     L: gl.constexpr,
     F: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a thread that computes
@@ -286,7 +303,7 @@ def forward_kernel(
     v_full, v_empty = barriers(F.V_STAGES, 1), barriers(F.V_STAGES, GROUPS)
     before_full = barriers(GROUPS, 1)
     fence_async_shared()
-    descs = q, k, v, out, before
+    descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer
     full, empty = (q_full, k_full, v_full, before_full), (q_empty, k_empty, v_empty)
     lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
@@ -295,7 +312,7 @@ def forward_kernel(
         [
             (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
             (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-            (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS
+from ...planning.lists import MOST_PARTS, Candidates, static_candidates
 from ...planning.params import BwdParams, FwdParams
+from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
-from ..triton_gpu.lists import Side
+from ..triton_gpu.lists import Lists, Side, bits_of
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
@@ -42,13 +43,30 @@ class _Prepared(NamedTuple):
     programs: int
 
 
+@functools.lru_cache(maxsize=64)
+def _of_both(passes: tuple[Pass, ...], more: tuple[Pass, ...], q: Side, kv: Side) -> Lists:
+    """Lists over the key blocks of two passes with the same query rows; those of the second one are numbered last."""
+    shape = q.block, kv.block
+    (a, tiles), (b, more_tiles) = (static_candidates([x.mask for x in each], shape, True) for each in (passes, more))
+    assert tiles is not None and more_tiles is not None
+    tile = np.where(b.tile < 0, b.tile, b.tile + len(tiles))
+    pairs = (a.row, b.row), (a.column, b.column + a.blocks[1]), (a.kind, b.kind), (a.tile, tile)
+    row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in pairs)
+    both = Candidates(row, column, kind, tile, None, (a.blocks[0], a.blocks[1] + b.blocks[1]))
+    bits = bits_of(np.concatenate([tiles, more_tiles]), q, kv, dkv=False)
+    return Lists(both.lists(by_key=False), bits, both.longest(by_key=False))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HopperLink(Link):
     """One pass for the query heads first, first + step, ...; see `Link`."""
 
-    def goes_with(self, other: "HopperLink") -> bool:
-        done_here = (link.unserved(kernel) is None for link in (self, other) for kernel in ("forward", "dkv"))
-        return not any(done_here) and super().goes_with(other)
+    def goes_with(self, other: "HopperLink", kernel: str) -> bool:
+        here = [link.unserved(kernel) is None for link in (self, other)]
+        if kernel == "forward" and all(here):  # in lists that are known beforehand
+            known = self.operands.segments is None and self.passes[0].fwd_shape == other.passes[0].fwd_shape
+            return known and super().goes_with(other, kernel)
+        return not any(here) and super().goes_with(other, kernel)
 
     @functools.cached_property
     def gives_dkv(self) -> bool:
@@ -88,7 +106,8 @@ class HopperLink(Link):
             out, lse = merged(before.whole(), self.forward(None, sinks, True).whole())
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
-        half, order = own.q.tile // 2, own.q.order
+        half, order, more = own.q.tile // 2, own.q.order, self.also or self
+        second = views.no_side() if self.also is None else views.side_of(more.kv_order, own.kv.tile)
         out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
         lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
         nothing = jnp.zeros((1,), jnp.float32)
@@ -96,13 +115,14 @@ class HopperLink(Link):
             self._tiles(query, order, half),
             self._tiles(self.operands.key, own.kv.order, own.kv.tile),
             self._tiles(value, own.kv.order, own.kv.tile),
+            *(self._tiles(x, more.kv_order, own.kv.tile) for x in (self.operands.key, value)),
             self._tiles(query if before is None else before.arrays[0], order, half),
             *own.read,
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
         stages = own.settings.q_stages, own.settings.stages, own.settings.stages
-        fixed = Forward(*stages, sinks is not None, before is not None)
+        fixed = {"KV2": second, "F": Forward(*stages, sinks is not None, before is not None)}
         out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, half), lse], fixed)
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
@@ -143,7 +163,7 @@ class HopperLink(Link):
             self._tiles(outputs[0], q.order, settings.PART, 2),
             *(self._tiles(x, kv.order, half) for x in outputs[1:]),
         ]
-        fixed = Backward(settings.PART, own.settings.stages, adds)
+        fixed = {"F": Backward(settings.PART, own.settings.stages, adds)}
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         if before_kv is not None and not adds:
             dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
@@ -183,7 +203,7 @@ class HopperLink(Link):
         operands, dkv, (rows, block) = self.operands, kernel == "dkv", self._blocks(kernel)
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
-        lists = self._lists(major, minor, dkv)
+        lists = self._lists(major, minor, dkv) if self.also is None else _of_both(self.passes, self.also.passes, q, kv)
         found = lists.lists
         steps, _ = self._steps([(minor, lists)], dkv, 1)
         jobs = steps.reshape(len(steps), -1, major.blocks)
@@ -213,5 +233,5 @@ class HopperLink(Link):
         return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None) -> list[jax.Array]:
-        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | {"F": fixed}, aliases)
+        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)
         return [varying_like(self.operands.query, x) for x in found]

@@ -60,11 +60,13 @@ def _groups(call: Call, operands: Operands, link_type: type[Link]) -> list[_Grou
     ]
 
 
-def _by_queries(links: Sequence[Link]) -> list[Link]:
+def _by_queries(links: Sequence[Link], kernel: str) -> list[Link]:
     """The links in the order of the forward and dq kernels, by twos where query rows are the same."""
     paired: list[Link] = []
     for link in sorted(links, key=lambda link: link.q_order.complete):
-        place = next((i for i, other in enumerate(paired) if other.also is None and other.goes_with(link)), None)
+        place = next(
+            (i for i, other in enumerate(paired) if other.also is None and other.goes_with(link, kernel)), None
+        )
         if place is None:
             paired.append(link)
         else:
@@ -93,7 +95,7 @@ def _forward_by_query(call: Call, link_type: type[Link], operands: Operands) -> 
 
 def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, heads, Hv], lse [B, T, heads]) of a group."""
-    sinks, links = operands.sinks, _by_queries(group.links)
+    sinks, links = operands.sinks, _by_queries(group.links, "forward")
     # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
     in_kernels = sum(not link.q_order.complete for link in links) < min(2, len(links))
     rounded = _may_round([link for link in links if link.q_order.complete])
@@ -134,7 +136,9 @@ def _backward_by_query(
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     groups = _groups(call, operands, link_type)
-    by_queries = [sorted(_by_queries(g.links), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups]
+    by_queries = [
+        sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups
+    ]
     by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
     # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
     # first: with nothing to go on from, they have more to do than the others already.

@@ -98,8 +98,11 @@ class Link:
         """Token of each key row."""
         return self.passes[0].kv_order if self.passes else RowOrder(self.operands.key.shape[1])
 
-    def goes_with(self, other: "Link") -> bool:
-        """Whether one kernel can do both: they have the same query rows, and lists for as many heads."""
+    def goes_with(self, other: "Link", kernel: str) -> bool:
+        """Whether one kernel can do both: they have the same query rows, and lists for as many heads.
+
+        ``kernel`` is "forward", or "dkv" for those of the backward pass.
+        """
         return self.q_order == other.q_order and len(self.passes) == len(other.passes)
 
     @functools.cached_property
