@@ -5,6 +5,9 @@ The kernels are in `forward_kernel.py` and `backward_kernel.py`, what they share
 `bridge.py` is the way from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`,
 whose kernels also do the passes that these cannot: this package stands on that one.
 
+It is compiled and interpreted by the tests, and has not run on a GPU yet; until it has, `implementations()` does not
+name it.
+
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
 
