@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .primitives import add_tile, exp2, late, load_tile, reinterpret, store_tile, together
 from .tiles import (
-    GROUPS,
     LOG2_E,
+    ROWS,
     barriers,
     buffers_of,
     corner_of,
@@ -99,7 +99,6 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
 def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
              L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Scores of an entry that is masked: -inf where the pair may not attend."""
-    ROWS: gl.constexpr = KV.TILE // GROUPS
     PART: gl.constexpr = F.PART
     scores = masked(scores, words, ROWS, PART, LAYOUT)
     column = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
@@ -117,13 +116,12 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
            A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
            SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
     """Goes on over entries first .. last - 1."""
-    ROWS: gl.constexpr = KV.TILE // GROUPS
     PART: gl.constexpr = F.PART
     PARTS: gl.constexpr = Q.TILE // F.PART
     WORDS: gl.constexpr = Q.TILE // 32
     D: gl.constexpr = A.D
-    HALF: gl.constexpr = A.D // GROUPS
-    QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // GROUPS, 16])
+    HALF: gl.constexpr = A.D // 2
+    QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // 2, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     dtype: gl.constexpr = descs[0].dtype
     for i in range(first * PARTS, last * PARTS):
@@ -192,7 +190,6 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
 def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr,
               KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes half of the keys of each item."""
-    ROWS: gl.constexpr = KV.TILE // GROUPS
     D: gl.constexpr = A.D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
@@ -262,15 +259,16 @@ def backward_kernel(
     KV: gl.constexpr,
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # of a thread that computes
+    REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
+    FETCHING: gl.constexpr,
 ):
     """dk and dv of the items that the schedule gives to this program, and what they add to dq."""
     q_buffer, dout_buffer = buffers_of(q, F.STAGES), buffers_of(dout, F.STAGES)
     lse_buffer, delta_buffer = buffers_of(lse, F.STAGES), buffers_of(delta, F.STAGES)
-    k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, GROUPS)
+    k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, 2)
     ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
-    q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, GROUPS)
-    kv_full, kv_empty = barriers(2, 1), barriers(2, GROUPS)
+    q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
+    kv_full, kv_empty = barriers(2, 1), barriers(2, 2)
     fence_async_shared()
     descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
@@ -283,5 +281,5 @@ def backward_kernel(
             (_producer, (descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [REGISTERS, FETCHING],
     )

@@ -1,6 +1,6 @@
-"""The forward kernel: programs stay, and take one item of work after the other: a head and a block of 128 queries.
+"""The forward kernel: programs stay, and take one item of work after the other: a head and a block of queries.
 
-One warp fetches tiles of q, k and v with the copy engine. Two groups of four warps have 64 queries each: while the
+One warp fetches tiles of q, k and v with the copy engine. Groups of four warps have 64 queries each: while the
 tensor cores multiply the scores of one block of keys, and the weights of the block before with its values, a group
 computes the softmax of what is there.
 
@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .primitives import exp2, pack, reinterpret, store_tile, unpack
 from .tiles import (
-    GROUPS,
     LOG2_E,
+    ROWS,
     barriers,
     buffers_of,
     corner_of,
@@ -80,10 +80,10 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
         head = A.FIRST_HEAD + job // L.BLOCKS % A.OWN_HEADS * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, _, end = span_of(lists[0], b, head, block, L)
-        for group in gl.static_range(GROUPS):
-            slot = turn % F.Q_STAGES * GROUPS + group
+        for group in gl.static_range(Q.TILE // ROWS):
+            slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + group
             mbarrier.wait(empty[0].index(slot), (turn // F.Q_STAGES & 1) ^ 1)
-            row = block * Q.TILE + group * (Q.TILE // GROUPS)
+            row = block * Q.TILE + group * ROWS
             fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
         turn += 1
         # Values are needed a step later than keys.
@@ -112,7 +112,6 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
 def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
              L: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Scores of an entry that is masked: -inf where the pair may not attend."""
-    ROWS: gl.constexpr = Q.TILE // GROUPS
     if L.CHOSEN > 0:
         by = gl.load(lists[3] + i)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
@@ -143,7 +142,7 @@ def _words(lists, i, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.const
     """The mask tile of an entry; tile -1 lets everything pass, and is the first one."""
     WORDS: gl.constexpr = KV.TILE // 32
     tile = lists[4] + ((gl.load(lists[2] + i) + 1) * Q.TILE + within) * WORDS
-    return words_of(tile, Q.TILE // GROUPS, KV.TILE, LAYOUT, WORDS)
+    return words_of(tile, ROWS, KV.TILE, LAYOUT, WORDS)
 
 
 @gluon.jit
@@ -152,7 +151,6 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
            OUT: gl.constexpr):  # fmt: skip
     """Goes on over entries first .. last - 1; the weights of the entry before are still to be multiplied."""
     weights, top, total, out = state
-    ROWS: gl.constexpr = Q.TILE // GROUPS
     COLUMNS: gl.constexpr = KV.TILE
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     for i in range(first, last):
@@ -185,8 +183,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
 @gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, rows, A: gl.constexpr,
                Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes half of the rows of each item."""
-    ROWS: gl.constexpr = Q.TILE // GROUPS
+    """Computes 64 of the rows of each item."""
     COLUMNS: gl.constexpr = KV.TILE
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV.TILE, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
@@ -222,7 +219,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
             out = flat(staged, ROWS, D).load(OUT).to(gl.float32)
         total = gl.where(top == float("-inf"), 0.0, 1.0)
 
-        slot = turn % F.Q_STAGES * GROUPS + GROUP
+        slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + GROUP
         q = flat(buffers[0].index(slot), ROWS, A.D)
         mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
         if end > first:
@@ -293,9 +290,11 @@ def forward_kernel(
     KV2: gl.constexpr,  # keys of a second pass with the same query rows, in the same lists; no rows if there is none
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # of a thread that computes
+    REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
+    FETCHING: gl.constexpr,
 ):
     """Attention of the items that the schedule gives to this program: rounded out, and lse."""
+    GROUPS: gl.constexpr = Q.TILE // ROWS
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
     k_buffer, v_buffer = buffers_of(k, F.K_STAGES), buffers_of(v, F.V_STAGES)
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
@@ -308,12 +307,24 @@ def forward_kernel(
     full, empty = (q_full, k_full, v_full, before_full), (q_empty, k_empty, v_empty)
     lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
     rows = sinks, before_lse, lse
-    gl.warp_specialize(
-        [
-            (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-            (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-            (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+                (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+                (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
+            ],
+            [4, 1],
+            [REGISTERS, FETCHING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+                (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+                (_consumer, (2, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
+                (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, FETCHING],
+        )

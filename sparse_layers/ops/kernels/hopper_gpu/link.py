@@ -77,7 +77,10 @@ class HopperLink(Link):
         if self.call.selection is not None:
             block, granularity = self.call.selection
             return min(settings.ROWS, MOST_PARTS * granularity), block
-        return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
+        rows, block = self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
+        if kernel == "forward" and rows == settings.ROWS and self._size is not None:
+            rows = settings.FORWARD_ROWS[self._size]
+        return rows, block
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""
@@ -88,8 +91,11 @@ class HopperLink(Link):
         if params not in (FwdParams(), BwdParams()):
             return "they take no settings"
         rows, block = self._blocks(kernel)
-        if rows != settings.ROWS or block not in settings.BLOCKS:
-            return f"blocks have {settings.ROWS} queries and {settings.BLOCKS} keys there, and these {rows} and {block}"
+        wanted = (settings.FORWARD_ROWS[self._size],), settings.BLOCKS
+        if kernel == "dkv":
+            wanted = (settings.ROWS,), (settings.ROWS,)
+        if rows not in wanted[0] or block not in wanted[1]:
+            return f"blocks have {wanted[0]} queries and {wanted[1]} keys there, and these {rows} and {block}"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
         for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
@@ -106,24 +112,24 @@ class HopperLink(Link):
             out, lse = merged(before.whole(), self.forward(None, sinks, True).whole())
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
-        half, order, more = own.q.tile // 2, own.q.order, self.also or self
+        order, more = own.q.order, self.also or self
         second = views.no_side() if self.also is None else views.side_of(more.kv_order, own.kv.tile)
         out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
         lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
         nothing = jnp.zeros((1,), jnp.float32)
         inputs = [
-            self._tiles(query, order, half),
+            self._tiles(query, order, settings.PART),
             self._tiles(self.operands.key, own.kv.order, own.kv.tile),
             self._tiles(value, own.kv.order, own.kv.tile),
             *(self._tiles(x, more.kv_order, own.kv.tile) for x in (self.operands.key, value)),
-            self._tiles(query if before is None else before.arrays[0], order, half),
+            self._tiles(query if before is None else before.arrays[0], order, settings.PART),
             *own.read,
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
         stages = own.settings.q_stages, own.settings.stages, own.settings.stages
         fixed = {"KV2": second, "F": Forward(*stages, sinks is not None, before is not None)}
-        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, half), lse], fixed)
+        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, settings.PART), lse], fixed)
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
         return Rows(natural, (out, lse.swapaxes(1, 2)))
@@ -135,7 +141,7 @@ class HopperLink(Link):
             return super().dq(gradients, before, before_kv, rounded, rounded_kv)
         query, key, value = self.operands.query, self.operands.key, self.operands.value
         own = self._prepared_for("dkv")
-        (q, kv), half = (own.q, own.kv), own.kv.tile // 2
+        q, kv = own.q, own.kv
         lse, delta = (x[:, self.first :: self.step] for x in (gradients.lse, gradients.delta))
         # Products begin from it: -inf, for weights of 0, where a query has no keys.
         lse = jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(own.constants["A"])))
@@ -161,7 +167,7 @@ class HopperLink(Link):
         outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (dq, key, value)]
         outputs = [
             self._tiles(outputs[0], q.order, settings.PART, 2),
-            *(self._tiles(x, kv.order, half) for x in outputs[1:]),
+            *(self._tiles(x, kv.order, settings.PART) for x in outputs[1:]),
         ]
         fixed = {"F": Backward(settings.PART, own.settings.stages, adds)}
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
@@ -229,7 +235,7 @@ class HopperLink(Link):
         walk = Walk(batches, kinds, found.group, major.blocks, lists.chosen)
         sides = {"Q": views.side_of(q.order, rows), "KV": views.side_of(kv.order, block)}
         chosen = settings.choose("backward" if dkv else "forward", self._size, block)
-        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers}
+        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers[0], "FETCHING": chosen.registers[1]}
         return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None) -> list[jax.Array]:

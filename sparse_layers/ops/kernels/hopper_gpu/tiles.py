@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .primitives import exp2, load_tile
 
-# Groups of four warps that compute; each has half of the rows of a tile.
-GROUPS = gl.constexpr(2)
+# Rows of a tile that one group of four warps has: as many as a product has.
+ROWS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
