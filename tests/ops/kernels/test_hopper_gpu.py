@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 from typing import Any
 
 import jax
@@ -17,11 +18,12 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import hopper_gpu
+from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import TOGETHER, schedule_of
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
-from sparse_layers.ops.kernels.triton_gpu import launch
+from sparse_layers.ops.kernels.triton_gpu import chain, launch
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -164,34 +166,36 @@ def test_vmap_and_long_chains(launched):
         assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
 
 
-def test_what_is_left_to_triton(launched, monkeypatch):
-    reasons = set()
-
-    def unserved(self, kernel, asked=HopperLink.unserved):
-        reason = asked(self, kernel)
-        reasons.update([] if reason is None else [reason])
-        return reason
-
-    monkeypatch.setattr(HopperLink, "unserved", unserved)
-    calls = [
-        Case("size", sl.Causal(), 128, sizes=(20, 20)),
-        Case("settings", sl.Causal(), 128),
-        Case("blocks", sl.Causal(), 128, fwd=(64, 64), bwd=(64, 64)),
-        Case("ragged", sl.Causal() & sl.Strided(3), 200, split=True),
-        Case("queries", sl.Causal().T & sl.Columns(40, 20).T, 200),
-    ]
-    for case in calls:
-        options = {"fwd_params": sl.FwdParams(num_warps=4)} if case.name == "settings" else case.params()
-        q, k, v = (jnp.asarray(case.arrays()[x]) for x in ("query", "key", "value"))
-        plan = sl.make_plan(case.mask, *case.shape, implementation="hopper", **options)
-        if case.split:
-            plan = dataclasses.replace(cases.candidates(case.mask, *case.shape)[-1], fwd_params=sl.FwdParams())
-        out = sl.block_sparse_attention(q, k, v, plan, implementation="hopper")
-        want = sl.block_sparse_attention(q, k, v, plan, implementation="triton")
-        np.testing.assert_array_equal(np.asarray(out), np.asarray(want), err_msg=case.name)
-    assert not launched
-    for part in ("multiples of 8", "no settings", "blocks have", "stride 3 is no view", "queries have no row"):
-        assert any(part in reason for reason in reasons), part
+@pytest.mark.parametrize(
+    ("mask", "length", "kernels", "reason", "options"),
+    [
+        (sl.Causal(), 128, ("forward", "dkv"), "multiples of 8 up to 128 there, and these are", {"size": 20}),
+        (sl.Causal(), 128, ("forward", "dkv"), "multiples of 8 up to 128 there, and these are", {"size": 136}),
+        (sl.Causal(), 128, ("forward",), "take no settings", {"fwd_params": sl.FwdParams(num_warps=4)}),
+        (sl.Causal(), 128, ("dkv",), "take no settings", {"bwd_params": sl.BwdParams(num_stages=2)}),
+        (sl.Causal(), 60, ("forward", "dkv"), "keys there, and these 64 and 64", {}),
+        (sl.Strided(3), 400, ("forward", "dkv"), "stride 3 is no view", {}),
+        (sl.Prefix(128).T, 4096, ("forward",), "some queries have no row", {}),
+        # The first keys are seen by all queries, of eight heads.
+        (sl.Window(9) | sl.Prefix(9), 6400, ("dkv",), "lists are not cut", {"heads": (8, 1)}),
+        (sl.Causal(), 2048, ("forward", "dkv"), "lists are not cut", {"processors": 132}),
+    ],
+)
+def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, options):
+    options = {"heads": (2, 2), "size": 64, "processors": 5} | options
+    heads, size, processors = (options.pop(name) for name in ("heads", "size", "processors"))
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, processors))
+    monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
+    plan = sl.make_plan(mask, length, implementation="hopper", **options)
+    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
+    q, kv = (jax.ShapeDtypeStruct((1, length, n, size), jnp.bfloat16) for n in heads)
+    links = chain._groups(call, Operands(q, kv, kv), HopperLink)[0].links
+    for kernel in ("forward", "dkv"):
+        found = [link.unserved(kernel) for link in links]
+        if kernel in kernels:
+            assert any(re.search(reason, each or "") for each in found)
+        else:
+            assert found == [None]
 
 
 # --- views -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ..call import merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
 from ..triton_gpu.lists import Lists, Side, bits_of
+from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
@@ -101,6 +102,8 @@ class HopperLink(Link):
         for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
+        if self._skewed(kernel):
+            return "one list takes longer than all others together on other processors, and lists are not cut there"
         return None
 
     def forward(self, before: Rows | None, sinks: jax.Array | None, rounded: bool) -> Rows:
@@ -203,17 +206,31 @@ class HopperLink(Link):
         tokens = np.minimum(side.order.token(np.arange(side.blocks * side.block)), x.shape[-1])
         return jnp.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=fill)[..., tokens]
 
-    def _prepared_for(self, kernel: str) -> _Prepared:
-        device = launch.device()
-        assert isinstance(device, launch.Device) and self._size is not None
-        operands, dkv, (rows, block) = self.operands, kernel == "dkv", self._blocks(kernel)
+    def _work(self, kernel: str) -> tuple[Side, Side, Lists, Any]:
+        """(how queries are cut, and keys, the lists, the steps of each item [LB, heads, blocks])."""
+        dkv, (rows, block) = kernel == "dkv", self._blocks(kernel)
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
         lists = self._lists(major, minor, dkv) if self.also is None else _of_both(self.passes, self.also.passes, q, kv)
-        found = lists.lists
         steps, _ = self._steps([(minor, lists)], dkv, 1)
-        jobs = steps.reshape(len(steps), -1, major.blocks)
-        schedule, programs = schedule_of(jobs, operands.query.shape[0], device.processors)
+        return q, kv, lists, steps.reshape(len(steps), -1, major.blocks)
+
+    def _skewed(self, kernel: str) -> bool:
+        """Whether the longest item takes much longer than a processor's share of all, if that is known beforehand."""
+        device, operands = launch.device(), self.operands
+        assert isinstance(device, launch.Device)
+        if not all(x is None for x in (operands.segments, operands.mask, operands.chosen)):
+            return False
+        steps = self._work(kernel)[-1]
+        share = steps.sum() / len(steps) * operands.query.shape[0] / device.processors
+        return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
+
+    def _prepared_for(self, kernel: str) -> _Prepared:
+        device = launch.device()
+        assert isinstance(device, launch.Device) and self._size is not None
+        operands, (q, kv, lists, steps) = self.operands, self._work(kernel)
+        found = lists.lists
+        schedule, programs = schedule_of(steps, operands.query.shape[0], device.processors)
         segments: list[Any] = [schedule] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
@@ -232,9 +249,9 @@ class HopperLink(Link):
             SEGMENTED=operands.segments is not None,
         )
         batches, kinds = found.spans.shape[:2]
-        walk = Walk(batches, kinds, found.group, major.blocks, lists.chosen)
-        sides = {"Q": views.side_of(q.order, rows), "KV": views.side_of(kv.order, block)}
-        chosen = settings.choose("backward" if dkv else "forward", self._size, block)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], lists.chosen)
+        sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
+        chosen = settings.choose("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers[0], "FETCHING": chosen.registers[1]}
         return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
 
