@@ -148,10 +148,7 @@ class Grid(OnGrid):
         if len(masks) != len(lengths):
             raise ValueError(f"Grid: axes must be one mask for each of the {len(lengths)} axes, got {len(masks)}")
         for axis, (length, mask) in enumerate(zip(lengths, masks, strict=True)):
-            if isinstance(mask, Neighborhood) and mask.length != length:
-                raise ValueError(f"Grid: axes[{axis}] must have the length of its axis, {length}, got {mask!r}")
-            if isinstance(mask, Array) and min(mask.array.shape) < length:
-                raise ValueError(f"Grid: axes[{axis}] must cover its axis of {length}, got shape {mask.array.shape}")
+            _check_covers(f"Grid: axes[{axis}]", mask, length)
         for name, value in (("shape", lengths), ("axes", tuple(masks)), ("offset", offset)):
             object.__setattr__(self, name, value)
         set_integers(self, 0, "offset")
@@ -170,6 +167,14 @@ class Grid(OnGrid):
 
     def grade_boxes(self, q, k):
         return product_grade(mask.grade(*a, *b) for mask, a, b in zip(self.axes, q, k, strict=True))
+
+
+def _check_covers(what: str, mask: Mask, length: int) -> None:
+    """Refuses a mask that is made for another number of positions."""
+    if isinstance(mask, Neighborhood) and mask.length != length:
+        raise ValueError(f"{what} must have the length of its axis, {length}, got {mask!r}")
+    if isinstance(mask, Array) and min(mask.array.shape) < length:
+        raise ValueError(f"{what} must cover its axis of {length}, got shape {mask.array.shape}")
 
 
 def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
@@ -191,8 +196,8 @@ class ColumnMajor(OnGrid):
       offset: position of the grid's first token. Tokens before and beyond the grid are in no allowed pair.
 
     Raises:
-      ValueError: rows or columns is no positive integer, their product more than a sequence can have, or offset is
-        negative or no integer.
+      ValueError: rows or columns is no positive integer, their product more than a sequence can have, offset is
+        negative or no integer, or mask is a `Neighborhood` or an `Array` of another length.
       TypeError: mask is no mask.
 
     Example:
@@ -216,6 +221,7 @@ class ColumnMajor(OnGrid):
     def __post_init__(self):
         set_masks(self, "mask")
         self._set_lengths("rows", "columns")
+        _check_covers("ColumnMajor: mask", self.mask, self.size)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..masks.grids import grid_shape
 from ..masks.options import Natural, checked, real, whole
@@ -74,7 +75,7 @@ class Rope:
         lengths = None if shape is None else grid_shape("Rope", shape)
         shares = None
         if sizes is not None and lengths is not None:
-            if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence):
+            if isinstance(sizes, str | bytes) or not (isinstance(sizes, Sequence) or np.ndim(sizes) == 1):
                 raise TypeError(f"Rope: sizes must be a sequence of features, got {sizes!r}")
             shares = tuple(n for n in map(whole, sizes) if n is not None and n > 0 and n % 2 == 0)
             if len(shares) != len(sizes) or len(shares) != len(lengths):

@@ -129,6 +129,7 @@ MISUSES = [
     Misuse("sl.Shifted('causal', 1)", TypeError, "Shifted: mask", "'causal'", "must be a mask"),
     Misuse("sl.ColumnMajor(0, 4, sl.Full())", ValueError, "ColumnMajor: rows", "got 0", COUNT),
     Misuse("sl.ColumnMajor(4, 4, None)", TypeError, "ColumnMajor: mask", "None", "must be a mask"),
+    Misuse("sl.ColumnMajor(4, 4, sl.Neighborhood(8, 3))", ValueError, "ColumnMajor: mask", "length=8", "axis, 16"),
     Misuse("sl.ColumnMajor(4, 4, sl.Full(), -1)", ValueError, "ColumnMajor: offset", "-1", NUMBER),
     Misuse("sl.ColumnMajor(2**20, 2**20, sl.Full())", ValueError, "rows * columns", "1048576 * 1048576", "at most"),
     Misuse("sl.Radial(4, 2.5)", ValueError, "Radial: places", "2.5", COUNT),

@@ -87,7 +87,7 @@ def test_tokens_off_the_grid_are_not_turned():
 
 
 def test_it_is_a_value_in_the_dtype_of_what_it_turns():
-    rope = sl.Rope(100, [5, 6], np.int64(3), sizes=[4, 8])
+    rope = sl.Rope(100, [5, 6], np.int64(3), sizes=np.array([4, 8]))
     assert rope == sl.Rope(100.0, (5, 6), 3, (4, 8)) == pickle.loads(pickle.dumps(rope))
     assert hash(rope) == hash(sl.Rope(100.0, (5, 6), 3, (4, 8))) and rope != sl.Rope(100.0, (5, 6), 3)
     assert repr(rope) == "Rope(theta=100.0, shape=(5, 6), offset=3, sizes=(4, 8))"
