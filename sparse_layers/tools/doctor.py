@@ -209,7 +209,7 @@ class Check:
         """The plan; with a block size of its own, one priced as for TPUs, where chains pay at shorter lengths."""
         if self.block is None:
             return make_plan(self.mask, self.length, implementation=implementation)
-        sizes = {"q_blocksize": self.block, "kv_blocksize": self.block}
+        sizes: dict[str, Any] = {"q_blocksize": self.block, "kv_blocksize": self.block}
         options: dict[str, Any] = {"fwd_params": FwdParams(**sizes), "bwd_params": BwdParams(**sizes)}
         return make_plan(self.mask, self.length, implementation="pallas_tpu", **options)
 

@@ -618,7 +618,7 @@ def _write(result: Tuned, file: pathlib.Path) -> None:
     content = {"format": FORMAT, **dataclasses.asdict(result)}
     for place in (content, *content["table"]):
         for name in ("fwd_params", "bwd_params"):
-            place[name] = {field: value for field, value in place[name].items() if value is not None}
+            place[name] = {field: value for field, value in place[name].items() if value}
     beside = file.with_name(f"{file.name}.{os.getpid()}.part")
     try:
         with beside.open("x", encoding="utf-8") as stream:

@@ -78,6 +78,7 @@ MISUSES = [
     Misuse("sl.process_dynamic_mask(jnp.ones((1, 8, 8)), (8, 8))", ValueError, "mask.dtype", "float32", "a bool mask"),
     Misuse("sl.process_dynamic_mask(jnp.ones((1, 8, 8), bool), 8)", ValueError, "block_shape", "got 8", PAIR),
     Misuse("sl.process_dynamic_mask_dkv(mask, (8, 8))", TypeError, "mask", "Causal()", "a bool array [H, Q, K]"),
+    Misuse("sl.BwdParams(deterministic=1)", ValueError, "BwdParams: deterministic", "got 1", "must be true or false"),
     Misuse("sl.BwdParams(kv_blocksize=True)", ValueError, "BwdParams: kv_blocksize", "True", "a multiple of 8"),
     Misuse("sl.picture(mask, True)", ValueError, "q_len", "True", COUNT),
     Misuse("sl.picture(mask, 32, 0)", ValueError, "kv_len", "got 0", COUNT),

@@ -42,6 +42,8 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     for what, given in extras.items():
         if given is not None:
             return f"it does not know {what}"
+    if call.params[1].deterministic:
+        return "its gradients differ from run to run in their last bits"
     if call.params != (FwdParams(), BwdParams()):
         return "it takes no settings"
     if call.return_lse:

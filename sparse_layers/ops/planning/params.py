@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 
-from ...masks.options import own_keywords, whole
+from ...masks.options import checked, own_keywords, whole
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -44,7 +44,7 @@ class KernelParams:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None or field.name not in _RANGES:
                 continue
             lowest, highest, rule = _RANGES[field.name]
             number = whole(value)
@@ -54,15 +54,21 @@ class KernelParams:
                 )
             object.__setattr__(self, field.name, number)
 
+    @property
+    def for_kernels(self) -> bool:
+        """Whether a field is given that says how kernels compute: any but the blocks of the plan."""
+        return any(getattr(self, name) is not None for name in _RANGES if name not in ("q_blocksize", "kv_blocksize"))
+
     def __repr__(self):
-        given = [
-            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) is not None
-        ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        given = ", ".join(f"{field.name}={value}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({given})"
 
     def content_hash(self) -> str:
         """A hash of class, field names and values (64 hex digits): the same in every process and Python version."""
-        items = [f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self)]
+        # Later fields count if they are given: tuned tables are stored under these hashes.
+        values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        items = [f"{f.name}={value!r}" for f, value in values if f.name in _RANGES or value != f.default]
         return hashlib.sha256(f"{type(self).__name__}({', '.join(items)})".encode()).hexdigest()
 
 
@@ -103,17 +109,29 @@ class FwdParams(KernelParams):
 @own_keywords
 @dataclasses.dataclass(frozen=True, repr=False)
 class BwdParams(KernelParams):
-    """Settings of the backward pass; see `KernelParams` for the fields (all int or None) and their ranges.
+    """Settings of the backward pass; see `KernelParams` for the other fields (all int or None) and their ranges.
+
+    Attributes:
+      deterministic: whether gradients must be the same bit for bit from run to run. An implementation that adds numbers
+        up in the order in which they come, as `cudnn` does, then refuses the call.
 
     Raises:
-      ValueError: a value lies outside its range.
+      ValueError: a value lies outside its range, or deterministic is no bool.
 
     Example:
       >>> import sparse_layers as sl
       >>> sl.BwdParams(kv_blocksize=100)
       Traceback (most recent call last):
       ValueError: BwdParams: kv_blocksize must be a multiple of 8 from 8 to 8192, got 100
+      >>> sl.BwdParams(deterministic=True)
+      BwdParams(deterministic=True)
     """
+
+    deterministic: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked("BwdParams: deterministic", self.deterministic, bool)
 
 
 def checked_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:

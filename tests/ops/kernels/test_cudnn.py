@@ -99,6 +99,7 @@ def test_it_has_first_derivatives_only(on_a_gpu):
         ({"soft_cap": 3.0}, "a soft cap"),
         ({"segments": (jnp.zeros((2, T), int),) * 2}, "segment ids"),
         ({"params": (FwdParams(q_blocksize=64), BwdParams())}, "takes no settings"),
+        ({"params": (FwdParams(), BwdParams(deterministic=True))}, "differ from run to run"),
     ],
 )
 def test_what_it_cannot_serve(options, reason, on_a_gpu):

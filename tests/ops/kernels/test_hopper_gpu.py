@@ -173,6 +173,7 @@ def test_vmap_and_long_chains(launched):
         (sl.Causal(), 128, ("forward", "dkv"), "multiples of 8 up to 128 there, and these are", {"size": 136}),
         (sl.Causal(), 128, ("forward",), "take no settings", {"fwd_params": sl.FwdParams(num_warps=4)}),
         (sl.Causal(), 128, ("dkv",), "take no settings", {"bwd_params": sl.BwdParams(num_stages=2)}),
+        (sl.Causal(), 128, ("dkv",), "in the order", {"bwd_params": sl.BwdParams(deterministic=True)}),
         (sl.Causal(), 60, ("forward", "dkv"), "keys there, and these 64 and 64", {}),
         (sl.Strided(3), 400, ("forward", "dkv"), "stride 3 is no view", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "some queries have no row", {}),

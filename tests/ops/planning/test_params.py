@@ -25,8 +25,10 @@ RANGES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields(kind):
-    assert {field.name for field in dataclasses.fields(kind)} == RANGES.keys()
-    assert all(value is None for value in dataclasses.astuple(kind()))
+    more = {"deterministic"} if kind is sl.BwdParams else set()
+    assert {field.name for field in dataclasses.fields(kind)} == RANGES.keys() | more
+    assert all(value is None for value in dataclasses.astuple(kind())[: len(RANGES)])
+    assert not any(getattr(kind(), name) for name in more)
 
 
 @pytest.mark.parametrize("field", RANGES)
@@ -54,7 +56,7 @@ def test_frozen_hashable_values():
 
 
 def test_no_two_settings_share_a_hash():
-    settings = [kind() for kind in KINDS]
+    settings = [*(kind() for kind in KINDS), sl.BwdParams(deterministic=True)]
     settings += [
         kind(**{f: v}) for kind in KINDS for f, (low, high, good, _) in RANGES.items() for v in (low, high, *good)
     ]
@@ -64,12 +66,14 @@ def test_no_two_settings_share_a_hash():
 
 def test_hashes_are_stable():
     # Tuned tables are stored under these: a change here orphans them.
+    bwd = "eb595c278625843c9f0ba5dc8d81d7708ca2e4a4f65230825b8c0094aac84ebd"
     expected = "0a16868650984a53035a1721be6ffdbb6f2d211b3be54519be9add54ed4a4015"
     params = sl.FwdParams(q_blocksize=64, num_warps=4)
     assert params.content_hash() == expected
     assert sl.FwdParams(num_warps=4, q_blocksize=64).content_hash() == expected
     code = "import sparse_layers as sl; print(sl.FwdParams(q_blocksize=64, num_warps=4).content_hash())"
     root = pathlib.Path(__file__).parents[3]
+    assert sl.BwdParams(num_warps=4).content_hash() == bwd
     other = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == expected
 

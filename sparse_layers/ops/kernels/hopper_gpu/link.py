@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import MOST_PARTS, Candidates, static_candidates
-from ...planning.params import BwdParams, FwdParams
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import merged
@@ -88,9 +87,10 @@ class HopperLink(Link):
         sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
         if self._size is None or any(size % 8 for size in sizes):
             return f"head sizes are multiples of 8 up to {settings.SIZES[-1]} there, and these are {sizes}"
-        params = dataclasses.replace(self.call.params[kernel != "forward"], q_blocksize=None, kv_blocksize=None)
-        if params not in (FwdParams(), BwdParams()):
+        if self.call.params[kernel != "forward"].for_kernels:
             return "they take no settings"
+        if kernel == "dkv" and self.call.params[1].deterministic:
+            return "they add to dq in the order in which blocks are done"
         rows, block = self._blocks(kernel)
         wanted = (settings.FORWARD_ROWS[self._size],), settings.BLOCKS
         if kernel == "dkv":

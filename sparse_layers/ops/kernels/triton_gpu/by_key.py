@@ -43,7 +43,7 @@ def serves(call: Call, operands: Operands) -> bool:
     if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
         return False
     # What the user asks of kernels is meant for those that hold queries.
-    if any(dataclasses.replace(x, q_blocksize=None, kv_blocksize=None) != type(x)() for x in call.params):
+    if any(params.for_kernels for params in call.params):
         return False
     together = _together(call, operands)
     if call.selection[1] > 1 or together == 1 or operands.query.shape[1] < 2 * together:
