@@ -137,7 +137,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
         base = buffers[4].index(slot).load(SCORES)
         scores = gl.zeros([ROWS, PART], gl.float32, SCORES)
-        if factor(A) != 1.0:
+        if factor(A.SCALE, A.CAP) != 1.0:
             scores, _ = gl.broadcast(base, scores)
         scores = warpgroup_mma(keys.slice(GROUP * ROWS, ROWS, 0), queries.permute((1, 0)), scores, is_async=True)
         mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
@@ -150,7 +150,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
             tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
             words = words_of(tile, ROWS, PART, SCORES, WORDS)
             scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
-        weights = exp2(scores + base if factor(A) == 1.0 else scores * factor(A))
+        weights = exp2(scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP))
         # Long over; a branch, lest ptxas moves the next wait before the exponentials.
         mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
         dweights = warpgroup_mma_wait(0, deps=[dweights])

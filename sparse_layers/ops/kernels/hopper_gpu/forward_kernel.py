@@ -171,7 +171,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
         scores = logits(scores, A)
         if MASKED:
             scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, SCORES)
-        found, top, total, old = _softmax(scores, top, total, factor(A), MASKED, gl.SliceLayout(1, OUT))
+        found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
         out = warpgroup_mma_wait(0, deps=[out])
         mbarrier.arrive(empty[2].index(before), count=1)
         weights = pack(found, q.dtype, ROWS, COLUMNS)
@@ -234,7 +234,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
             scores = logits(scores, A)
             if first_masked == first:
                 scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
-            found, top, total, old = _softmax(scores, top, total, factor(A), True, gl.SliceLayout(1, OUT))
+            found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), True, gl.SliceLayout(1, OUT))
             out = out * old[:, None]
             state = pack(found, dtype, ROWS, COLUMNS), top, total, out
             n += 1

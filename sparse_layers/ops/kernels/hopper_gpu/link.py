@@ -147,7 +147,9 @@ class HopperLink(Link):
         q, kv = own.q, own.kv
         lse, delta = (x[:, self.first :: self.step] for x in (gradients.lse, gradients.delta))
         # Products begin from it: -inf, for weights of 0, where a query has no keys.
-        lse = jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(own.constants["A"])))
+        lse = jnp.where(
+            lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(self.call.scale, self.call.soft_cap or 0.0))
+        )
         scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
         # Results are added in place to what is there: dq in float32, dk and dv if they may be rounded in between.
         dq = jnp.zeros((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)

@@ -154,9 +154,9 @@ def logits(products, A: gl.constexpr):
         return products
 
 
-def factor_of(A) -> float:
+def factor_of(scale: float, cap: float) -> float:
     """What `logits` are still to be multiplied by: as it is positive, the largest can be found before."""
-    return A.SCALE * 1.4426950408889634 if A.CAP == 0 and A.SCALE > 1e-30 else 1.0
+    return scale * 1.4426950408889634 if cap == 0 and scale > 1e-30 else 1.0
 
 
 factor = gluon.constexpr_function(factor_of)
