@@ -167,7 +167,7 @@ def oracle(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sink
     sink = -np.inf if sinks is None else np.asarray(sinks).astype(dtype)[None, :, None, None]
 
     scores = scale * _product("btnh,bsnh->bnts", query, key)
-    size = scale * _product("btnh,bsnh->bnts", abs(query), abs(key))
+    size = abs(scale) * _product("btnh,bsnh->bnts", abs(query), abs(key))
     slope = 1.0
     if soft_cap is not None:
         squashed = np.tanh(scores / soft_cap)
@@ -200,6 +200,7 @@ def oracle(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sink
 
     right = out, lse[..., 0].swapaxes(1, 2), *gradients(p, dscores, dout, -delta, query, key)
     sizes = gradients(p_size, dscores_size, abs(dout), delta_size, abs(query), abs(key))
+    sizes = (None if x is None else abs(x) for x in sizes)  # scales may be negative
     return _named(right), _named((out_size, lse_size, *sizes))
 
 
