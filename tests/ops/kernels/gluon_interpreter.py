@@ -632,6 +632,9 @@ class Language:
     def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False, **_):
         if a.dtype != b.dtype or a.shape[1] != b.shape[0]:
             raise bug(f"multiplies {a.dtype}{a.shape} by {b.dtype}{b.shape}")
+        # Of a group of four warps, each has 16 rows of a product.
+        if a.shape[0] % 64 or b.shape[1] % 8 or b.shape[1] > 256 or a.shape[1] * a.dtype.primitive_bitwidth % 256:
+            raise bug(f"multiplies {a.shape} by {b.shape}; a product has 64 n rows, 8 n <= 256 columns, and 32 n bytes")
         for each in (a, b):
             if isinstance(each, Shared):
                 each.show("a product")

@@ -220,7 +220,7 @@ def matmul(a, b, out, steps, TILE: gl.constexpr, BUG: gl.constexpr = ""):
     )
 
 
-def multiplied(seed=0, bug="", steps=5, tile=16):
+def multiplied(seed=0, bug="", steps=5, tile=64):
     a, b = (
         numbers(i, *shape, dtype=ml_dtypes.bfloat16)
         for i, shape in enumerate([(4 * tile, steps * tile), (steps * tile, tile)])
@@ -353,6 +353,9 @@ def mistake(x, y, BUG: gl.constexpr):
         store_tile(x, [0, 0], buffer.reshape([8, 8]).slice(4, 4))
     elif BUG == "product":
         warpgroup_mma(buffer.index(0), buffer.index(1), gl.zeros([4, 8], gl.float32, gl.AutoLayout()))
+    elif BUG == "rows":  # half of what a group of warps has
+        left = gl.allocate_shared_memory(gl.float32, [32, 8], x.layout)
+        warpgroup_mma(left, left.permute((1, 0)), gl.zeros([32, 32], gl.float32, gl.AutoLayout()))
     elif BUG == "truth" and gl.load((y + gl.arange(0, 8))[None, :]) > 0:
         pass
 
@@ -366,6 +369,7 @@ def mistake(x, y, BUG: gl.constexpr):
         ("flat", "not contiguous"),
         ("input", "stores to its input x"),
         ("product", r"multiplies fp32\[4, 8\] by fp32\[4, 8\]"),
+        ("rows", r"multiplies \[32, 8\] by \[8, 32\]; a product has 64 n rows"),
         ("truth", r"takes a tile of shape \[1, 8\] for one number"),
     ],
 )
