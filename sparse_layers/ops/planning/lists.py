@@ -176,7 +176,7 @@ class Extents:
     def of(order: RowOrder, ids: jax.Array, block: int) -> "Extents":
         """Of ids [B, tokens] in blocks of rows; rows without a token are padding."""
         blocks = -(-order.rows // block)
-        rows = order.gather(ids[..., None] + 1, blocks * block)[..., 0] - 1
+        rows = order.gather(ids, blocks * block, fill=-1)
         rows = rows.reshape(len(rows), blocks, block)
         least = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
         return Extents(least, rows.min(-1), rows.max(-1))

@@ -238,16 +238,17 @@ class RowOrder:
             return [(np.bool_(True), first, last)]
         return [part for part in cut(first, last, math.prod(self.tile)) if part[0].any()]
 
-    def gather(self, x: jax.Array, padded: int) -> jax.Array:
-        """[B, length, ...] in token order -> [B, padded, ...] in row order, 0 in padding rows."""
+    def gather(self, x: jax.Array, padded: int, fill: float = 0.0) -> jax.Array:
+        """[B, length, ...] in token order -> [B, padded, ...] in row order, ``fill`` in padding rows."""
         if not self.natural:
             batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
-            x = _resized(x[:, self.offset :], 1, math.prod(self.shape)).reshape(batch, *self.shape, *rest)
+            x = _resized(x[:, self.offset :], 1, math.prod(self.shape), fill=fill).reshape(batch, *self.shape, *rest)
             for i, (outer, tile) in enumerate(self._tiles):
-                x = _resized(jax.lax.slice_in_dim(x, 0, self.kept[i], axis=i + 1), i + 1, outer * tile, self.phase[i])
+                x = jax.lax.slice_in_dim(x, 0, self.kept[i], axis=i + 1)
+                x = _resized(x, i + 1, outer * tile, self.phase[i], fill)
             x = x.reshape(batch, *itertools.chain(*self._tiles), *rest)
             x = jnp.moveaxis(x, range(1, 2 * rank, 2), range(1, rank + 1)).reshape(batch, self.rows, *rest)
-        return _resized(x, 1, padded)
+        return _resized(x, 1, padded, fill=fill)
 
     def scatter(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
         """[B, padded, ...] in row order -> [B, length, ...] in token order, ``fill`` in tokens without a row."""

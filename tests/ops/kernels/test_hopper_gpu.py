@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -294,24 +293,3 @@ def test_settings_fit(monkeypatch, kernel, size, block, rows):
     computing, fetching = chosen.registers  # by groups of 128 threads; Triton sets four warps aside for fetching
     assert 128 * (chosen.rows // 64 * computing + fetching) <= settings.REGISTERS
     assert computing % 8 == fetching % 8 == 0 and computing <= 240
-
-
-# --- the way to JAX --------------------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """A stand-in for ``jaxlib.gpu_triton``: says what it was asked for."""
-
-    def __init__(self):
-        self.asked: list[Any] = []
-
-    def __getattr__(self, name):
-        def record(*args, **options):
-            self.asked.append((name, *args, *options.values()))
-            return self if name == "TritonKernelCall" else name
-
-        return record
-
-    def to_proto(self, name, metadata):
-        assert not metadata
-        return f"call of {name}".encode()

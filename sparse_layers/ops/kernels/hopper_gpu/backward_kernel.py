@@ -35,6 +35,7 @@ from .tiles import (
     factor,
     fetch,
     flat,
+    item_of,
     logits,
     masked,
     span_of,
@@ -68,10 +69,7 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
     n = 0
     turn = 0
     for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        job = gl.load(schedule + place)
-        block = job % L.BLOCKS
-        b = job // L.BLOCKS // A.KV_HEADS
-        kv_head = job // L.BLOCKS % A.KV_HEADS
+        b, kv_head, block = item_of(schedule, place, A.KV_HEADS, L)
         for j in gl.static_range(2):
             mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
             fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
@@ -100,7 +98,7 @@ def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.c
              L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Scores of an entry that is masked: -inf where the pair may not attend."""
     PART: gl.constexpr = F.PART
-    scores = masked(scores, words, ROWS, PART, LAYOUT)
+    scores = masked(scores, words, PART, LAYOUT)
     column = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
     if L.CHOSEN > 0:
         chosen = (gl.load(lists[3] + i) >> (column // L.CHOSEN)) & 1
@@ -148,7 +146,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         scores = logits(scores, A)
         if MASKED:
             tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
-            words = words_of(tile, ROWS, PART, SCORES, WORDS)
+            words = words_of(tile, PART, SCORES, WORDS)
             scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
         weights = exp2(scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP))
         # Long over; a branch, lest ptxas moves the next wait before the exponentials.
@@ -197,10 +195,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
     n = 0
     turn = 0
     for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        job = gl.load(schedule + place)
-        block = job % L.BLOCKS
-        b = job // L.BLOCKS // A.KV_HEADS
-        kv_head = job // L.BLOCKS % A.KV_HEADS
+        b, kv_head, block = item_of(schedule, place, A.KV_HEADS, L)
         row = block * KV.TILE + GROUP * ROWS
         segment = 0
         if A.SEGMENTED:

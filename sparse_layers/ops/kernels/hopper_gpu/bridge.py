@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-# What TMA descriptors take.
-MOST_AXES = 5
-ALIGNMENT = 16  # bytes of all strides but that of the last axis, which is one element
+# Bytes that arrays begin at multiples of.
+_ALIGNMENT = 16
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int32": "*i32"}
 # Bytes of a row of a tile that the copy engine mixes, so that tensor cores read it without conflicts.
 _SWIZZLE = 128
@@ -157,7 +156,7 @@ def call(
             parameters += [gpu_triton.create_scalar_parameter(size, "i32") for size in x.shape]
             parameters += [gpu_triton.create_scalar_parameter(stride, "i64") for stride in x.strides]
         else:
-            parameters.append(gpu_triton.create_array_parameter(0, ALIGNMENT))
+            parameters.append(gpu_triton.create_array_parameter(0, _ALIGNMENT))
     launched = gpu_triton.TritonKernel(code.name, code.num_warps, 1, code.shared, code.ptx, "", 90)
     proto = gpu_triton.TritonKernelCall(launched, programs, 1, 1, parameters).to_proto(code.name, b"")
     arrays = [x.array if isinstance(x, Tiles) else x for x in everything]

@@ -40,6 +40,7 @@ from .tiles import (
     factor,
     fetch,
     flat,
+    item_of,
     logits,
     masked,
     span_of,
@@ -74,10 +75,8 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
     n = 0
     turn = 0
     for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        job = gl.load(schedule + place)
-        block = job % L.BLOCKS
-        b = job // L.BLOCKS // A.OWN_HEADS
-        head = A.FIRST_HEAD + job // L.BLOCKS % A.OWN_HEADS * A.HEAD_STEP
+        b, own, block = item_of(schedule, place, A.OWN_HEADS, L)
+        head = A.FIRST_HEAD + own * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, _, end = span_of(lists[0], b, head, block, L)
         for group in gl.static_range(Q.TILE // ROWS):
@@ -116,7 +115,7 @@ def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl
         by = gl.load(lists[3] + i)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
         words = gl.where(((by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
-    scores = masked(scores, words, ROWS, KV.TILE, LAYOUT)
+    scores = masked(scores, words, KV.TILE, LAYOUT)
     if A.SEGMENTED:
         column = gl.load(lists[1] + i) * KV.TILE + gl.arange(0, KV.TILE, layout=gl.SliceLayout(0, LAYOUT))
         other = gl.load(lists[6] + b * KV.ROWS + column)
@@ -142,7 +141,7 @@ def _words(lists, i, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.const
     """The mask tile of an entry; tile -1 lets everything pass, and is the first one."""
     WORDS: gl.constexpr = KV.TILE // 32
     tile = lists[4] + ((gl.load(lists[2] + i) + 1) * Q.TILE + within) * WORDS
-    return words_of(tile, ROWS, KV.TILE, LAYOUT, WORDS)
+    return words_of(tile, KV.TILE, LAYOUT, WORDS)
 
 
 @gluon.jit
@@ -196,10 +195,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
     n = 0
     turn = 0
     for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        job = gl.load(schedule + place)
-        block = job % L.BLOCKS
-        b = job // L.BLOCKS // A.OWN_HEADS
-        own = job // L.BLOCKS % A.OWN_HEADS
+        b, own, block = item_of(schedule, place, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         first, first_masked, end = span_of(lists[0], b, head, block, L)
         row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
@@ -266,7 +262,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
 
 @gluon.jit
 def forward_kernel(
-    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has half of a tile's rows and D columns
+    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has 64 rows, those of a group, and D columns
     k,  # [B, *axes of KV, KV_HEADS, H]
     v,  # [B, *axes of KV, KV_HEADS, HV]
     more_k,  # k and v by the axes of KV2, if there is a second pass

@@ -116,7 +116,8 @@ class HopperLink(Link):
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
         order, more = own.q.order, self.also or self
-        second = views.no_side() if self.also is None else views.side_of(more.kv_order, own.kv.tile)
+        second = views.side_of(more.kv_order, own.kv.tile)
+        second = second._replace(ROWS=0) if self.also is None else second
         out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
         lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
         nothing = jnp.zeros((1,), jnp.float32)
@@ -205,8 +206,7 @@ class HopperLink(Link):
 
     def _by_row(self, x: jax.Array, side: Side, fill: float) -> jax.Array:
         """[B, heads, length] by token -> [B, heads, rows of whole tiles] by row, ``fill`` where there is no token."""
-        tokens = np.minimum(side.order.token(np.arange(side.blocks * side.block)), x.shape[-1])
-        return jnp.pad(x, [(0, 0), (0, 0), (0, 1)], constant_values=fill)[..., tokens]
+        return side.order.gather(x.swapaxes(1, 2), side.blocks * side.block, fill).swapaxes(1, 2)
 
     def _work(self, kernel: str) -> tuple[Side, Side, Lists, Any]:
         """(how queries are cut, and keys, the lists, the steps of each item [LB, heads, blocks])."""
@@ -236,7 +236,7 @@ class HopperLink(Link):
         segments: list[Any] = [schedule] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
-            segments = [self._by_row(ids[:, None], side, fill)[:, 0] for ids, side, fill in pairs]
+            segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
         chosen_by = found.block if found.chosen_by is None else found.chosen_by
         read = schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments
         arrays = Arrays(

@@ -51,6 +51,13 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
+def item_of(schedule, place, HEADS: gl.constexpr, L: gl.constexpr):
+    """An item of work: (batch entry, which of the heads of its kind, block)."""
+    job = gl.load(schedule + place)
+    return job // L.BLOCKS // HEADS, job // L.BLOCKS % HEADS, job % L.BLOCKS
+
+
+@gluon.jit
 def span_of(spans, b, head, block, L: gl.constexpr):
     """The list of a query head and a major block: (first entry, first masked one, end)."""
     line = spans + (((b % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * L.BLOCKS + block) * 3
@@ -109,7 +116,7 @@ def flat(buffer, ROWS: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def words_of(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constexpr):
+def words_of(tile, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constexpr):
     """The words of a mask tile that a thread needs for its scores [ROWS, COLUMNS].
 
     ``tile`` points to the first word of the first row, of WORDS a row.
@@ -122,7 +129,7 @@ def words_of(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def masked(scores, words, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def masked(scores, words, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """Scores with -inf where a bit is 0."""
     s3 = gl.reshape(scores, [ROWS, COLUMNS // 32, 32])
     L3: gl.constexpr = s3.type.layout

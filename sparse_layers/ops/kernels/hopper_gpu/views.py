@@ -6,11 +6,6 @@ from ...planning.views import RowOrder
 from .tiles import Side
 
 
-def no_side() -> Side:
-    """A side without rows."""
-    return Side(0, 1, ())
-
-
 def side_of(order: RowOrder, tile: int) -> Side:
     """What kernels know of one side of a pass that `view_of` has."""
     axes = () if order.natural else _axes(order)
