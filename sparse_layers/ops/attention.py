@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from ..masks.adapters import MaskLike
 from ..masks.options import checked, own_keywords
 from . import lowering, sharding
-from .kernels import cudnn, pallas_tpu, reference, triton_gpu, xla
+from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import (
     Call,
     Operands,
@@ -46,7 +46,14 @@ _log = logging.getLogger(__name__)
 SAVED = ("sparse_attention_out", "sparse_attention_lse")
 
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
-IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "triton": triton_gpu, "cudnn": cudnn, "xla": xla, "reference": reference}
+IMPLEMENTATIONS = {
+    "pallas_tpu": pallas_tpu,
+    "hopper": hopper_gpu,
+    "triton": triton_gpu,
+    "cudnn": cudnn,
+    "xla": xla,
+    "reference": reference,
+}
 
 
 SegmentIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -223,7 +230,7 @@ def implementations() -> tuple[str, ...]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.implementations()
-      ('pallas_tpu', 'triton', 'cudnn', 'xla', 'reference')
+      ('pallas_tpu', 'hopper', 'triton', 'cudnn', 'xla', 'reference')
     """
     return tuple(IMPLEMENTATIONS)
 

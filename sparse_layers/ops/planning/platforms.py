@@ -60,6 +60,7 @@ TUNING = {
         list_bytes=960_000,
         largest=2048,
     ),
+    "hopper": Tuning(blocks=((128, 128),), pairs_per_step=4000, partial=1.08),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
     "xla": _UNTUNED,

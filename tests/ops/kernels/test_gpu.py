@@ -17,21 +17,30 @@ if jax.default_backend() != "gpu":
 OPTIONS = {"sliding_window": {"window": 300}, "streaming": {"window": 256}, "chunked": {"chunk": 300}}
 
 
+IMPLEMENTATIONS = ["triton", "hopper"] if jax.devices()[0].compute_capability == "9.0" else ["triton"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("size", [64, 96, 128])
 @pytest.mark.parametrize("name", SMALL)
-def test_presets(name, size, dtype):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_presets(implementation, name, size, dtype):
+    if implementation == "hopper" and dtype == "float32":
+        pytest.skip("it computes in half precision only")
     mask = sl.preset(name, **OPTIONS.get(name, NEEDED[name]))
-    check_twice(Case(name, mask, 1000, heads=(4, 2), sizes=(size, size), batch=1, dtype=dtype))
+    # Strides divide the latter: kernels for Hopper read rows in other orders as views of the tokens.
+    length = 1000 if implementation == "triton" else 1024
+    check_twice(Case(name, mask, length, heads=(4, 2), sizes=(size, size), batch=1, dtype=dtype), implementation)
 
 
-def check_twice(case):
-    """Asserts that the answers are right, and the same to the bit in a second run."""
-    answers = case.call("triton")
+def check_twice(case, implementation="triton"):
+    """Asserts that the answers are right, and the same to the bit in a second run; but for sums without an order."""
+    answers = case.call(implementation)
     check(case, answers)
-    again = case.call("triton")
+    again = case.call(implementation)
     for key, value in answers.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(again[key]))
+        if implementation == "triton" or key != "dq":
+            np.testing.assert_array_equal(np.asarray(value), np.asarray(again[key]))
 
 
 GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything
