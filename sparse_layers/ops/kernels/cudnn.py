@@ -6,7 +6,6 @@ forward and backward.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.custom_batching import custom_vmap
 from ...masks.algebra import And, Mask
 from ...masks.primitives import Causal, Full, Window
 from ..planning.params import BwdParams, FwdParams
-from ..planning.platforms import platform
+from ..planning.platforms import gpu, platform
 from .call import Call, Operands, differentiable_once
 
 
@@ -24,11 +23,10 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     query, value = operands.query, operands.value
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
-    try:
-        gpu: Any = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
+    device = gpu()
+    if device is None:
         return "it needs an NVIDIA GPU at hand, and JAX finds none"
-    capability = str(getattr(gpu, "compute_capability", ""))
+    capability = str(getattr(device, "compute_capability", ""))
     if "." not in capability or float(capability) < 8:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):

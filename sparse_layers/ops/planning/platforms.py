@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 
 from ...masks.options import near
 
 # What `implementation=None` tries, in this order, before the fallback.
-PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("cudnn", "triton")}
+PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("hopper", "cudnn", "triton")}
 FALLBACK = ("xla",)
 
 
@@ -29,6 +30,8 @@ class Tuning:
         no limit. Where it is passed, blocks are doubled, ...
       largest: ... but not beyond this size.
       backward: block shape of the backward pass; None for that of the forward pass.
+      capability: the compute capability that a GPU must have, as JAX says it; None for any device.
+      itemsize: bytes of the elements that it computes with; None for any.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -39,6 +42,8 @@ class Tuning:
     list_bytes: int | None = None
     largest: int | None = None
     backward: tuple[int, int] | None = None
+    capability: str | None = None
+    itemsize: int | None = None
 
 
 _UNTUNED = Tuning(blocks=((128, 128),))
@@ -60,7 +65,7 @@ TUNING = {
         list_bytes=960_000,
         largest=2048,
     ),
-    "hopper": Tuning(blocks=((128, 128),), pairs_per_step=4000, partial=1.08),
+    "hopper": Tuning(blocks=((128, 128),), pairs_per_step=4000, partial=1.08, capability="9.0", itemsize=2),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
     "xla": _UNTUNED,
@@ -101,6 +106,20 @@ def candidates(platform: str) -> tuple[str, ...]:
     return *PREFERRED.get(platform, ()), *FALLBACK
 
 
-def first_choice() -> str:
-    """The implementation that this platform tries first."""
-    return candidates(platform())[0]
+def gpu() -> Any:
+    """The GPU at hand, None if JAX finds none."""
+    try:
+        return jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+
+
+def first_choice(dtype: Any = None) -> str:
+    """The first implementation that this device is tried for, of those that compute in a dtype if one is given."""
+    here, itemsize = platform(), dtype and np.dtype(dtype).itemsize
+    capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
+    for name in candidates(here):
+        tuned = TUNING[name]
+        if tuned.capability in (None, capability) and (not itemsize or tuned.itemsize in (None, itemsize)):
+            return name
+    raise AssertionError("what is tried last takes everything")

@@ -14,8 +14,6 @@ import jaxlib
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
-from sparse_layers.ops.kernels import hopper_gpu
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
 from sparse_layers.ops.kernels.triton_gpu import launch
 from sparse_layers.ops.planning import platforms
@@ -65,7 +63,7 @@ CASES = [
     Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=8),
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
-    Case("soft-cap", sl.preset("sliding_window", window=512), spills=460, options={"logits_soft_cap": 30.0}),
+    Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
 ]
 T = 4096
 
@@ -101,7 +99,6 @@ def lowered(case):
         patch.setattr(bridge, "missing", lambda: None)
         patch.setattr(launch, "call", nothing)
         patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
-        patch.setitem(attention.IMPLEMENTATIONS, "hopper", hopper_gpu)
         patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -118,7 +115,7 @@ def test_compiles_without_spills_or_hazards(case):
             assert max(found.spill_stores, found.spill_loads) <= case.spills, name
             assert not found.warnings and not hazards(found.sass)
             part = name.removesuffix("_kernel")
-            least = settings.shared_memory(part, settings.choose(part, case.size, 128), case.size, 128)
+            least = settings.shared_memory(part, settings.stages_of(part, case.size, 128), case.size, 128)
             assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
             assert kernel.num_warps == 12
             # Scores and the product before are in flight together, in all loops, of both groups.
@@ -131,7 +128,7 @@ def test_what_jax_is_given():
     calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
     assert len(calls) == sum(map(len, kernels.values())) == 4  # two passes, forward and backward
     # dq is added to zeros; the second backward pass goes on from dq, dk and dv of the first. All in place.
-    assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [0, 0, 1, 3]
+    assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [1, 1, 2, 4]
     by_name = {name: [(options, args) for asked_for, options, args in asked if asked_for == name] for name, *_ in asked}
     assert {args[1:4] for _, args in by_name["TritonKernelCall"]} == {(132, 1, 1)}
     assert {args for _, args in by_name["create_array_parameter"]} == {(0, 16)}

@@ -351,7 +351,7 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
             plan = candidates(work, CUT_T, None, *params)[-1]
         call = called(plan, chosen, (16, 16), params)
         operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, chosen=None if chosen is None else chosen.ids)
-        groups = [group.links for group in chain._groups(call, operands, Link)]
+        groups = [group.links for group in chain.groups(call, operands, Link)]
         links = [one for own in groups for one in (own if kernel == "dkv" else chain._by_queries(own, kernel))]
         found.append([check_work(one._prepared(kernel), kernel == "dkv") for one in links])
     cuts = [np.concatenate([number.ravel() for number in numbers]) for numbers in found]

@@ -5,11 +5,11 @@ The kernels are in `forward_kernel.py` and `backward_kernel.py`, what they share
 `bridge.py` is the way from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`,
 whose kernels also do the passes that these cannot: this package stands on that one.
 
-It is compiled and interpreted by the tests, and has not run on a GPU yet; until it has, `implementations()` does not
-name it.
-
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,22 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
     return bridge.missing()
+
+
+def outdone(call: Call, operands: Operands) -> str | None:
+    """Why all of a call would be left to the kernels in plain Triton, or None: another may be the better choice."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
+    return _all_left(call, shapes)
+
+
+@functools.lru_cache(maxsize=256)
+def _all_left(call: Call, shapes: Operands) -> str | None:
+    from ..triton_gpu import chain
+    from .link import HopperLink
+
+    links: list[Any] = [link for group in chain.groups(call, shapes, HopperLink) for link in group.links]
+    reasons = [link.unserved("forward") for link in links]
+    return reasons[0] if links and all(reasons) else None
 
 
 @differentiable_once("hopper")

@@ -35,10 +35,13 @@ from .tiles import (
     factor,
     fetch,
     flat,
+    given,
     item_of,
     logits,
     masked,
+    queue,
     span_of,
+    take,
     words_of,
 )
 
@@ -63,13 +66,14 @@ def _heads_of(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
-def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches k and v of an item, and then q and dout, lse and delta of its queries."""
     n = 0
     turn = 0
-    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        b, kv_head, block = item_of(schedule, place, A.KV_HEADS, L)
+    item = take(work, schedule, turn, True, L)
+    while item >= 0:
+        b, kv_head, block = item_of(item, A.KV_HEADS, L)
         for j in gl.static_range(2):
             mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
             fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
@@ -91,6 +95,7 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
                         load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
                         load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
                     n += 1
+        item = take(work, schedule, turn, False, L)
 
 
 @gluon.jit
@@ -185,7 +190,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr,
+def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: gl.constexpr, Q: gl.constexpr,
               KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes half of the keys of each item."""
     D: gl.constexpr = A.D
@@ -194,8 +199,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
     dtype: gl.constexpr = descs[0].dtype
     n = 0
     turn = 0
-    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        b, kv_head, block = item_of(schedule, place, A.KV_HEADS, L)
+    item = given(work, turn)
+    while item >= 0:
+        b, kv_head, block = item_of(item, A.KV_HEADS, L)
         row = block * KV.TILE + GROUP * ROWS
         segment = 0
         if A.SEGMENTED:
@@ -224,6 +230,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
                 add_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
             else:
                 store_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
+        item = given(work, turn)
     tma.store_wait(0)
 
 
@@ -235,7 +242,7 @@ def backward_kernel(
     v,  # [B, *axes of KV, KV_HEADS, HV]
     lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has PART of a row: what products begin from, see `Link`
     delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
-    schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
+    before_schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
     spans,
     entries,
     tiles,
@@ -249,6 +256,7 @@ def backward_kernel(
     dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
     dk,  # [B, *axes of KV, KV_HEADS, H], a box has half of KV.TILE rows; added to if ADD
     dv,  # [B, *axes of KV, KV_HEADS, HV], likewise
+    schedule,  # as in `forward_kernel`
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
@@ -257,13 +265,13 @@ def backward_kernel(
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
     FETCHING: gl.constexpr,
 ):
-    """dk and dv of the items that the schedule gives to this program, and what they add to dq."""
+    """dk and dv of the items that this program takes, and what they add to dq."""
     q_buffer, dout_buffer = buffers_of(q, F.STAGES), buffers_of(dout, F.STAGES)
     lse_buffer, delta_buffer = buffers_of(lse, F.STAGES), buffers_of(delta, F.STAGES)
     k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, 2)
     ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
     q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
-    kv_full, kv_empty = barriers(2, 1), barriers(2, 2)
+    kv_full, kv_empty, work = barriers(2, 1), barriers(2, 2), queue(2)
     fence_async_shared()
     descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
@@ -271,9 +279,9 @@ def backward_kernel(
     lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
-            (_consumer, (1, descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
-            (_producer, (descs, buffers, full, empties, schedule, lists, A, Q, KV, L, F)),
+            (_consumer, (0, descs, buffers, full, empties, work, lists, A, Q, KV, L, F)),
+            (_consumer, (1, descs, buffers, full, empties, work, lists, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, full, empties, work, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
         [REGISTERS, FETCHING],

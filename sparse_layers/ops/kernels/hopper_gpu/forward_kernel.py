@@ -40,10 +40,13 @@ from .tiles import (
     factor,
     fetch,
     flat,
+    given,
     item_of,
     logits,
     masked,
+    queue,
     span_of,
+    take,
     words_of,
 )
 
@@ -69,13 +72,14 @@ def _fetch_keys(desc, more, b, index, head, full, buffer, A: gl.constexpr, KV: g
 
 
 @gluon.jit
-def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches q, k and v in the order in which they will be needed."""
     n = 0
     turn = 0
-    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        b, own, block = item_of(schedule, place, A.OWN_HEADS, L)
+    item = take(work, schedule, turn, True, L)
+    while item >= 0:
+        b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, _, end = span_of(lists[0], b, head, block, L)
@@ -105,6 +109,7 @@ def _producer(descs, buffers, full, empty, schedule, lists, A: gl.constexpr, Q: 
             before = index
             if i < end:
                 n += 1
+        item = take(work, schedule, turn, False, L)
 
 
 @gluon.jit
@@ -180,7 +185,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists, rows, A: gl.constexpr,
+def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, rows, A: gl.constexpr,
                Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes 64 of the rows of each item."""
     COLUMNS: gl.constexpr = KV.TILE
@@ -194,8 +199,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
     staged = buffers[3].index(GROUP)
     n = 0
     turn = 0
-    for place in range(gl.load(schedule + gl.program_id(0)), gl.load(schedule + gl.program_id(0) + 1)):
-        b, own, block = item_of(schedule, place, A.OWN_HEADS, L)
+    item = given(work, turn)
+    while item >= 0:
+        b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         first, first_masked, end = span_of(lists[0], b, head, block, L)
         row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
@@ -257,6 +263,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, schedule, lists,
         flat(staged, ROWS, D).store(result.to(dtype))
         fence_async_shared()
         store_tile(descs[3], corner_of(b, block * Q.TILE + within, own, 0, Q, A.D), staged)
+        item = given(work, turn)
     tma.store_wait(0)
 
 
@@ -268,7 +275,7 @@ def forward_kernel(
     more_k,  # k and v by the axes of KV2, if there is a second pass
     more_v,
     before,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
-    schedule,  # int32 [programs + 1 + items]: where the items of each program begin and end, and the items
+    before_schedule,  # int32 [1 + items], whose place ``schedule`` takes
     spans,  # this and the next three: `BlockLists`
     entries,
     tiles,
@@ -280,6 +287,7 @@ def forward_kernel(
     before_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if BEFORE
     out,  # a descriptor as that of ``before``
     lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row
+    schedule,  # a counter of the items that were taken, but for the first of each program, and the items
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
@@ -289,38 +297,26 @@ def forward_kernel(
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
     FETCHING: gl.constexpr,
 ):
-    """Attention of the items that the schedule gives to this program: rounded out, and lse."""
+    """Attention of the items that this program takes: rounded out, and lse."""
     GROUPS: gl.constexpr = Q.TILE // ROWS
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
     k_buffer, v_buffer = buffers_of(k, F.K_STAGES), buffers_of(v, F.V_STAGES)
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
     k_full, k_empty = barriers(F.K_STAGES, 1), barriers(F.K_STAGES, GROUPS)
     v_full, v_empty = barriers(F.V_STAGES, 1), barriers(F.V_STAGES, GROUPS)
-    before_full = barriers(GROUPS, 1)
+    before_full, work = barriers(GROUPS, 1), queue(GROUPS)
     fence_async_shared()
     descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer
     full, empty = (q_full, k_full, v_full, before_full), (q_empty, k_empty, v_empty)
     lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
     rows = sinks, before_lse, lse
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-                (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-                (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
-            ],
-            [4, 1],
-            [REGISTERS, FETCHING],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (0, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-                (_consumer, (1, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-                (_consumer, (2, descs, buffers, full, empty, schedule, lists, rows, A, Q, KV, L, F)),
-                (_producer, (descs, buffers, full, empty, schedule, lists, A, Q, KV, KV2, L, F)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, FETCHING],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (0, descs, buffers, full, empty, work, lists, rows, A, Q, KV, L, F)),
+            (_consumer, (1, descs, buffers, full, empty, work, lists, rows, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, full, empty, work, schedule, lists, A, Q, KV, KV2, L, F)),
+        ],
+        [4, 1],
+        [REGISTERS, FETCHING],
+    )

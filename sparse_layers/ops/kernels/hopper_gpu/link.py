@@ -29,15 +29,15 @@ class _Prepared(NamedTuple):
 
     Attributes:
       q, kv: how rows are cut.
-      settings: how the kernel is compiled.
+      stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
-      read: its arrays from ``schedule`` to ``kv_segments``.
+      read: its arrays from ``before_schedule`` to ``kv_segments``.
       programs: how many are started.
     """
 
     q: Side
     kv: Side
-    settings: settings.Settings
+    stages: int
     constants: dict[str, Any]
     read: list[jax.Array]
     programs: int
@@ -68,19 +68,21 @@ class HopperLink(Link):
             return known and super().goes_with(other, kernel)
         return not any(here) and super().goes_with(other, kernel)
 
-    @functools.cached_property
+    @property
     def gives_dkv(self) -> bool:
-        return self.unserved("dkv") is None or super().gives_dkv
+        return self.unserved("dkv") is None or self.single_keys
+
+    @property
+    def rank(self) -> int:
+        # They leave dq in float32, which plain Triton's kernels round in passing.
+        return -1 if self.unserved("dkv") is None else super().rank
 
     def _blocks(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists that these kernels walk over."""
         if self.call.selection is not None:
             block, granularity = self.call.selection
             return min(settings.ROWS, MOST_PARTS * granularity), block
-        rows, block = self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
-        if kernel == "forward" and rows == settings.ROWS and self._size is not None:
-            rows = settings.FORWARD_ROWS[self._size]
-        return rows, block
+        return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""
@@ -91,12 +93,12 @@ class HopperLink(Link):
             return "they take no settings"
         if kernel == "dkv" and self.call.params[1].deterministic:
             return "they add to dq in the order in which blocks are done"
+        if kernel == "dkv" and self.single_keys:
+            return "each key is in one list, and plain Triton's kernel then writes each gradient once"
         rows, block = self._blocks(kernel)
-        wanted = (settings.FORWARD_ROWS[self._size],), settings.BLOCKS
-        if kernel == "dkv":
-            wanted = (settings.ROWS,), (settings.ROWS,)
-        if rows not in wanted[0] or block not in wanted[1]:
-            return f"blocks have {wanted[0]} queries and {wanted[1]} keys there, and these {rows} and {block}"
+        wanted = settings.BLOCKS if kernel == "forward" else (settings.ROWS,)
+        if rows != settings.ROWS or block not in wanted:
+            return f"blocks have {settings.ROWS} queries and {wanted} keys there, and these {rows} and {block}"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
         for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
@@ -131,9 +133,9 @@ class HopperLink(Link):
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
-        stages = own.settings.q_stages, own.settings.stages, own.settings.stages
+        stages = settings.Q_STAGES, own.stages, own.stages
         fixed = {"KV2": second, "F": Forward(*stages, sinks is not None, before is not None)}
-        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, settings.PART), lse], fixed)
+        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, settings.PART), lse], fixed, {})
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
         return Rows(natural, (out, lse.swapaxes(1, 2)))
@@ -175,7 +177,7 @@ class HopperLink(Link):
             self._tiles(outputs[0], q.order, settings.PART, 2),
             *(self._tiles(x, kv.order, settings.PART) for x in outputs[1:]),
         ]
-        fixed = {"F": Backward(settings.PART, own.settings.stages, adds)}
+        fixed = {"F": Backward(settings.PART, own.stages, adds)}
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         if before_kv is not None and not adds:
             dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
@@ -233,7 +235,7 @@ class HopperLink(Link):
         operands, (q, kv, lists, steps) = self.operands, self._work(kernel)
         found = lists.lists
         schedule, programs = schedule_of(steps, operands.query.shape[0], device.processors)
-        segments: list[Any] = [schedule] * 2
+        segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
             segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
@@ -251,12 +253,16 @@ class HopperLink(Link):
             SEGMENTED=operands.segments is not None,
         )
         batches, kinds = found.spans.shape[:2]
-        walk = Walk(batches, kinds, found.group, steps.shape[2], lists.chosen)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
-        chosen = settings.choose("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
-        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": chosen.registers[0], "FETCHING": chosen.registers[1]}
-        return _Prepared(q, kv, chosen, constants, [jnp.asarray(x) for x in read], programs)
+        stages = settings.stages_of("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
+        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
+        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs)
 
-    def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases=None) -> list[jax.Array]:
+    def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
+        schedule = own.read[0]  # whose first number the programs count up
+        taken = next(i for i, x in enumerate(inputs) if x is schedule)
+        outputs = [*outputs, jax.ShapeDtypeStruct(schedule.shape, schedule.dtype)]
+        aliases = {**aliases, taken: len(outputs) - 1}
         found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)
-        return [varying_like(self.operands.query, x) for x in found]
+        return [varying_like(self.operands.query, x) for x in found[:-1]]

@@ -47,14 +47,47 @@ class Walk(NamedTuple):
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
     BLOCKS: int  # of the major side
+    ITEMS: int  # of work: heads of all batch entries times blocks
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
 
 @gluon.jit
-def item_of(schedule, place, HEADS: gl.constexpr, L: gl.constexpr):
+def queue(GROUPS: gl.constexpr):
+    """How the one who fetches tells the groups that compute which items come: (numbers, full, empty), of two items."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return numbers, barriers(2, 1), barriers(2, GROUPS)
+
+
+@gluon.jit
+def take(work, schedule, turn, FIRST: gl.constexpr, L: gl.constexpr):
+    """The next item that nobody has taken, -1 after the last one; tells the groups that compute."""
+    numbers, full, empty = work
+    place = gl.program_id(0)
+    if not FIRST:
+        place = gl.atomic_add(schedule, 1) + gl.num_programs(0)
+    item = -1
+    if place < L.ITEMS:
+        item = gl.load(schedule + 1 + place)
+    mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+    numbers.index(turn % 2).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(turn % 2), count=1)
+    return item
+
+
+@gluon.jit
+def given(work, turn):
+    """The item that a group computes next, -1 after the last one."""
+    numbers, full, empty = work
+    mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
+    item = gl.sum(numbers.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(empty.index(turn % 2), count=1)
+    return item
+
+
+@gluon.jit
+def item_of(item, HEADS: gl.constexpr, L: gl.constexpr):
     """An item of work: (batch entry, which of the heads of its kind, block)."""
-    job = gl.load(schedule + place)
-    return job // L.BLOCKS // HEADS, job // L.BLOCKS % HEADS, job % L.BLOCKS
+    return item // L.BLOCKS // HEADS, item // L.BLOCKS % HEADS, item % L.BLOCKS
 
 
 @gluon.jit

@@ -48,7 +48,8 @@ def _padding_apart(operands: Operands) -> Operands:
     return operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
 
 
-def _groups(call: Call, operands: Operands, link_type: type[Link]) -> list[_Group]:
+def groups(call: Call, operands: Operands, link_type: type[Link]) -> list[_Group]:
+    """All query heads, by the chains that they take."""
     if operands.mask is not None or operands.chosen is not None:
         return [_Group(0, 1, [link_type(call, operands, 0, 1, ())])]
     alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
@@ -89,7 +90,7 @@ def _forward(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax
 
 
 def _forward_by_query(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    outs, lses = zip(*(_forward_of(group, operands) for group in _groups(call, operands, link_type)), strict=True)
+    outs, lses = zip(*(_forward_of(group, operands) for group in groups(call, operands, link_type)), strict=True)
     return joined(outs).astype(operands.query.dtype), joined(lses)
 
 
@@ -135,13 +136,10 @@ def _backward_by_query(
 ):
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
-    groups = _groups(call, operands, link_type)
-    by_queries = [
-        sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, not x.gives_dkv)) for g in groups
-    ]
+    parts = groups(call, operands, link_type)
+    by_queries = [sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, x.rank)) for g in parts]
     by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
-    # Those that hold some keys only before those that write dk and dv of all, of which those that give dq, too, come
-    # first: with nothing to go on from, they have more to do than the others already.
+    # Those that hold some keys only come before those that write dk and dv of all.
     giving = [link for links in by_queries for link in links if link.gives_dkv]
     rounded_keys = _may_round([*giving, *(link for link in by_keys if link.kv_order.complete)])
     keys: Rows | None = None
@@ -150,7 +148,7 @@ def _backward_by_query(
             own = link.dkv(gradients, None, False)
             keys = own if keys is None else _added(keys, own)
     dqs = []
-    for group, links in zip(groups, by_queries, strict=True):
+    for group, links in zip(parts, by_queries, strict=True):
         rounded = _may_round([link for link in links if link.q_order.complete])
         queries: Rows | None = None
         for link in links:

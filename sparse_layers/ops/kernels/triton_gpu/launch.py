@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ...planning.platforms import platform
+from ...planning.platforms import gpu, platform
 
 
 class Device(NamedTuple):
@@ -30,14 +30,13 @@ def device() -> Device | str:
     """The NVIDIA GPU that JAX computes on, or the reason why there is none to be used."""
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
-    try:
-        gpu = jax.local_devices(backend="gpu")[0]
-    except RuntimeError:
+    found = gpu()
+    if found is None:
         return "it needs an NVIDIA GPU at hand, whose kernels it compiles, and JAX finds none"
-    capability = getattr(gpu, "compute_capability", None)
+    capability = getattr(found, "compute_capability", None)
     if capability is None or "." not in str(capability):
-        return f"it needs an NVIDIA GPU, and JAX computes on {gpu.device_kind}"
-    return _device(int(str(capability).replace(".", "")), gpu.local_hardware_id or 0)
+        return f"it needs an NVIDIA GPU, and JAX computes on {found.device_kind}"
+    return _device(int(str(capability).replace(".", "")), found.local_hardware_id or 0)
 
 
 @functools.cache

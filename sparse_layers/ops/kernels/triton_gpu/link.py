@@ -105,9 +105,14 @@ class Link:
         """
         return self.q_order == other.q_order and len(self.passes) == len(other.passes)
 
-    @functools.cached_property
+    @property
     def gives_dkv(self) -> bool:
-        """Whether the dq kernel computes dk and dv as well: each key is in one list, so they are complete there."""
+        """Whether the kernel for dq computes dk and dv as well."""
+        return self.single_keys
+
+    @functools.cached_property
+    def single_keys(self) -> bool:
+        """Whether each key is in one list, whose program then has all that adds to its dk and dv."""
         heads, kv_heads, rows = self.operands.query.shape[2], self.operands.key.shape[2], rows_of("fused", *self.sizes)
         complete = self.q_order.complete and self.kv_order.complete and self.step == 1 and heads == kv_heads
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
@@ -118,6 +123,14 @@ class Link:
                 return False
         prepared = self._prepared("fused")
         return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.cut is None
+
+    @property
+    def rank(self) -> int:
+        """In which order links over all queries give dq, the lowest first.
+
+        Those that give dk and dv, too, have more to do than others, so they should have nothing to go on from.
+        """
+        return int(not self.gives_dkv)
 
     @property
     def by_keys(self) -> list["Link"]:
