@@ -96,10 +96,14 @@ class Candidates:
         return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
 
     def sorted(self, by_key: bool) -> "Candidates":
-        """The same, known beforehand, in the order of query blocks, or of key blocks."""
-        order = np.argsort(
-            np.where(self.kind == DEAD, max(self.blocks), self.column if by_key else self.row), kind="stable"
-        )
+        """The same, known beforehand, in the order of query blocks; or of key blocks, the last query block first.
+
+        Lists of key blocks often end at the same queries, and begin at others: so walked, these are in caches.
+        """
+        step = -1 if by_key else 1
+        major = np.where(self.kind == DEAD, max(self.blocks), self.column if by_key else self.row)[..., ::step]
+        order = np.argsort(major, kind="stable")
+        order = major.shape[-1] - 1 - order if by_key else order
         row, column, kind, tile = (
             np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
         )

@@ -277,8 +277,9 @@ def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
     if tuned.operations is not None and not in_tiles(mask, shape, tuned):
         extra += tuned.operation * max(0, operations(mask) - tuned.operations)
     pairs = shape[0] * shape[1] * (blocks + extra * _partial(mask, shape))
+    pairs = (pairs + blocks * tuned.pairs_per_step) * dict(zip(tuned.blocks, tuned.factors, strict=False)).get(shape, 1)
     rows = mask.q_order.rows + mask.kv_order.rows
-    return round(pairs) + blocks * tuned.pairs_per_step + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
+    return round(pairs) + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
 
 
 def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:

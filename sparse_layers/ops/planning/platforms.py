@@ -21,6 +21,7 @@ class Tuning:
 
     Attributes:
       blocks: block shapes (queries, keys) to choose from, ascending.
+      factors: for each of the blocks, what its cost is multiplied by; () for 1.
       pairs_per_step: cost of one block whatever its size.
       partial: cost of a pair in a block that needs a mask.
       operations: how many operations on each pair a mask's rule may take to be computed in kernels; they read blocks of
@@ -35,6 +36,7 @@ class Tuning:
     """
 
     blocks: tuple[tuple[int, int], ...]
+    factors: tuple[float, ...] = ()
     pairs_per_step: int = 0
     partial: float = 1.0
     operations: int | None = None
@@ -65,7 +67,11 @@ TUNING = {
         list_bytes=960_000,
         largest=2048,
     ),
-    "hopper": Tuning(blocks=((128, 128),), pairs_per_step=4000, partial=1.08, capability="9.0", itemsize=2),
+    # Its kernels have blocks of 128. A pass with fewer than 2.55 times as many blocks of 64 is left to plain Triton,
+    # which is as fast then: measured on an H200, neighbourhoods and windows on grids.
+    "hopper": dataclasses.replace(
+        _TRITON, blocks=((64, 64), (128, 128)), factors=(1.22, 1.0), backward=None, capability="9.0", itemsize=2
+    ),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
     "xla": _UNTUNED,

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.ops import attention
+from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
-from sparse_layers.ops.kernels.hopper_gpu.schedule import TOGETHER, schedule_of
+from sparse_layers.ops.kernels.hopper_gpu.schedule import FIRST, TOGETHER, schedule_of
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
 from sparse_layers.ops.kernels.triton_gpu import chain, launch
 from sparse_layers.ops.planning import platforms
@@ -185,6 +188,32 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
             assert found == [None]
 
 
+@pytest.mark.parametrize(
+    ("mask", "size", "name"),
+    [
+        (sl.Causal(), 128, "hopper"),
+        (sl.Full(), 64, "hopper"),
+        (sl.preset("sliding_window", window=512), 80, "hopper"),
+        (sl.preset("sparse_transformer_strided"), 64, "hopper"),
+        (sl.Causal(), 256, "cudnn"),
+        (sl.preset("strided"), 256, "triton"),
+        (sl.Causal() & sl.Window(40), 128, "triton"),  # so little that blocks of 64 are better
+    ],
+)
+def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
+    gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200", local_hardware_id=0)
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [gpu])
+    for module in (attention, cudnn, platforms):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(bridge, "missing", lambda: None)
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
+    plan = sl.make_plan(mask, 4096)
+    assert plan.implementation == "hopper" and attention.serving(plan, head_size=size) == name
+    assert attention.first_choice(jnp.float32) == "cudnn"
+    gpu.compute_capability = "8.0"
+    assert attention.first_choice(jnp.bfloat16) == "cudnn"
+
+
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
@@ -248,18 +277,18 @@ def test_a_tile_of_rows_is_a_box(order, rows, fits):
 @pytest.mark.parametrize("known", [True, False])
 def test_schedules(batch, shape, programs, known):
     steps = np.random.default_rng(0).integers(0, 60, shape).astype(np.int32)
-    steps[:, 0, 1] = 2000  # much longer than what is left for the other programs
     schedule, number = schedule_of(steps if known else jnp.asarray(steps), batch, programs)
     schedule, items = np.asarray(schedule), batch * shape[1] * shape[2]
     assert schedule.dtype == np.int32 and schedule[0] == 0 and sorted(schedule[1:]) == list(range(items))
     assert number == min(programs, items)
+    together = schedule[1:] // shape[2] // TOGETHER
     costs = steps[np.arange(batch) % len(steps)].ravel()[schedule[1:]]
-    long = int((costs == 2000).sum())
-    assert long and np.all(costs[:long] == 2000)
-    # Then heads in turn; among those that are worked on together, the long ones come first.
-    together = schedule[1 + long :] // shape[2] // TOGETHER
-    assert np.all(np.diff(together) >= 0)
-    assert all(np.all(np.diff(costs[long:][together == x]) <= 0) for x in {*together})
+    first = min(FIRST, shape[2]) * (together.max() + 1)
+    for part in (slice(None, first), slice(first, None)):  # heads in turn; of those that go together, long items first
+        assert np.all(np.diff(together[part]) >= 0)
+        assert all(np.all(np.diff(costs[part][together[part] == x]) <= 0) for x in {*together})
+    for x in {*together}:
+        assert min(costs[:first][together[:first] == x]) >= max(costs[first:][together[first:] == x], default=0)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

@@ -56,7 +56,7 @@ class Case:
         return self.name
 
 
-STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(32))
+STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(16))
 CASES = [
     Case("causal", sl.Causal()),
     Case("causal-64", sl.Causal(), 64, dtype="float16"),
@@ -135,6 +135,6 @@ def test_what_jax_is_given():
     descriptors = [options for options, _ in by_name["create_tma_descriptor_parameter"]]
     vector = 4 * 128
     natural = {"shape": (2, T, 4, 128), "strides": (T * vector, vector, 128, 1)}
-    strided = {"shape": (2, T // 32, 32, 4, 128), "strides": (T * vector, 32 * vector, vector, 128, 1)}
+    strided = {"shape": (2, T // 16, 16, 4, 128), "strides": (T * vector, 16 * vector, vector, 128, 1)}
     views = [{name: x[name] for name in ("shape", "strides")} for x in descriptors]
     assert natural in views and strided in views and {x["oob_fill"] for x in descriptors} == {0}

@@ -72,11 +72,6 @@ class HopperLink(Link):
     def gives_dkv(self) -> bool:
         return self.unserved("dkv") is None or self.single_keys
 
-    @property
-    def rank(self) -> int:
-        # They leave dq in float32, which plain Triton's kernels round in passing.
-        return -1 if self.unserved("dkv") is None else super().rank
-
     def _blocks(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists that these kernels walk over."""
         if self.call.selection is not None:

@@ -12,8 +12,9 @@ import numpy as np
 
 # Heads that are worked on together. On an H200, 2 were as fast as 1 and 4; all heads at once took 8 to 20 % longer.
 TOGETHER = 2
-# An item that takes longer than this part of a program's share of all would leave others waiting in the end.
-_LONG = 1 / 8
+# Of these, so many items come before all others: keys that everybody attends to have lists that are much longer than
+# the rest, and others would wait for the last of them in the end.
+FIRST = 8
 
 
 def schedule_of(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
@@ -25,8 +26,12 @@ def schedule_of(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
       programs: how many can run at the same time.
     """
     xp: Any = np if isinstance(steps, np.ndarray) else jnp
-    every = steps[np.arange(batch) % len(steps)].reshape(-1, steps.shape[2])
-    group = xp.broadcast_to(np.arange(len(every))[:, None] // TOGETHER, every.shape)
-    group = xp.where(every > every.sum() / programs * _LONG, -1, group)  # before all others, of whatever head
-    order = xp.lexsort((-every.ravel(), group.ravel()))
-    return xp.concatenate([np.zeros(1, np.int32), order.astype(np.int32)]), max(1, min(programs, every.size))
+    blocks = steps.shape[2]
+    every = steps[np.arange(batch) % len(steps)].reshape(-1, blocks)
+    items = every.size
+    every = xp.pad(every, [(0, -len(every) % TOGETHER), (0, 0)], constant_values=-1)  # these come last
+    order = xp.argsort(-every.reshape(-1, TOGETHER * blocks), axis=1)
+    order = order + TOGETHER * blocks * np.arange(len(order))[:, None]
+    first = min(FIRST, blocks)
+    order = xp.concatenate([order[:, :first].ravel(), order[:, first:].ravel()])[:items]
+    return xp.concatenate([np.zeros(1, np.int32), order.astype(np.int32)]), max(1, min(programs, items))

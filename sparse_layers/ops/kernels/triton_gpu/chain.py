@@ -137,9 +137,12 @@ def _backward_by_query(
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     parts = groups(call, operands, link_type)
-    by_queries = [sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, x.rank)) for g in parts]
+    by_queries = [
+        sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, not x.single_keys)) for g in parts
+    ]
     by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
-    # Those that hold some keys only come before those that write dk and dv of all.
+    # Those that hold some keys only before those that write dk and dv of all, of which those with each key in one list
+    # come first: with nothing to go on from, they have more to do than the others already.
     giving = [link for links in by_queries for link in links if link.gives_dkv]
     rounded_keys = _may_round([*giving, *(link for link in by_keys if link.kv_order.complete)])
     keys: Rows | None = None

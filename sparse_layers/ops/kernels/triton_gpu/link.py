@@ -125,14 +125,6 @@ class Link:
         return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.cut is None
 
     @property
-    def rank(self) -> int:
-        """In which order links over all queries give dq, the lowest first.
-
-        Those that give dk and dv, too, have more to do than others, so they should have nothing to go on from.
-        """
-        return int(not self.gives_dkv)
-
-    @property
     def by_keys(self) -> list["Link"]:
         """The passes whose dk and dv take a kernel of their own."""
         if self.also is not None:

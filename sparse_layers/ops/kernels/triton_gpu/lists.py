@@ -173,8 +173,7 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
 @functools.lru_cache(maxsize=64)
 def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
     shape = (minor.block, major.block) if dkv else (major.block, minor.block)
-    candidates, _ = static_candidates([one.mask for one in passes], shape, True)
-    lists = only_whole(candidates, minor).lists(dkv)
+    lists = only_whole(_sorted(passes, shape, dkv), minor).lists(dkv)
     longest = int(lists.counts[..., 1].max(initial=0))
     return Lists(lists, _static_bits(passes, major, minor, dkv), longest)
 
