@@ -215,13 +215,14 @@ def block_sparse_attention(
     return (out, lse) if return_lse else out
 
 
-def serving(plan: Plan, dtype: Any = jnp.bfloat16, head_size: int = 128) -> str:
-    """The implementation that serves a plan on this machine if none is named, for many heads and nothing special."""
+def serving(plan: Plan, dtype: Any = jnp.bfloat16, head_size: int = 128) -> tuple[str, list[str]]:
+    """What serves a plan on this machine if none is named, for many heads, and what it leaves to another, in words."""
     lengths, heads = (plan.q_len, plan.kv_len, plan.kv_len), 32 * len(plan.masks)
     shapes: Any = [jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for length in lengths]
     operands = Operands(*shapes)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
-    return _choose(None, call, operands)
+    name = _choose(None, call, operands)
+    return name, getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands)
 
 
 def implementations() -> tuple[str, ...]:

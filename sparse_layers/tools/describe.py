@@ -112,7 +112,9 @@ def _block(length: int, block: int | None) -> int:
 def _text(plan: Plan, size: int, block: int | None) -> str:
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
-    return "\n\n".join(sections) + f"\nruns here, in bfloat16 with heads of 128: {serving(plan)!r}"
+    name, notes = serving(plan)
+    sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
+    return "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
 
 
 def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:

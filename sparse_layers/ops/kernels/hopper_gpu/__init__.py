@@ -36,19 +36,37 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 
 def outdone(call: Call, operands: Operands) -> str | None:
-    """Why all of a call would be left to the kernels in plain Triton, or None: another may be the better choice."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return _all_left(call, shapes)
+    """Why the forward pass would be left to plain Triton altogether, or None: another may be the better choice then."""
+    reasons = [forward for _, forward, _ in _left(call, _shapes(operands))]
+    return reasons[0] if reasons and all(reasons) else None
+
+
+def notes(call: Call, operands: Operands) -> list[str]:
+    """What of a call is left to plain Triton, and why, in words; nothing where that is true of each forward pass."""
+    found = _left(call, _shapes(operands))
+    return [
+        f"{orders}, {direction}: plain Triton, for {reason}"
+        for orders, *reasons in found
+        for direction, reason in zip(("forward", "backward"), reasons, strict=True)
+        if reason
+    ]
+
+
+def _shapes(operands: Operands) -> Operands:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
 
 
 @functools.lru_cache(maxsize=256)
-def _all_left(call: Call, shapes: Operands) -> str | None:
+def _left(call: Call, shapes: Operands) -> list[tuple[str, str | None, str | None]]:
+    """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None."""
     from ..triton_gpu import chain
     from .link import HopperLink
 
     links: list[Any] = [link for group in chain.groups(call, shapes, HopperLink) for link in group.links]
-    reasons = [link.unserved("forward") for link in links]
-    return reasons[0] if links and all(reasons) else None
+    return [
+        (link.passes[0].orders if link.passes else "natural order", link.unserved("forward"), link.unserved("dkv"))
+        for link in links
+    ]
 
 
 @differentiable_once("hopper")
