@@ -12,6 +12,7 @@ class KernelParams:
 
     Every implementation but `cudnn`, which takes none, reads ``q_blocksize`` and ``kv_blocksize``; the other fields are
     those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: nothing reads these yet.
+    `hopper` has blocks of 128 and no settings, and leaves a pass with others to `triton`.
     A selection takes its blocks from itself; where any of the other fields is given, `triton` computes it by queries.
 
     Attributes:
@@ -113,7 +114,8 @@ class BwdParams(KernelParams):
 
     Attributes:
       deterministic: whether gradients must be the same bit for bit from run to run. An implementation that adds numbers
-        up in the order in which they come, as `cudnn` does, then refuses the call.
+        up in the order in which they come then refuses the call, as `cudnn`, or leaves this pass to `triton`, as
+        `hopper`.
 
     Raises:
       ValueError: a value lies outside its range, or deterministic is no bool.
