@@ -19,6 +19,7 @@ from ..ops.attention import block_sparse_attention
 from ..ops.planning.mask_info import masks_for
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
+from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection
 from .settings import FnOptions, check_array, check_settings
 
@@ -54,10 +55,10 @@ class AttentionFn:
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
 
-    def plan(self, q_len: int, kv_len: int | None = None, *, causal: bool = False) -> Plan:
+    def plan(self, q_len: int, kv_len: int | None = None, *, causal: bool = False, dtype: Any = None) -> Plan:
         """The compiled pattern for so many queries and keys (cached), keys of another sequence if ``kv_len`` is given.
 
-        With ``causal``, without what lies in the future.
+        With ``causal``, without what lies in the future; with ``dtype``, for arrays of that type.
         """
         masks = self.masks
         if causal:
@@ -68,7 +69,7 @@ class AttentionFn:
             kv_len,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
-            implementation=self.implementation,
+            implementation=self.implementation or first_choice(dtype),
         )
 
     def attend(
@@ -99,7 +100,7 @@ class AttentionFn:
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
-        plan = self.plan(query.shape[1], key.shape[1], causal=causal)
+        plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype)
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):

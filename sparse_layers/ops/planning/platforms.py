@@ -33,6 +33,7 @@ class Tuning:
       backward: block shape of the backward pass; None for that of the forward pass.
       capability: the compute capability that a GPU must have, as JAX says it; None for any device.
       itemsize: bytes of the elements that it computes with; None for any.
+      jax: the first version of JAX that it runs with.
     """
 
     blocks: tuple[tuple[int, int], ...]
@@ -46,6 +47,7 @@ class Tuning:
     backward: tuple[int, int] | None = None
     capability: str | None = None
     itemsize: int | None = None
+    jax: tuple[int, ...] = ()
 
 
 _UNTUNED = Tuning(blocks=((128, 128),))
@@ -70,7 +72,13 @@ TUNING = {
     # Its kernels have blocks of 128. A pass with fewer than 2.55 times as many blocks of 64 is left to plain Triton,
     # which is as fast then: measured on an H200, neighbourhoods and windows on grids.
     "hopper": dataclasses.replace(
-        _TRITON, blocks=((64, 64), (128, 128)), factors=(1.22, 1.0), backward=None, capability="9.0", itemsize=2
+        _TRITON,
+        blocks=((64, 64), (128, 128)),
+        factors=(1.22, 1.0),
+        backward=None,
+        capability="9.0",
+        itemsize=2,
+        jax=(0, 11),
     ),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
@@ -121,11 +129,12 @@ def gpu() -> Any:
 
 
 def first_choice(dtype: Any = None) -> str:
-    """The first implementation that this device is tried for, of those that compute in a dtype if one is given."""
+    """The first implementation that is tried on this device, of those that compute in a dtype if one is given."""
     here, itemsize = platform(), dtype and np.dtype(dtype).itemsize
     capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
     for name in candidates(here):
         tuned = TUNING[name]
-        if tuned.capability in (None, capability) and (not itemsize or tuned.itemsize in (None, itemsize)):
+        fits = tuned.capability in (None, capability) and tuned.jax <= jax.__version_info__
+        if fits and (not itemsize or tuned.itemsize in (None, itemsize)):
             return name
     raise AssertionError("what is tried last takes everything")

@@ -208,6 +208,7 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
 def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200", local_hardware_id=0)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [gpu])
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
     for module in (attention, cudnn, platforms):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(bridge, "missing", lambda: None)
@@ -217,6 +218,9 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     left = "residue-major order, stride 128, backward: plain Triton, for each key is in one list"
     assert (left in sl.describe(plan)) == (mask == sl.preset("sparse_transformer_strided"))
     assert attention.first_choice(jnp.float32) == "cudnn"
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version_info__", (0, 10, 2))
+        assert attention.first_choice(jnp.bfloat16) == "cudnn"
     gpu.compute_capability = "8.0"
     assert attention.first_choice(jnp.bfloat16) == "cudnn"
 
