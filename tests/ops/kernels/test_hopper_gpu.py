@@ -104,6 +104,8 @@ CASES = [
     Case("video", sl.Grid((4, 8, 16), sl.Window(2, 2)), 512, split=True, batch=1),
     Case("heads-differ", (sl.Causal(), sl.Window(60)), 256, heads=(4, 2), batch=1),
     Case("chains-differ", (sl.Causal(), sl.preset("sparse_transformer_strided", stride=2)), 256, batch=1, split=True),
+    # An earlier pass has begun the first queries with their sinks, and the others begin here.
+    Case("sinks-once", sl.Window(3, 3) | sl.Prefix(20).T & sl.Prefix(9), 200, sinks=True, split=True, shared=True),
     Case("run-time", FEW, 256, 200),
     # Lists of the first keys, much longer than others, are cut; the last two add to what earlier passes left.
     Case("cut", sl.Window(9) | sl.Prefix(9), 1000, heads=(8, 1), batch=1),

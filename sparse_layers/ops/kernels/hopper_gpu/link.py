@@ -111,7 +111,10 @@ class HopperLink(Link):
         query, value = self.operands.query, self.operands.value
         natural = RowOrder(query.shape[1])
         if before is not None and not (rounded and before.order.natural and before.arrays[0].dtype == query.dtype):
-            out, lse = merged(before.whole(), self.forward(None, sinks, True).whole())
+            out, lse = before.whole()
+            if sinks is not None:  # where queries have no row there, they begin here; the others began from theirs
+                lse = jnp.where(lse == -jnp.inf, sinks[self.first :: self.step], lse)
+            out, lse = merged((out, lse), self.forward(None, None, True).whole())
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
         order, more = own.q.order, self.also or self
