@@ -130,6 +130,13 @@ def test_values_and_gradients(launched, monkeypatch, case):
     assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
 
 
+def test_passes_that_plain_triton_does_together(launched):
+    """Each key is in one list of the first pass, the second one has few keys: neither is for the backward kernel."""
+    case = Case("few-keys", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 256, batch=1, split=True)
+    cases.check(case, case.call("hopper"))
+    assert {*launched} == {"forward_kernel"}
+
+
 @pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128)])
 def test_selections(launched, granularity, block):
     options = {"heads": (4, 2), "sizes": (64, 64), "dtype": "bfloat16", "granularity": granularity, "block": block}

@@ -63,6 +63,8 @@ def _of_both(passes: tuple[Pass, ...], more: tuple[Pass, ...], q: Side, kv: Side
 class HopperLink(Link):
     """One pass for the query heads first, first + step, ...; see `Link`."""
 
+    also: "HopperLink | None" = None
+
     def goes_with(self, other: "HopperLink", kernel: str) -> bool:
         here = [link.unserved(kernel) is None for link in (self, other)]
         if kernel == "forward" and all(here):  # in lists that are known beforehand
@@ -83,6 +85,10 @@ class HopperLink(Link):
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""
+        if self.also is not None:  # what keeps either of them out does not go away by doing both
+            reason = dataclasses.replace(self, also=None).unserved(kernel) or self.also.unserved(kernel)
+            if reason is not None:
+                return reason
         sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
         if self._size is None or any(size % 8 for size in sizes):
             return f"head sizes are multiples of 8 up to {settings.SIZES[-1]} there, and these are {sizes}"
