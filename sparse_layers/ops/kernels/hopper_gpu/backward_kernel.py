@@ -39,10 +39,8 @@ from .tiles import (
     item_of,
     logits,
     masked,
-    part_of,
     queue,
     span_of,
-    steps_of,
     take,
     words_of,
 )
@@ -75,9 +73,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     turn = 0
     item = take(work, schedule, turn, True, L)
     while item >= 0:
-        job, begin, stop = steps_of(item, lists[7], A.KV_HEADS, L)
-        b, kv_head, block = item_of(job, A.KV_HEADS, L)
-        passed = begin * 0
+        b, kv_head, block = item_of(item, A.KV_HEADS, L)
         for j in gl.static_range(2):
             mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
             fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
@@ -85,11 +81,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
         first_own, end_own = _heads_of(kv_head, A)
         for own in range(first_own, end_own):
             head = A.FIRST_HEAD + own * A.HEAD_STEP
-            first, masked_from, end = span_of(lists[0], b, head, block, L)
-            if L.PIECES > 0:
-                entries = end - first
-                first, masked_from, end = part_of((first, masked_from, end), passed, begin, stop)
-                passed += entries
+            first, _, end = span_of(lists[0], b, head, block, L)
             line = b * A.OWN_HEADS + own
             for i in range(first, end):
                 index = gl.load(lists[1] + i)
@@ -198,50 +190,18 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
 
 
 @gluon.jit
-def _store(dk, dv, b, row, kv_head, GROUP: gl.constexpr, descs, buffers, KV: gl.constexpr, F: gl.constexpr,
-           D: gl.constexpr):  # fmt: skip
-    """Writes dk and dv of an item, or adds them to what is there."""
-    staged = reinterpret(buffers[7].index(late(GROUP)), descs[7].dtype, descs[7].block_shape, descs[7].layout)
-    for i in gl.static_range(2):
-        tma.store_wait(0)
-        flat(staged, ROWS, D).store((dk if i == 0 else dv).to(descs[7].dtype))
-        fence_async_shared()
-        if F.ADD:
-            add_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
-        else:
-            store_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
-
-
-@gluon.jit
-def _store_piece(dk, dv, place, GROUP: gl.constexpr, descs, buffers, D: gl.constexpr):
-    """Writes what a piece of an item gives: dk, what rounding it loses, and the same of dv."""
-    dtype: gl.constexpr = descs[9].dtype
-    staged = reinterpret(buffers[7].index(late(GROUP)), dtype, descs[9].block_shape, descs[9].layout)
-    for i in gl.static_range(4):
-        tma.store_wait(0)
-        found = dk if i < 2 else dv
-        rounded = found.to(dtype)
-        if i % 2 == 1:
-            rounded = (found - rounded.to(gl.float32)).to(dtype)
-        flat(staged, ROWS, D).store(rounded)
-        fence_async_shared()
-        store_tile(descs[9], [place + i, GROUP * ROWS, 0], staged)
-
-
-@gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: gl.constexpr, Q: gl.constexpr,
               KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes half of the keys of each item."""
     D: gl.constexpr = A.D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
+    dtype: gl.constexpr = descs[0].dtype
     n = 0
     turn = 0
     item = given(work, turn)
     while item >= 0:
-        job, begin, stop = steps_of(item, lists[7], A.KV_HEADS, L)
-        b, kv_head, block = item_of(job, A.KV_HEADS, L)
-        passed = begin * 0
+        b, kv_head, block = item_of(item, A.KV_HEADS, L)
         row = block * KV.TILE + GROUP * ROWS
         segment = 0
         if A.SEGMENTED:
@@ -253,27 +213,23 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: 
         first_own, end_own = _heads_of(kv_head, A)
         for own in range(first_own, end_own):
             first, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
-            if L.PIECES > 0:
-                first, masked_from, _ = part_of((first, masked_from, end), passed, begin, stop)
             n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
-            first, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + late(own) * A.HEAD_STEP, block, L)
-            if L.PIECES > 0:
-                entries = end - first
-                _, masked_from, end = part_of((first, masked_from, end), passed, begin, stop)
-                passed += entries
+            _, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + late(own) * A.HEAD_STEP, block, L)
             n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
         for i in gl.static_range(2):
             mbarrier.arrive(empty[1].index(i), count=1)
         turn += 1
-        if L.PIECES > 0:
-            if item >= L.JOBS:
-                _store_piece(dk, dv, (item - L.JOBS) * 4, GROUP, descs, buffers, D)
+        staged = reinterpret(buffers[7].index(late(GROUP)), dtype, descs[7].block_shape, descs[7].layout)
+        for i in gl.static_range(2):
+            tma.store_wait(0)
+            flat(staged, ROWS, D).store((dk if i == 0 else dv).to(dtype))
+            fence_async_shared()
+            if F.ADD:
+                add_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
             else:
-                _store(dk, dv, b, row, kv_head, GROUP, descs, buffers, KV, F, D)
-        else:
-            _store(dk, dv, b, row, kv_head, GROUP, descs, buffers, KV, F, D)
+                store_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
         item = given(work, turn)
     tma.store_wait(0)
 
@@ -294,14 +250,12 @@ def backward_kernel(
     bits,  # int32 [1 + tiles, KV.TILE, Q.TILE / 32]
     q_segments,
     kv_segments,
-    pieces,  # int32 [PIECES, 3]: which of a batch entry's items each is of, its first entry, and the end of its entries
     before_q,  # dq, dk and dv of earlier passes, whose places the results take; any array where there are none
     before_k,
     before_v,
     dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
     dk,  # [B, *axes of KV, KV_HEADS, H], a box has half of KV.TILE rows; added to if ADD
     dv,  # [B, *axes of KV, KV_HEADS, HV], likewise
-    parts,  # [B * PIECES * 4, KV.TILE, D], a box has half of KV.TILE rows: dk and dv of pieces, in two summands each
     schedule,  # as in `forward_kernel`
     A: gl.constexpr,
     Q: gl.constexpr,
@@ -319,10 +273,10 @@ def backward_kernel(
     q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
     kv_full, kv_empty, work = barriers(2, 1), barriers(2, 2), queue(2)
     fence_async_shared()
-    descs = q, dout, k, v, lse, delta, dq, dk, dv, parts
+    descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
     full, empties = (q_full, dout_full, kv_full), (empty, kv_empty)
-    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments, pieces
+    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments
     gl.warp_specialize(
         [
             (_consumer, (0, descs, buffers, full, empties, work, lists, A, Q, KV, L, F)),

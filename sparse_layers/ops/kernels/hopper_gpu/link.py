@@ -16,11 +16,11 @@ from ..call import merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
 from ..triton_gpu.lists import Lists, Side, bits_of
-from ..triton_gpu.work import Cut
+from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import schedule_of, skewed, with_pieces
+from .schedule import schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -31,9 +31,8 @@ class _Prepared(NamedTuple):
       q, kv: how rows are cut.
       stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
-      read: its arrays from ``before_schedule`` to ``kv_segments``, or ``pieces``.
+      read: its arrays from ``before_schedule`` to ``kv_segments``.
       programs: how many are started.
-      cut: which items are cut into pieces, if any.
     """
 
     q: Side
@@ -42,7 +41,6 @@ class _Prepared(NamedTuple):
     constants: dict[str, Any]
     read: list[jax.Array]
     programs: int
-    cut: Cut | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,7 +105,7 @@ class HopperLink(Link):
         for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
-        if kernel == "forward" and self._skewed():
+        if self._skewed(kernel):
             return "one list takes longer than all others together on other processors, and lists are not cut there"
         return None
 
@@ -183,37 +181,11 @@ class HopperLink(Link):
             self._tiles(outputs[0], q.order, settings.PART, 2),
             *(self._tiles(x, kv.order, settings.PART) for x in outputs[1:]),
         ]
-        pieces = query.shape[0] * own.constants["L"].PIECES
-        parts = jax.ShapeDtypeStruct((4 * max(1, pieces), kv.tile, own.constants["A"].D), key.dtype)
-        outputs.append(bridge.Tiles.of(parts, (1, settings.PART, parts.shape[-1])))
         fixed = {"F": Backward(settings.PART, own.stages, adds)}
-        dq, *dkv, parts = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
-        if own.cut is not None:
-            dkv = self._together(dkv, earlier[1:] if adds else [None, None], parts, own.cut, kv)
+        dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         if before_kv is not None and not adds:
             dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
         return Rows(RowOrder(query.shape[1]), (dq,)), Rows(RowOrder(key.shape[1]), tuple(dkv))
-
-    def _together(
-        self, dkv: list[jax.Array], before: list[Any], parts: jax.Array, cut: Cut, kv: Side
-    ) -> list[jax.Array]:
-        """dk and dv with those of items that were cut, from ``parts``: pieces in their order, added to ``before``."""
-        first, end = cut.pieces[0].T
-        job = np.flatnonzero(end > first)
-        own = first[job, None] + np.arange((end - first).max())
-        exists = own < end[job, None]
-        head, block = np.divmod(job, kv.blocks)
-        rows = block[:, None] * kv.block + np.arange(kv.block)
-        # Rows behind the last one have the number of no token, and are left out.
-        token = np.where(rows < kv.order.rows, kv.order.token(np.minimum(rows, kv.order.rows - 1)), kv.order.length)
-        parts = parts.reshape(len(dkv[0]), -1, 2, 2, *parts.shape[1:]).astype(jnp.float32).sum(3)
-        parts = jnp.where(exists[..., None, None, None], parts[:, np.where(exists, own, 0)], 0).sum(2)
-        for i, x in enumerate(dkv):
-            found, place = parts[:, :, i, :, : x.shape[-1]], (slice(None), token, head[:, None])
-            if before[i] is not None:
-                found = found + before[i].at[place].get(mode="fill", fill_value=0)
-            dkv[i] = x.at[place].set(found.astype(x.dtype), mode="drop")
-        return dkv
 
     @functools.cached_property
     def _size(self) -> int | None:
@@ -251,33 +223,28 @@ class HopperLink(Link):
         steps, _ = self._steps([(minor, lists)], dkv, 1)
         return q, kv, lists, steps.reshape(len(steps), -1, major.blocks)
 
-    def _skewed(self) -> bool:
-        """Whether some queries have far more keys than others, if that is known beforehand."""
+    def _skewed(self, kernel: str) -> bool:
+        """Whether the longest item takes much longer than a processor's share of all, if that is known beforehand."""
         device, operands = launch.device(), self.operands
         assert isinstance(device, launch.Device)
         if not all(x is None for x in (operands.segments, operands.mask, operands.chosen)):
             return False
-        return bool(np.any(skewed(self._work("forward")[-1], operands.query.shape[0], device.processors)))
+        steps = self._work(kernel)[-1]
+        share = steps.sum() / len(steps) * operands.query.shape[0] / device.processors
+        return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
 
     def _prepared_for(self, kernel: str) -> _Prepared:
         device = launch.device()
         assert isinstance(device, launch.Device) and self._size is not None
         operands, (q, kv, lists, steps) = self.operands, self._work(kernel)
         found = lists.lists
-        batch, found_cut = operands.query.shape[0], None
-        schedule, programs = schedule_of(steps, batch, device.processors)
-        jobs = len(schedule) - 1
-        if kernel == "dkv" and isinstance(schedule, np.ndarray):
-            schedule, found_cut = with_pieces(schedule, steps, batch, device.processors)
-            programs = min(device.processors, len(schedule) - 1)
+        schedule, programs = schedule_of(steps, operands.query.shape[0], device.processors)
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
             segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
         chosen_by = found.block if found.chosen_by is None else found.chosen_by
-        read: list[Any] = [schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments]
-        if kernel == "dkv":
-            read.append(found.spans if found_cut is None else found_cut.work)
+        read = schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments
         arrays = Arrays(
             HEADS=operands.query.shape[2],
             KV_HEADS=operands.key.shape[2],
@@ -290,12 +257,11 @@ class HopperLink(Link):
             SEGMENTED=operands.segments is not None,
         )
         batches, kinds = found.spans.shape[:2]
-        pieces = 0 if found_cut is None else len(found_cut.work)
-        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, jobs, pieces, lists.chosen)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         stages = settings.stages_of("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs, found_cut)
+        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
         schedule = own.read[0]  # whose first number the programs count up

@@ -10,8 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..triton_gpu.work import LEAST_STEPS, Cut, cut
-
 # Heads that are worked on together. On an H200, 2 were as fast as 1 and 4; all heads at once took 8 to 20 % longer.
 TOGETHER = 2
 # Keys that everybody attends to have lists much longer than the rest, and all would wait for the last of them. So what
@@ -41,26 +39,3 @@ def schedule_of(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
     order = xp.concatenate([order[:, :first].ravel(), order[:, first:].ravel()])
     order = order[order < items] if xp is np else order[:items]
     return xp.concatenate([np.zeros(1, np.int32), order.astype(np.int32)]), max(1, min(programs, items))
-
-
-def skewed(steps: Any, batch: int, programs: int) -> Any:
-    """Which items take much longer than a program's share of all, bools like ``steps``; None if that is not known."""
-    if not isinstance(steps, np.ndarray):
-        return None
-    return steps > 1.5 * max(LEAST_STEPS, steps.sum() / len(steps) * batch / programs)
-
-
-def with_pieces(schedule: np.ndarray, steps: np.ndarray, batch: int, programs: int) -> tuple[np.ndarray, Cut | None]:
-    """A schedule in which items that take too long are cut into pieces; these come first.
-
-    Piece p of batch entry b has the number ``items + b * pieces + p``, where items is how many there would be without.
-    """
-    share = max(LEAST_STEPS, steps.sum() * batch / programs)
-    number = np.where(skewed(steps, batch, programs), -(-steps // share), 0).astype(np.int64).reshape(1, -1)
-    found = cut(steps.reshape(1, -1), number)
-    if found is None:
-        return schedule, None
-    items = schedule[1:]
-    pieces = len(items) + np.arange(batch * len(found.work))
-    whole = items[number[0, items % number.shape[1]] == 0]
-    return np.concatenate([schedule[:1], pieces, whole]).astype(np.int32), found

@@ -47,9 +47,7 @@ class Walk(NamedTuple):
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
     BLOCKS: int  # of the major side
-    ITEMS: int  # of work, pieces among them
-    JOBS: int  # heads of all batch entries times blocks: the items if none is cut
-    PIECES: int  # of a batch entry, into which items are cut that take too long
+    ITEMS: int  # of work: heads of all batch entries times blocks
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
 
@@ -90,34 +88,6 @@ def given(work, turn):
 def item_of(item, HEADS: gl.constexpr, L: gl.constexpr):
     """An item of work: (batch entry, which of the heads of its kind, block)."""
     return item // L.BLOCKS // HEADS, item // L.BLOCKS % HEADS, item % L.BLOCKS
-
-
-@gluon.jit
-def steps_of(item, pieces, HEADS: gl.constexpr, L: gl.constexpr):
-    """An item that may be a piece: (the number of the whole one, its first entry, the end of its entries).
-
-    Entries are numbered over the lists of all query heads.
-    """
-    job = item
-    first = item * 0
-    end = first + (1 << 30)
-    if L.PIECES > 0:  # noqa: SIM102 (this is known when it is compiled)
-        if item >= L.JOBS:
-            piece = item - L.JOBS
-            line = pieces + piece % L.PIECES * 3
-            job = piece // L.PIECES * (HEADS * L.BLOCKS) + gl.load(line)
-            first = gl.load(line + 1)
-            end = gl.load(line + 2)
-    return job, first, end
-
-
-@gluon.jit
-def part_of(span, passed, begin, stop):
-    """The part from entry begin to stop of a list before which so many passed: (first, first masked one, end)."""
-    first, masked_from, end = span
-    low = gl.minimum(gl.maximum(first, first + begin - passed), end)
-    high = gl.maximum(gl.minimum(end, first + stop - passed), low)
-    return low, gl.minimum(gl.maximum(masked_from, low), high), high
 
 
 @gluon.jit
