@@ -55,10 +55,18 @@ class AttentionFn:
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
 
-    def plan(self, q_len: int, kv_len: int | None = None, *, causal: bool = False, dtype: Any = None) -> Plan:
+    def plan(
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        causal: bool = False,
+        dtype: Any = None,
+        head_size: int | None = None,
+    ) -> Plan:
         """The compiled pattern for so many queries and keys (cached), keys of another sequence if ``kv_len`` is given.
 
-        With ``causal``, without what lies in the future; with ``dtype``, for arrays of that type.
+        With ``causal``, without what lies in the future; with ``dtype`` and ``head_size``, for such arrays.
         """
         masks = self.masks
         if causal:
@@ -69,7 +77,7 @@ class AttentionFn:
             kv_len,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
-            implementation=self.implementation or first_choice(dtype),
+            implementation=self.implementation or first_choice(dtype, head_size),
         )
 
     def attend(
@@ -100,7 +108,8 @@ class AttentionFn:
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
-        plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype)
+        size = max(query.shape[-1], value.shape[-1])
+        plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):

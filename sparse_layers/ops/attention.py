@@ -193,9 +193,10 @@ def block_sparse_attention(
     s = key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
-    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation or first_choice(query.dtype))
+    tuned_for = implementation or first_choice(query.dtype, max(h, value.shape[-1]))
+    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
-    tuned = TUNING[implementation or first_choice(query.dtype)]
+    tuned = TUNING[tuned_for]
     fwd, bwd = (
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)

@@ -253,8 +253,9 @@ class _Draft:
 
     def finish(self, params: BwdParams) -> Pass:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
-        default = self.tuned.backward or (self.tuned.blocks[0] if explicit else self.shape)
-        if self.tuned.backward and not explicit:  # grown as the forward's are, where lists would be too long
+        own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
+        default = own or (self.tuned.blocks[0] if explicit else self.shape)
+        if own and not explicit:  # grown as the forward's are, where lists would be too long
             grown = max(1, max(self.shape) // max(max(shape) for shape in self.tuned.blocks))
             default = default[0] * grown, default[1] * grown
         bwd_shape = _block_shape(self.mask, params, default)

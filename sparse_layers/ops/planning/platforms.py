@@ -31,8 +31,10 @@ class Tuning:
         no limit. Where it is passed, blocks are doubled, ...
       largest: ... but not beyond this size.
       backward: block shape of the backward pass; None for that of the forward pass.
+      deterministic: the same of gradients that must not differ from run to run; None for ``backward``.
       capability: the compute capability that a GPU must have, as JAX says it; None for any device.
       itemsize: bytes of the elements that it computes with; None for any.
+      head_sizes: those that it takes; None for all.
       jax: the first version of JAX that it runs with.
     """
 
@@ -45,8 +47,10 @@ class Tuning:
     list_bytes: int | None = None
     largest: int | None = None
     backward: tuple[int, int] | None = None
+    deterministic: tuple[int, int] | None = None
     capability: str | None = None
     itemsize: int | None = None
+    head_sizes: range | None = None
     jax: tuple[int, ...] = ()
 
 
@@ -76,8 +80,10 @@ TUNING = {
         blocks=((64, 64), (128, 128)),
         factors=(1.22, 1.0),
         backward=None,
+        deterministic=_TRITON.backward,
         capability="9.0",
         itemsize=2,
+        head_sizes=range(8, 129, 8),
         jax=(0, 11),
     ),
     "triton": _TRITON,
@@ -128,13 +134,14 @@ def gpu() -> Any:
         return None
 
 
-def first_choice(dtype: Any = None) -> str:
-    """The first implementation that is tried on this device, of those that compute in a dtype if one is given."""
+def first_choice(dtype: Any = None, head_size: int | None = None) -> str:
+    """The first implementation that is tried on this device, of those that take a dtype and a head size, if given."""
     here, itemsize = platform(), dtype and np.dtype(dtype).itemsize
     capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
     for name in candidates(here):
         tuned = TUNING[name]
         fits = tuned.capability in (None, capability) and tuned.jax <= jax.__version_info__
-        if fits and (not itemsize or tuned.itemsize in (None, itemsize)):
+        fits = fits and (not itemsize or tuned.itemsize in (None, itemsize))
+        if fits and (not head_size or tuned.head_sizes is None or head_size in tuned.head_sizes):
             return name
     raise AssertionError("what is tried last takes everything")

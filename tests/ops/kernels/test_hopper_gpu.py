@@ -221,7 +221,10 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     assert plan.implementation == "hopper" and attention.serving(plan, head_size=size)[0] == name
     left = "residue-major order, stride 128, backward: plain Triton, for each key is in one list"
     assert (left in sl.describe(plan)) == (mask == sl.preset("sparse_transformer_strided"))
-    assert attention.first_choice(jnp.float32) == "cudnn"
+    assert attention.first_choice(jnp.float32) == attention.first_choice(jnp.bfloat16, 136) == "cudnn"
+    assert attention.first_choice(jnp.float16, 72) == "hopper"
+    exact = sl.make_plan(mask, 4096, bwd_params=sl.BwdParams(deterministic=True)).chains[0]
+    assert {link.bwd_shape for link in exact} == {(64, 64)}
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version_info__", (0, 10, 2))
         assert attention.first_choice(jnp.bfloat16) == "cudnn"
