@@ -1,4 +1,4 @@
-"""The Hopper kernels where there is no GPU: interpreted and held to float64, their views, schedules, and way to JAX.
+"""The Hopper kernels, interpreted where there is no GPU, held to float64; their views, schedules, and who takes them.
 
 `test_hopper_gpu_aot.py` compiles them.
 """
@@ -16,7 +16,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops import attention
-from sparse_layers.ops.kernels import cudnn
+from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
@@ -232,6 +232,17 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     assert attention.first_choice(jnp.bfloat16) == "cudnn"
 
 
+@pytest.mark.parametrize("granularity", [16, 64, 128])
+def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granularity):
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    plan = sl.make_plan(sl.Causal(), 512, implementation="hopper")
+    params = plan.fwd_params, plan.bwd_params
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(128, granularity))
+    q, chosen = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (512, 512 // granularity))
+    reason = hopper_gpu.outdone(call, Operands(q, q, q, chosen=chosen.update(dtype=jnp.int32)))
+    assert reason is None if granularity == 128 else "take all that any" in (reason or "")
+
+
 # --- views -----------------------------------------------------------------------------------------------------------
 
 
@@ -320,3 +331,6 @@ def test_settings_fit(kernel, size, block):
     assert settings.shared_memory(kernel, stages, size, block) + 1024 <= settings.SHARED_MEMORY
     fits = settings.shared_memory(kernel, stages + 1, size, block) + 1024 <= settings.SHARED_MEMORY
     assert stages == settings.MOST_STAGES or not fits
+    # By groups of 128 threads; Triton sets four warps aside for fetching.
+    assert 128 * (settings.ROWS // 64 * settings.REGISTERS + settings.FETCHING) <= 65536
+    assert settings.REGISTERS % 8 == settings.FETCHING % 8 == 0 and settings.REGISTERS <= 240

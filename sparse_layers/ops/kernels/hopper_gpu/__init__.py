@@ -36,13 +36,18 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 
 def outdone(call: Call, operands: Operands) -> str | None:
-    """Why the forward pass would be left to plain Triton altogether, or None: another may be the better choice then."""
+    """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
+    from . import settings
+
+    if call.selection is not None and call.selection[1] < settings.ROWS:
+        # Plain Triton's tiles have hardly more queries than choose together.
+        return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
     reasons = [forward for _, forward, _ in _left(call, _shapes(operands))]
     return reasons[0] if reasons and all(reasons) else None
 
 
 def notes(call: Call, operands: Operands) -> list[str]:
-    """What of a call is left to plain Triton, and why, in words; nothing where that is true of each forward pass."""
+    """What of a call is left to plain Triton, and why, in words."""
     found = _left(call, _shapes(operands))
     return [
         f"{orders}, {direction}: plain Triton, for {reason}"
@@ -57,16 +62,16 @@ def _shapes(operands: Operands) -> Operands:
 
 
 @functools.lru_cache(maxsize=256)
-def _left(call: Call, shapes: Operands) -> list[tuple[str, str | None, str | None]]:
+def _left(call: Call, shapes: Operands) -> tuple[tuple[str, str | None, str | None], ...]:
     """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None."""
     from ..triton_gpu import chain
     from .link import HopperLink
 
     links: list[Any] = [link for group in chain.groups(call, shapes, HopperLink) for link in group.links]
-    return [
+    return tuple(
         (link.passes[0].orders if link.passes else "natural order", link.unserved("forward"), link.unserved("dkv"))
         for link in links
-    ]
+    )
 
 
 @differentiable_once("hopper")
