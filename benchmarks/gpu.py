@@ -9,8 +9,9 @@ there is no torch.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
 formulas of its own and from a rule of its own for each pattern. In every 128 rows an error may be as large as twice
-(the error of dense attention in bfloat16 + eps x the largest value there); "0.40 of budget" is the worst of them. What
-fails gets no time. Beyond 16384 tokens only the last 512 queries and keys are checked (later queries alone see these).
+(the error of dense attention in their dtype + eps x the largest value there); "0.40 of budget" is the worst of them.
+What fails gets no time. Beyond 16384 tokens only the last 512 queries and keys are checked (later queries alone see
+these).
 Times are medians of 5 groups of 10 calls (fewer beyond 50 ms) after two warm-up calls and the check; forward + backward
 returns out, dq, dk and dv for a random gradient of out. TFLOP/s count allowed (query, key) pairs only: 4 x head size a
 pair forward, 3.5 times that for both.
@@ -119,10 +120,13 @@ def block_pattern(seq_len: int, density: float) -> Pattern:
     )
 
 
-def inputs(seq_len: int, batch: int, heads: int, head_size: int) -> list[jax.Array]:
+def inputs(
+    seq_len: int, batch: int, heads: int, head_size: int, key_heads: int | None = None, dtype: str = "bfloat16"
+) -> list[jax.Array]:
     """Random q, k, v and gradient of out."""
     keys = jax.random.split(jax.random.key(seq_len + head_size), 4)
-    return [jax.random.normal(key, (batch, seq_len, heads, head_size), jnp.bfloat16) for key in keys]
+    numbers = heads, key_heads or heads, key_heads or heads, heads
+    return [jax.random.normal(x, (batch, seq_len, n, head_size), dtype) for x, n in zip(keys, numbers, strict=True)]
 
 
 # --- what is right ---------------------------------------------------------------------------------------------------
@@ -154,7 +158,8 @@ class Exact:
         positions, chunk = jnp.arange(seq_len, dtype=jnp.int32), math.gcd(seq_len, CHUNK)
         sample = [x[-1][:, np.array([0, -1])] for x in arrays]
         results: dict[Any, list[np.ndarray]] = {}
-        for dtype in ("float64", "bfloat16"):
+        own = arrays[0].dtype.name
+        for dtype in ("float64", own):
             parts = []
             with jax.enable_x64(True):
                 dk = dv = jnp.zeros((), dtype if dtype == "float64" else "float32")
@@ -168,8 +173,8 @@ class Exact:
                 out, dq = (jnp.concatenate(x) for x in zip(*parts, strict=True))
                 answers = [out, dq, *(x.astype(dtype)[self.first :] for x in (dk, dv))]
                 results[dtype] = [np.asarray(x).astype(np.float64) for x in answers]
-        self.right, rough = results["float64"], results["bfloat16"]
-        eps = float(jnp.finfo(jnp.bfloat16).eps)
+        self.right, rough = results["float64"], results[own]
+        eps = float(jnp.finfo(own).eps)
         self.budgets = [2 * (_largest(a - b) + eps * _largest(b)) for a, b in zip(rough, self.right, strict=True)]
 
     def check(self, answers: Iterable[np.ndarray]) -> str:
@@ -373,7 +378,7 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> None:
             if row["direction"] == direction:
                 curves.setdefault((row["who"], row["pattern"]), {})[row["T"]] = row["ms"]
         for (who, name), points in curves.items():
-            style = {"ours": "o-", "Flex": "s--"}.get(who, "k^:")
+            style = {"ours": "o-", "triton": "x:", "Flex": "s--"}.get(who, "k^:")
             colour = {} if who == "cuDNN" else {"color": f"C{names.index(name)}"}
             axes.plot([*points], [*points.values()], style, label=f"{who} {name}", markersize=4, **colour)
         axes.set(title="{}, B={}, H={}, D={}, bfloat16".format(direction, *LONG), xscale="log", yscale="log")
@@ -457,7 +462,8 @@ def ratio(above: float | None, below: float | None) -> str:
 def speed(report: Report, options: argparse.Namespace) -> None:
     """Every pattern and head size, ours beside FlexAttention and cuDNN."""
     for head_size in options.head_size:
-        arrays, rows = inputs(options.seq_len, options.batch, options.heads, head_size), []
+        sizes = options.seq_len, options.batch, options.heads, head_size, options.key_heads, options.dtype
+        arrays, rows = inputs(*sizes), []
         for name in options.patterns:
             pattern, mine = patterns(options.seq_len)[name], {}
             case = Case(report, pattern, arrays, {"D": head_size, "pattern": name})
@@ -479,7 +485,8 @@ def speed(report: Report, options: argparse.Namespace) -> None:
                     found = [x.get(direction) for x in (times, theirs, library)]
                     rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in found]
                     rows[-1].append(ratio(found[1], found[0]))
-        shape = f"B={options.batch}, T={options.seq_len}, H={options.heads}, D={head_size}, bfloat16"
+        heads = f"{options.heads}:{options.key_heads or options.heads}"
+        shape = f"B={options.batch}, T={options.seq_len}, H={heads}, D={head_size}, {options.dtype}"
         columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "Flex", "cuDNN", "Flex / ours")]
         title = f"{shape}; ms (TFLOP/s); ours is {options.implementation!r}"
         report.table(title, [f"D={head_size}", *columns], rows)
@@ -489,7 +496,8 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
     """Time against T of dense attention and of some patterns."""
     curves = [("cuDNN", "causal"), *(("ours", x) for x in ("strided", "window", "fixed", "bigbird"))]
     curves += [] if options.no_flex else [("Flex", "strided"), ("Flex", "window")]
-    builds = {"ours": (ours, options.implementation), "Flex": (flex,), "cuDNN": (cudnn,)}
+    curves += [("triton", x) for x in ("strided", "window", "fixed")] if options.implementation == "hopper" else []
+    builds = {"ours": (ours, options.implementation), "triton": (ours, "triton"), "Flex": (flex,), "cuDNN": (cudnn,)}
     data = functools.cache(lambda seq_len: inputs(seq_len, *LONG))
     cases = functools.cache(lambda name, n: Case(report, patterns(n)[name], data(n), {"pattern": name, "T": n}))
     points: dict[str, dict[str, dict[int, float]]] = {x: {f"{a} {b}": {} for a, b in curves} for x in DIRECTIONS}
@@ -629,6 +637,8 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--key-heads", type=int, help="speed: fewer key heads than query heads")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="speed: of q, k and v")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2**x for x in range(11, 18)])
     parser.add_argument("--memory-len", type=int, default=131072)
     parser.add_argument("--densities", nargs="+", type=float, default=[5, 10, 20, 35, 50, 70, 85, 100], help="percent")

@@ -277,13 +277,13 @@ def _attend_fwd(implementation, call, share, operands):
 def _attend_bwd(implementation, call, share, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
-    # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
-    delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     dead = lse == -jnp.inf
     may_be_dead = operands.segments is not None or operands.chosen is not None
     if may_be_dead or call.plan is None or not call.plan.sees_itself:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
-        delta, dout = jnp.where(dead, 0, delta), jnp.where(dead[..., None], 0, dout)
+        dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
+    # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
+    delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     dq, dk, dv = _shared(IMPLEMENTATIONS[implementation].backward, call, share, operands, lse, delta, dout)
     dsinks = None
     if operands.sinks is not None:
