@@ -63,6 +63,9 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.planning.selection import Selection as Selection
     from .ops.planning.selection import mean_pool_blocks as mean_pool_blocks
     from .ops.planning.selection import top_k_blocks as top_k_blocks
+    from .scorers import InfLLM as InfLLM
+    from .scorers import MoBA as MoBA
+    from .scorers import Scorer as Scorer
     from .tools.describe import describe as describe
     from .tools.pictures import draw as draw
     from .tools.pictures import grid_picture as grid_picture
@@ -101,6 +104,7 @@ _AT_FIRST_USE = {
     "ops.planning.params": ("BwdParams", "FwdParams"),
     "ops.planning.plan": ("Plan", "make_plan"),
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
+    "scorers": ("InfLLM", "MoBA", "Scorer"),
     "tools.describe": ("describe",),
     "tools.pictures": ("draw", "grid_picture", "picture"),
     "tools.tuning": ("Tuned", "load_tuned", "tune"),

@@ -20,6 +20,7 @@ from .modules.settings import Computation, check_array, check_order, check_setti
 from .modules.step import Extras, attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
+from .scorers import Scorer
 
 _Initializer = hk.initializers.Initializer
 
@@ -65,7 +66,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without offset.
       out_w_init: initial weights of the last linear map; None for w_init.
       **options: how the pattern is computed, see `sparse_layers.SparseSelfAttention`: use_sinks (parameter ``sinks``
-        [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding.
+        [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection.
 
     Attributes:
       pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
@@ -160,7 +161,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             size_name="key_size",
             **options,
         )
-        self.pattern = pattern if isinstance(pattern, str | Mask) else self.attention_step.fn.masks
+        self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else self.attention_step.fn.masks
         self.seq_len, self.out_w_init = seq_len, out_w_init or self.w_init
 
     @property

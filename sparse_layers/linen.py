@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from .masks.adapters import as_masks
 from .masks.algebra import Mask
 from .masks.options import own_keywords
 from .modules.attention_fn import AttentionFn, Pattern
@@ -21,10 +20,10 @@ from .modules.block import check_input, forward
 from .modules.rope import Rope
 from .modules.settings import Kernels, check_array, check_order, check_settings, query_features
 from .modules.step import Extras, attention_step, check_inputs
-from .ops.planning.mask_info import masks_for
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
+from .scorers import Scorer, masks_and_scorer
 
 
 class _Settings(nn.Module, kw_only=True):
@@ -41,6 +40,7 @@ class _Settings(nn.Module, kw_only=True):
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
+    selection: Scorer | str | None = None
     normalize_qk: bool = False
     use_bias: bool = True
     dtype: Dtype | None = None
@@ -52,9 +52,9 @@ class _Settings(nn.Module, kw_only=True):
 
     def __post_init__(self):
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        masks = masks_for(self.pattern, *self.lengths.values(), name="pattern")
+        masks, _ = masks_and_scorer(self.pattern, self.selection, list(self.lengths.values()))
         # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
-        if not isinstance(self.pattern, str | Mask):
+        if not isinstance(self.pattern, str | Mask | Scorer):
             self.pattern = masks
         super().__post_init__()
 
@@ -68,7 +68,7 @@ class _Settings(nn.Module, kw_only=True):
         """The compiled pattern for the longest inputs (cached)."""
         settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
         lengths = list(self.lengths.values())
-        return AttentionFn(as_masks(self.pattern), lengths[0], **settings).plan(*lengths)
+        return AttentionFn(masks_and_scorer(self.pattern, None, lengths)[0], lengths[0], **settings).plan(*lengths)
 
 
 class _OfOneSequence(_Settings, kw_only=True):
@@ -113,6 +113,7 @@ class SparseSelfAttention(_OfOneSequence):
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
+      selection: how queries choose key blocks within a causal pattern, see `sparse_layers.SparseSelfAttention`.
       normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without bias.
       use_bias: whether the four projections have biases.
       dtype: of the computation; None: from inputs and parameters.
@@ -246,8 +247,8 @@ class SparseCrossAttention(_Settings):
       q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
         corner.
       out_features, dropout_rate, qkv_features, num_kv_heads, head_dim, use_sinks, scale, logits_soft_cap,
-        implementation, fwd_params, bwd_params, query_sharding, normalize_qk, use_bias, dtype, param_dtype, precision,
-        kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
+        implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, use_bias, dtype, param_dtype,
+        precision, kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
 
     Raises:
       ValueError, NotImplementedError: as `SparseSelfAttention`.
@@ -327,9 +328,9 @@ class SparseTransformerBlock(_OfOneSequence):
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       use_bias: whether attention and MLP projections have biases.
       pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope, rope_theta, use_sinks, scale,
-        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, normalize_qk, dtype, param_dtype,
-        precision, kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of
-        the whole block, the last four only attention's.
+        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, dtype,
+        param_dtype, precision, kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype
+        are those of the whole block, the last four only attention's.
 
     Raises:
       ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,

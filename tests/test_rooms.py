@@ -16,6 +16,7 @@ FLOORS = [
     ("masks",),  # WHAT may attend
     ("ops/planning",),  # WHERE to compute
     ("ops/kernels",),  # HOW
+    ("scorers",),  # WHO is chosen, when the model chooses
     ("ops", "ops/decoding"),  # THE op, and steps of decoding
     ("modules", "tools"),
     ("",),  # the public doors

@@ -23,6 +23,8 @@ BoolPerAxis = bool | tuple[bool, ...]
 Axes = int | tuple[int, ...]  # one axis or several, by their numbers
 
 
+_BOOLS = {"true": True, "false": False}  # in a name
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -97,6 +99,30 @@ def real(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def parsed_options(what: str, text: str) -> dict[str, Any]:
+    """The options in a name, as a dict; values that are no integers and bools stay strings, which are refused later.
+
+    Raises:
+      ValueError: an option without a value, or twice; ``what`` says of what.
+
+    Example:
+      >>> parsed_options("preset 'p'", "a=1,b=true,c=2x3")
+      {'a': 1, 'b': True, 'c': (2, 3)}
+    """
+    options: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        option, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or option in options:
+            raise ValueError(f"{what}: options must be option=value,..., each once, got {text!r}")
+        words = value.lower().split("x")
+        if not all(word in _BOOLS or word.removeprefix("-").isdecimal() for word in words):
+            options[option] = value
+            continue
+        values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
+        options[option] = tuple(values) if len(values) > 1 else values[0]
+    return options
 
 
 def checked_by_axis(what: str, value: Any, hint: Any) -> Any:

@@ -6,14 +6,12 @@ position k where the formula holds; q and k count tokens from 0. Those of images
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, get_type_hints
 
 from . import grid_presets
 from .algebra import Blocks, Mask
-from .options import LONGEST, Natural, Positive, checked_by_axis, near
+from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
-
-_BOOLS = {"true": True, "false": False}  # in a name
 
 
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | tuple[Mask, ...]:
@@ -47,7 +45,7 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
     name, _, text = name.partition(":") if isinstance(name, str) else (name, "", "")
     make = _found("preset", name)
     hints = get_type_hints(make, include_extras=True)
-    parsed = _parsed(name, text)
+    parsed = parsed_options(f"preset {name!r}", text)
     for option in parsed.keys() & options.keys():
         raise ValueError(f"preset {name!r}: {option} must be given once, got {text!r} and {options[option]!r}")
     given = parsed | options
@@ -102,22 +100,6 @@ def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
     if name not in _PRESETS:
         raise ValueError(f"{what}: unknown name {near(name, _PRESETS)}")
     return _PRESETS[name]
-
-
-def _parsed(name: str, text: str) -> dict[str, Any]:
-    """``"a=1,b=true,c=2x3"`` as a dict; values that are no integers and bools stay strings, which are refused."""
-    options: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        option, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or option in options:
-            raise ValueError(f"preset {name!r}: options must be option=value,..., each once, got {text!r}")
-        words = value.lower().split("x")
-        if not all(word in _BOOLS or word.removeprefix("-").isdecimal() for word in words):
-            options[option] = value
-            continue
-        values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
-        options[option] = tuple(values) if len(values) > 1 else values[0]
-    return options
 
 
 # --- the presets -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
+from ..scorers import Scorer
 from .attention_fn import Pattern
 from .rope import Rope
 from .settings import (
@@ -119,7 +120,7 @@ class SparseAttention(nnx.MultiHeadAttention):
             **flax,
         )
         # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
-        self.pattern = pattern if isinstance(pattern, str | Mask) else step.fn.masks
+        self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks
         for name, length in lengths.items():
             setattr(self, name, length)
         self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
@@ -174,6 +175,10 @@ class SparseSelfAttention(SparseAttention):
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
+      selection: how queries choose key blocks within a causal pattern, by what is in them: a scorer, as
+        ``sl.MoBA(block=128, count=16)``, or its name, ``"moba:block=128,count=16"``. A scorer may also be the
+        pattern: it then chooses among all keys of the past. Inputs so short that all blocks would be chosen are
+        attended to as the pattern says. None for no choice, or one for each call.
       dropout_rate: must be 0, see Raises.
       decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
@@ -229,6 +234,7 @@ class SparseSelfAttention(SparseAttention):
         fwd_params: FwdParams | None = None,
         bwd_params: BwdParams | None = None,
         query_sharding: jax.sharding.PartitionSpec | None = None,
+        selection: Scorer | str | None = None,
         dropout_rate: float = 0.0,
         decode: bool | None = None,
         rngs: nnx.Rngs,
@@ -254,6 +260,7 @@ class SparseSelfAttention(SparseAttention):
             fwd_params=fwd_params,
             bwd_params=bwd_params,
             query_sharding=query_sharding,
+            selection=selection,
             rngs=rngs,
             **options,
         )
@@ -330,6 +337,7 @@ class SparseSelfAttention(SparseAttention):
         cache = KVCache.empty(
             self.attention_fn.fn.masks,
             self.seq_len,
+            selection=self.attention_fn.fn.selection,
             batch=inputs.shape[0],
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -365,7 +373,7 @@ class SparseSelfAttention(SparseAttention):
         if inputs.ndim != 2 or len(inputs) != len(cache.keys[0]):
             raise ValueError(f"inputs must have shape {shape} of the cache's {len(cache.keys[0])}, got {inputs.shape}")
         fn = self.attention_fn.fn
-        ours = {"masks": fn.masks, "seq_len": fn.seq_len, "num_heads": self.num_heads}
+        ours = {"masks": fn.masks, "selection": fn.selection, "seq_len": fn.seq_len, "num_heads": self.num_heads}
         for name, value in (ours | {"num_kv_heads": self.num_kv_heads}).items():
             if getattr(cache, name) != value:
                 raise ValueError(f"cache is that of another layer: {name} is {getattr(cache, name)}, not {value}")

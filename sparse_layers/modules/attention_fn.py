@@ -16,20 +16,20 @@ from ..masks.algebra import Mask
 from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
-from ..ops.planning.mask_info import masks_for
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
 from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection
+from ..scorers import Scorer, masks_and_scorer
 from .settings import FnOptions, check_array, check_settings
 
 # No model has so many: if the heads are as many as seq_len, and that is more, they are the tokens.
 _MOST_HEADS = 256
 
 # Who attends to whom in one layer; a sequence is taken in turn by its heads.
-Pattern: TypeAlias = MaskLike
+Pattern: TypeAlias = MaskLike | Scorer
 # The same for the layers of a model, which take them in turn.
-Patterns: TypeAlias = "MaskLike | Sequence[MaskLike]"
+Patterns: TypeAlias = "Pattern | Sequence[Pattern]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AttentionFn:
       masks: the masks that the heads take in turn.
       seq_len: the longest input, in tokens; that of the queries, where keys are those of another sequence.
       recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
-      query_sharding: see `make_attention_fn`.
+      query_sharding, selection: see `make_attention_fn`.
     """
 
     masks: tuple[Mask, ...]
@@ -54,6 +54,7 @@ class AttentionFn:
     fwd_params: FwdParams | None = None
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
+    selection: Scorer | None = None
 
     def plan(
         self,
@@ -96,7 +97,8 @@ class AttentionFn:
         Args:
           query, key, value: of one dtype; as in `block_sparse_attention` but for the leading axes, which are equal.
           segment_ids: int [..., T] where keys are as many as queries, or a pair of those for queries and keys.
-          selection: the key blocks that queries look at, with the leading axes of query.
+          selection: the key blocks that queries look at, with the leading axes of query; None for what the function's
+            own scorer chooses, if it has one.
           sinks: [N] logits.
           causal: also hide what lies in the future.
 
@@ -108,6 +110,10 @@ class AttentionFn:
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
+        if self.selection is not None and selection is not None:
+            raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
+        if self.selection is not None and self.selection.chooses(query.shape[1]):
+            selection = self.selection.select(query, key, segment_ids, self.scale)
         size = max(query.shape[-1], value.shape[-1])
         plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
 
@@ -284,6 +290,7 @@ def make_attention_fn(
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
     query_sharding: jax.sharding.PartitionSpec | None = None,
+    selection: Scorer | str | None = None,
     segment_ids: jax.Array | np.ndarray | None = None,
 ) -> AttentionFn | functools.partial[jax.Array]:
     """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
@@ -310,6 +317,7 @@ def make_attention_fn(
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
+      selection: how queries choose key blocks within the pattern, see `SparseSelfAttention`.
       segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
         is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps
         its function, so give it to a copy of the layer (``copy = nnx.clone(layer)``), lest a traced array stay behind.
@@ -337,8 +345,8 @@ def make_attention_fn(
     check_settings(seq_len=seq_len, recompute=recompute, scale=scale, logits_soft_cap=logits_soft_cap)
     if segment_ids is not None:
         check_array("segment_ids", segment_ids, "[..., T]")
-    masks = masks_for(pattern, seq_len, name="pattern")
-    settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding
+    masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
+    settings = bool(recompute), implementation, scale, logits_soft_cap, fwd_params, bwd_params, query_sharding, scorer
     fn = _attention_fn(masks, int(seq_len), *settings)
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
 

@@ -11,6 +11,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 from ..masks.options import Length, Positive, checked, real
 from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
+from ..scorers import Scorer
 from .rope import Rope
 
 # --- options that are handed on --------------------------------------------------------------------------------------
@@ -25,6 +26,7 @@ class Kernels(TypedDict, total=False):
     fwd_params: FwdParams | None
     bwd_params: BwdParams | None
     query_sharding: jax.sharding.PartitionSpec | None
+    selection: Scorer | str | None
 
 
 class Computation(Kernels, total=False):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from ..masks.options import real
-from ..ops.planning.mask_info import masks_for
 from ..ops.planning.selection import Selection
+from ..scorers import Scorer, masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .rope import Rope, resolved
 from .settings import check_array, check_features, check_settings
@@ -60,13 +60,14 @@ def attention_step(
     dropout_rate: float,
     rope: Rope | None = None,
     rope_theta: float | None = None,
+    selection: Scorer | str | None = None,
     size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
     """The attention step of `SparseSelfAttention` or `SparseCrossAttention` of any library, its settings checked.
 
     Args:
-      pattern, dropout_rate, rope, rope_theta: see `SparseSelfAttention`.
+      pattern, dropout_rate, rope, rope_theta, selection: see `SparseSelfAttention`.
       lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} where keys are those of another sequence.
       num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
       size_name: the argument that says head_size, in errors.
@@ -81,7 +82,7 @@ def attention_step(
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
         )
     check_settings(**lengths)
-    masks = masks_for(pattern, *lengths.values(), name="pattern")
+    masks, scorer = masks_and_scorer(pattern, selection, list(lengths.values()))
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
@@ -94,7 +95,7 @@ def attention_step(
         rope.pairs(head_size, size_name)
     q_len, *others = map(int, lengths.values())
     kv_len = others[0] if others else q_len
-    step = AttentionStep(AttentionFn(masks, q_len, **settings), rope)
+    step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope)
     # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
     query, key = (
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)

@@ -14,8 +14,8 @@ from flax.typing import Dtype
 
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
-from ..ops.planning.mask_info import masks_for
 from ..ops.sharding import check_sharding, constrained
+from ..scorers import masks_and_scorer
 from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
@@ -23,7 +23,9 @@ from .rope import Rope, resolved
 from .settings import BlockOptions, check_array, check_order, check_settings, check_stream
 
 
-def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: bool) -> tuple[Pattern, ...]:
+def _of_layers(
+    patterns: Patterns, selection: Any, num_layers: int, seq_len: int, scan_layers: bool
+) -> tuple[Pattern, ...]:
     """The patterns that the layers take in turn, checked."""
     layers = (
         tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str | bytes) else (patterns,)
@@ -38,7 +40,7 @@ def _of_layers(patterns: Patterns, num_layers: int, seq_len: int, scan_layers: b
             f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
         )
     for pattern in layers:
-        masks_for(pattern, seq_len, name="patterns")
+        masks_and_scorer(pattern, selection, [seq_len], "patterns")
     return layers
 
 
@@ -141,7 +143,7 @@ class SparseTransformer(nnx.Module):
         check_order(num_heads, features, options.get("head_dim"))
         check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
-        layers = _of_layers(patterns, num_layers, seq_len, scan_layers)
+        layers = _of_layers(patterns, options.get("selection"), num_layers, seq_len, scan_layers)
         if position_stride is not None and positions != "row_column":
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"

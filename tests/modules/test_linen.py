@@ -253,6 +253,7 @@ def test_all_settings_of_the_block_reach_its_attention():
         "fwd_params": BLOCKS,
         "bwd_params": sl.BwdParams(num_warps=2),
         "query_sharding": jax.sharding.PartitionSpec("data"),
+        "selection": sl.MoBA(block=16, count=1),
         "normalize_qk": True,
         "use_bias": False,
         "dtype": jnp.bfloat16,

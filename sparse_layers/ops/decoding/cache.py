@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
 from ...masks.options import Length, Positive, checked, own_keywords
+from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
     accumulator,
     checked_array,
@@ -25,7 +26,6 @@ from ..kernels.call import (
     checked_sinks,
     is_floating,
 )
-from ..planning.mask_info import masks_for
 from ..planning.selection import Selection
 from ..planning.views import RowOrder
 from .reads import Part, Store, parts
@@ -90,8 +90,8 @@ Integers: TypeAlias = ArrayLike | Sequence[int]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values"],
-    meta_fields=["masks", "seq_len", "num_heads", "num_kv_heads"],
+    data_fields=["keys", "values", "pooled"],
+    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads"],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
@@ -108,7 +108,9 @@ class KVCache:
 
     Attributes:
       keys, values: arrays [B, heads, pieces, rows, size], one for each way in which keys are kept.
+      pooled: what a scorer keeps of the keys to choose by, [B, windows, K, H], or None.
       masks: the masks that the heads take in turn.
+      selection: the scorer that chooses the blocks that a step reads, or None.
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
 
@@ -130,7 +132,9 @@ class KVCache:
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    pooled: jax.Array | None
     masks: tuple[Mask, ...]
+    selection: Scorer | None
     seq_len: int
     num_heads: int
     num_kv_heads: int
@@ -163,11 +167,12 @@ class KVCache:
         num_kv_heads: int | None = None,
         value_size: int | None = None,
         dtype: DTypeLike = jnp.float32,
+        selection: Scorer | str | None = None,
     ) -> "KVCache":
         """A cache without tokens.
 
         Args:
-          pattern: whatever `as_masks` takes, causal.
+          pattern: whatever `as_masks` takes, causal, or a scorer.
           seq_len: the most tokens, >= 1.
           batch: number of sequences B.
           num_heads: of the queries, N.
@@ -175,6 +180,7 @@ class KVCache:
           num_kv_heads: K, a divisor of N; defaults to N.
           value_size: Hv of the values; defaults to H.
           dtype: of keys and values.
+          selection: how steps choose key blocks, see `SparseSelfAttention`.
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
@@ -186,7 +192,7 @@ class KVCache:
         num_heads, head_size = checked("num_heads", num_heads, Positive), checked("head_size", head_size, Positive)
         num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)
         value_size = head_size if value_size is None else checked("value_size", value_size, Positive)
-        masks = masks_for(pattern, seq_len, seq_len)
+        masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
@@ -196,9 +202,14 @@ class KVCache:
             tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
             for size in (head_size, value_size)
         )
-        return cls(
-            keys=keys, values=values, masks=masks, seq_len=seq_len, num_heads=num_heads, num_kv_heads=num_kv_heads
-        )
+        pooled = None
+        if scorer is not None and scorer.chooses(seq_len):
+            pooled = jnp.zeros((batch, scorer.windows(seq_len), num_kv_heads, head_size), dtype)
+        sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        cache = cls(keys=keys, values=values, pooled=pooled, masks=masks, selection=scorer, **sizes)
+        if pooled is not None:
+            cache._whole()
+        return cache
 
     @property
     def _layout(self) -> Layout:
@@ -211,8 +222,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in (*self.keys, *self.values))
+        """Bytes of all keys and values, and of what a scorer keeps."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def filled(self, key: jax.Array, value: jax.Array, lengths: Integers | None = None) -> "KVCache":
         """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
@@ -250,7 +261,16 @@ class KVCache:
                 filled.append(taken.reshape(array.shape).astype(array.dtype))
             return tuple(filled)
 
-        return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value))
+        pooled = None
+        if self.pooled is not None and self.selection is not None:
+            # Windows that are not full yet are written when they are; until then nobody sees them.
+            inside = jnp.arange(length)[:, None, None] <= last[..., None, None]
+            new = self.selection.pool(jnp.where(inside, key, 0)).astype(self.pooled.dtype)
+            pooled = self.pooled.at[:, : new.shape[1]].set(new)
+        return self._with(fill(self.keys, key), fill(self.values, value), pooled)
+
+    def _with(self, keys: Any, values: Any, pooled: jax.Array | None) -> "KVCache":
+        return dataclasses.replace(self, keys=keys, values=values, pooled=pooled)
 
     def step(
         self,
@@ -303,7 +323,17 @@ class KVCache:
                 done.append(put(array, _some(new, heads).astype(array.dtype), run, row))
             return tuple(done)
 
-        return dataclasses.replace(self, keys=write(self.keys, key), values=write(self.values, value))
+        keys, pooled = write(self.keys, key), None
+        if self.pooled is not None and self.selection is not None:
+            size, stride = self.selection.window
+            first = position - size + 1
+            held = keys[self._whole()].reshape(len(key), self.num_kv_heads, -1, key.shape[-1])
+            window = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1))(held, first)
+            ends = (first >= 0) & (first % stride == 0)
+            at = jnp.where(ends, first // stride, self.pooled.shape[1])
+            new = self.selection.pooled(window).astype(self.pooled.dtype)
+            pooled = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(self.pooled, at, new)
+        return self._with(keys, write(self.values, value), pooled)
 
     def attend(
         self,
@@ -345,15 +375,34 @@ class KVCache:
         self._check("B, N", None, query=(query, self.num_heads, self.keys))
         position, given = self._positions(position), checked_sinks(sinks, self.num_heads)
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
-        if selection is None:
-            found = [(heads, self._row(heads, position)) for heads in self._layout.heads]
-        else:
+
+        def outs(found: list[tuple[Heads, list[tuple[jax.Array, ...]]]]) -> jax.Array:
+            outs = [self._attend(heads, query, reads, scale, cap, given) for heads, reads in found]
+            order = [head for heads, _ in found for head in heads.queries]
+            return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+
+        def chosen(ids: jax.Array, block: int) -> jax.Array:
+            return outs([self._chosen(position, ids, block)])
+
+        def all_of_row() -> jax.Array:
+            return outs([(heads, self._row(heads, position)) for heads in self._layout.heads])
+
+        scorer = self.selection
+        if selection is not None:
+            if scorer is not None:
+                raise ValueError(f"selection must be None, for {scorer} chooses the blocks, got {selection!r}")
             lengths, heads = (1, self.seq_len), (self.num_heads, self.num_kv_heads)
-            ids = checked_selection(selection, (len(query),), lengths, heads)[:, 0]
-            found = [self._chosen(position, ids, selection.block)]
-        outs = [self._attend(heads, query, reads, scale, cap, given) for heads, reads in found]
-        order = [head for heads, _ in found for head in heads.queries]
-        out = outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+            out = chosen(checked_selection(selection, (len(query),), lengths, heads)[:, 0], selection.block)
+        elif scorer is None or self.pooled is None:
+            out = all_of_row()
+        else:
+            at, start = position[:, None], jnp.zeros((1, 1), jnp.int32)
+            ids = scorer.choice(query[:, None], self.pooled, at, start, self.seq_len, scale)[:, 0]
+            out = chosen(ids, scorer.block)
+            if scorer.dense_below > scorer.count * scorer.block:
+                dense = position < scorer.dense_below
+                whole = jax.lax.cond(dense.any(), all_of_row, lambda: out)
+                out = jnp.where(dense[:, None, None], whole, out)
         return out.astype(query.dtype)
 
     def _row(self, heads: Heads, position: jax.Array) -> list[tuple[jax.Array, ...]]:
@@ -370,12 +419,7 @@ class KVCache:
     def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
         """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
         length, kv_heads = self.seq_len, self.num_kv_heads
-        whole = Store(RowOrder(length), length, length)
-        if dict(self._layout.stores).get(whole) != tuple(range(kv_heads)) or not all(m.computable for m in self.masks):
-            raise NotImplementedError(
-                "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
-                f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
-            )
+        index = self._whole()
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
         ids = jnp.broadcast_to(ids, (batch, lists, k))
         twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
@@ -395,11 +439,25 @@ class KVCache:
             found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, each)
             return found.reshape(batch, lists, k * width, array.shape[-1])
 
-        index, _ = self._layout.find(whole)
         # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
         values = jnp.where(seen[..., None], blocks(self.values[index]), 0)
         reads = blocks(self.keys[index]), values, functools.reduce(jnp.logical_or, rules)
         return Heads(tuple(range(self.num_heads)), tuple(range(lists)), ()), [reads]
+
+    def _whole(self) -> int:
+        """Which of the arrays has all keys in a row.
+
+        Raises:
+          NotImplementedError: none has, or a mask is a table.
+        """
+        whole = Store(RowOrder(self.seq_len), self.seq_len, self.seq_len)
+        everyone = tuple(range(self.num_kv_heads))
+        if dict(self._layout.stores).get(whole) != everyone or not all(mask.computable for mask in self.masks):
+            raise NotImplementedError(
+                "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
+                f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
+            )
+        return self._layout.find(whole)[0]
 
     def _attend(self, heads, query, reads, scale, cap, sinks):
         """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least.

@@ -1,0 +1,199 @@
+"""`Scorer`: which key blocks each query looks at, by what is in them; what all methods share."""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..masks.options import Natural, Positive, checked
+from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
+
+# Bytes of the scores that are there at a time: queries take turns, so that no more are.
+_SCORE_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer(abc.ABC):
+    """A rule by which queries choose key blocks: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
+
+    A value: equal settings are equal scorers. A method is a subclass that says what of the keys is kept (`pooled`), and
+    how queries score it (`scores`); everything else is here. A query chooses ``count`` blocks among its own and those
+    before: its own and the ``local - 1`` before it, the ``first`` ones of the sequence, and then those of the highest
+    score, of equal ones those that come first. Of a block of the future nothing is ever seen. Of packed documents, the
+    first block is where the query's document begins, and no block before it is chosen.
+
+    No gradient flows through a choice: keys learn by being attended to.
+
+    Args:
+      block: keys in a block, a multiple of 16 from 16 to 512.
+      count: blocks that a query looks at, forced ones among them.
+      first: blocks at the beginning that everyone looks at.
+      local: blocks up to a query's own that it looks at, >= 1.
+      dense_below: up to so many tokens, everyone looks at all blocks.
+
+    Attributes:
+      per_query_head: whether each query head chooses for itself, or those of a key head together.
+
+    Raises:
+      ValueError: sizes out of range, or more forced blocks than ``count``.
+    """
+
+    block: int = 128
+    count: int = 16
+    first: int = 0
+    local: int = 1
+    dense_below: int = 0
+
+    per_query_head: ClassVar[bool] = False
+
+    def __post_init__(self):
+        checked_sizes(self.block, 1)
+        name = type(self).__name__
+        for field, hint in (("count", Positive), ("first", Natural), ("local", Positive), ("dense_below", Natural)):
+            checked(f"{name}: {field}", getattr(self, field), hint)
+        if self.first + self.local > self.count:
+            raise ValueError(
+                f"{name}: count must be at least first + local, the blocks that are always chosen, "
+                f"got count={self.count}, first={self.first} and local={self.local}"
+            )
+
+    # --- what a method says ---------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Keys that are pooled into one, and how far apart such windows begin; whole blocks unless a method says so."""
+        return self.block, self.block
+
+    def pooled(self, keys: jax.Array) -> jax.Array:
+        """What is scored of a window: keys [..., window, H] -> [..., H]; their mean unless a method says otherwise."""
+        return keys.mean(-2, dtype=jnp.promote_types(keys.dtype, jnp.float32)).astype(keys.dtype)
+
+    @abc.abstractmethod
+    def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+        """How much each query wants each block.
+
+        Args:
+          query: [B, R, N, H].
+          pooled: [B, W, K, H], of all windows that are full.
+          seen: bool [B or 1, R, W]: whether a window lies in the query's past, and its last key in its document.
+          scale: factor of the logits of the attention.
+
+        Returns:
+          float32 [B, R, G, blocks], at least as many blocks as windows begin in, with G = N or K; what it says of
+          blocks that may not be chosen, or have to be, does not matter.
+        """
+
+    # --- what all methods share -----------------------------------------------------------------------------------
+
+    def chooses(self, length: int) -> bool:
+        """Whether there is anything to choose among so many tokens: not all blocks are looked at."""
+        return length > max(self.count * self.block, self.dense_below)
+
+    def windows(self, length: int) -> int:
+        """The number of full windows in so many tokens."""
+        size, stride = self.window
+        return max(0, (length - size) // stride + 1)
+
+    def pool(self, key: jax.Array) -> jax.Array:
+        """What is scored of the keys [B, S, K, H]: [B, windows, K, H]."""
+        size, stride = self.window
+        if (size, stride) == (1, 1):
+            return key
+        at = np.arange(self.windows(key.shape[1]))[:, None] * stride + np.arange(size)
+        # Blocks side by side are not copied.
+        rows = key[:, : at.size].reshape(len(key), *at.shape, *key.shape[2:]) if size == stride else key[:, at]
+        return self.pooled(jnp.moveaxis(rows, 2, -2))
+
+    def select(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        scale: float | None = None,
+    ) -> Selection:
+        """The blocks that each query of a sequence chooses.
+
+        Args:
+          query: [B, T, N, H].
+          key: [B, T, K, H].
+          segment_ids: int [B, T], or a pair of those for queries and keys, as of `block_sparse_attention`.
+          scale: as there.
+
+        Returns:
+          A `Selection` of ids [B, T, N or K, count].
+        """
+        query, key = jax.lax.stop_gradient((query, key))
+        (batch, length, heads, _), kv_heads = query.shape, key.shape[2]
+        start = jnp.zeros((1, length), jnp.int32)
+        if segment_ids is not None:
+            of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+            # Padding may hold anything, NaN too, and one makes a mean of it.
+            start, key = jax.vmap(_first_tokens)(of_queries), jnp.where(of_keys[..., None, None] < 0, 0, key)
+        pooled = self.pool(key)
+        each = 4 * batch * heads * max(1, pooled.shape[1], -(-length // self.block))
+        rows = min(length, max(16, 1 << ((_SCORE_BYTES // each).bit_length() - 1) if each <= _SCORE_BYTES else 16))
+
+        def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
+            first = jnp.minimum(number * rows, length - rows)  # the last ones are done with some before them
+            some, starts = (jax.lax.dynamic_slice_in_dim(x, first, rows, axis=1) for x in (query, start))
+            found = self.choice(some, pooled, first + jnp.arange(rows)[None], starts, length, scale)
+            return jax.lax.dynamic_update_slice_in_dim(ids, found, first, axis=1)
+
+        empty = jnp.zeros((batch, length, heads if self.per_query_head else kv_heads, self.count), jnp.int32)
+        ids = turn(jnp.int32(0), empty) if rows == length else jax.lax.fori_loop(0, -(-length // rows), turn, empty)
+        return Selection(ids, block=self.block)
+
+    def choice(
+        self,
+        query: jax.Array,
+        pooled: jax.Array,
+        at: jax.Array,
+        start: jax.Array,
+        length: int,
+        scale: float | None,
+    ) -> jax.Array:
+        """The blocks that some queries choose.
+
+        Args:
+          query: [B, R, N, H].
+          pooled: [B, W, K, H], as of `pool`.
+          at: int [B or 1, R], the queries' positions.
+          start: int [B or 1, R], the first tokens of their documents.
+          length: tokens of the sequence.
+          scale: as of `block_sparse_attention`.
+
+        Returns:
+          ids [B, R, G, count].
+        """
+        blocks, (size, stride) = -(-length // self.block), self.window
+        last, at, start = jnp.arange(pooled.shape[1]) * stride + size - 1, at[..., None], start[..., None]
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = self.scores(query, pooled, (last <= at) & (last >= start), factor)[..., :blocks]
+        missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
+        scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
+        own, lowest, block = at // self.block, start // self.block, np.arange(blocks)
+        may = (lowest <= block) & (block <= own)
+        must = may & ((block < lowest + self.first) | (block > own - self.local))
+        # A score of infinity, or that is no number, must not stand above the blocks that are always chosen.
+        scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, jnp.finfo(scores.dtype).max))
+        scores = jnp.where(must[:, :, None], jnp.inf, jnp.where(may[:, :, None], scores, -jnp.inf))
+        return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
+
+
+def products(query: jax.Array, key: jax.Array) -> jax.Array:
+    """q . k of query heads with their key heads in float32: [B, R, N, H] and [B, W, K, H] -> [B, R, K, N / K, W]."""
+    batch, rows, heads, size = query.shape
+    grouped = query.reshape(batch, rows, key.shape[2], heads // key.shape[2], size)
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None  # or choices differ by platform
+    return jnp.einsum("brkgh,bwkh->brkgw", grouped, key, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _first_tokens(ids: jax.Array) -> jax.Array:
+    """The first token of each one's document: int [T] -> int32 [T]."""
+    order = jnp.argsort(ids, stable=True)
+    new = jnp.concatenate([jnp.ones(1, bool), jnp.diff(ids[order]) != 0])
+    begins = jax.lax.cummax(jnp.where(new, jnp.arange(len(ids)), 0))
+    return jnp.zeros(len(ids), jnp.int32).at[order].set(order[begins].astype(jnp.int32))
