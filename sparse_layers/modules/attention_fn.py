@@ -16,6 +16,7 @@ from ..masks.algebra import Mask
 from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
+from ..ops.choosing import choose
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
 from ..ops.planning.platforms import first_choice
@@ -112,8 +113,9 @@ class AttentionFn:
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
         if self.selection is not None and selection is not None:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
-        if self.selection is not None and self.selection.chooses(query.shape[1]):
-            selection = self.selection.select(query, key, segment_ids, self.scale)
+        if self.selection is not None:
+            shared: Any = {"scale": self.scale, "query_sharding": self.query_sharding}
+            selection = choose(self.selection, query, key, segment_ids, **shared)
         size = max(query.shape[-1], value.shape[-1])
         plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
 
@@ -317,7 +319,8 @@ def make_attention_fn(
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
-      selection: how queries choose key blocks within the pattern, see `SparseSelfAttention`.
+      selection: how queries choose key blocks within a causal pattern: a scorer or its name, as `SparseSelfAttention`
+        takes them; None for no choice. A scorer may also be the pattern.
       segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
         is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps
         its function, so give it to a copy of the layer (``copy = nnx.clone(layer)``), lest a traced array stay behind.

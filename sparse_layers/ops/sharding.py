@@ -72,7 +72,7 @@ class Share:
         """
         if self.splits_keys:
             return self._under_own_masks(function, call, operands, *by_query)
-        kv_heads = self._own_kv_heads()
+        kv_heads = self.own_kv_heads()
         key, value = (jnp.take(x, kv_heads, axis=2) for x in (operands.key, operands.value))
         own = operands._replace(key=key, value=value)
         if self.chosen_by_key_head and operands.chosen is not None:
@@ -87,7 +87,7 @@ class Share:
         )
         return results[0], dk, dv
 
-    def _own_kv_heads(self) -> jax.Array:
+    def own_kv_heads(self) -> jax.Array:
         """The key heads that the device's query heads use: one for all of these, or one for each."""
         own, group = self.heads // self.shards, self.heads // self.kv_heads
         return (jax.lax.axis_index(self.axes) * own + jnp.arange(1 if group % own == 0 else own)) // group

@@ -39,6 +39,17 @@ class Scorer(abc.ABC):
 
     Raises:
       ValueError: sizes out of range, or more forced blocks than ``count``.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, sparse_layers as sl
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Longest(sl.Scorer):  # everyone looks at the blocks whose mean key is the longest
+      ...     def scores(self, query, pooled, seen, scale):
+      ...         length = jnp.linalg.norm(pooled, axis=-1).swapaxes(1, 2)[:, None]
+      ...         return jnp.broadcast_to(length, (len(query), query.shape[1], *length.shape[2:]))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
+      >>> sl.make_attention_fn(Longest(block=16, count=2), 64)(q, k.at[:, 16:32].mul(9.0), v).shape
+      (1, 64, 2, 16)
     """
 
     block: int = 128
@@ -143,7 +154,8 @@ class Scorer(abc.ABC):
             return jax.lax.dynamic_update_slice_in_dim(ids, found, first, axis=1)
 
         empty = jnp.zeros((batch, length, heads if self.per_query_head else kv_heads, self.count), jnp.int32)
-        ids = turn(jnp.int32(0), empty) if rows == length else jax.lax.fori_loop(0, -(-length // rows), turn, empty)
+        # The first turn by itself: what it gives differs by device inside `jax.shard_map`, as a loop has to know.
+        ids = jax.lax.fori_loop(1, -(-length // rows), turn, turn(jnp.int32(0), empty))
         return Selection(ids, block=self.block)
 
     def choice(

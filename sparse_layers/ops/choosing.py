@@ -1,0 +1,52 @@
+"""What a scorer chooses, on one device or several: each chooses for its own batch entries and heads.
+
+Nothing is moved between devices, unless query heads that choose together lie on several of them.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ..scorers import Scorer
+from . import sharding
+from .kernels.call import Operands
+from .planning.selection import Selection
+
+
+def choose(
+    scorer: Scorer,
+    query: jax.Array,
+    key: jax.Array,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    *,
+    scale: float | None = None,
+    query_sharding: jax.sharding.PartitionSpec | None = None,
+) -> Selection | None:
+    """The blocks that the queries of a sequence choose, None for all.
+
+    Args:
+      scorer: who chooses.
+      query: [B, T, N, H].
+      key: [B, T, K, H].
+      segment_ids, scale, query_sharding: as of `block_sparse_attention`.
+
+    Raises:
+      ValueError: as `block_sparse_attention`, for how arrays are sharded.
+    """
+    if not scorer.chooses(query.shape[1]):
+        return None
+
+    def ids(share: sharding.Share | None, operands: Operands) -> jax.Array:
+        query, key, heads = operands.query, operands.key, operands.query.shape[2]
+        if share is None or share.splits_keys:
+            return scorer.select(query, key, operands.segments, scale).ids
+        own = share.own_kv_heads()
+        if not scorer.per_query_head:  # those of a key head choose together, and lie on several devices
+            query = jax.lax.all_gather(query, share.axes, axis=2, tiled=True)
+            of_keys = jnp.arange(share.heads).reshape(share.kv_heads, -1)
+            query = jnp.take(query, of_keys[own].ravel(), axis=2)
+        found = scorer.select(query, jnp.take(key, own, axis=2), operands.segments, scale).ids
+        return jnp.repeat(found, heads // found.shape[2], axis=2)
+
+    segments = segment_ids if segment_ids is None or isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    operands = Operands(*jax.lax.stop_gradient((query, key, key)), segments=segments)
+    return Selection(sharding.over_known_axes(ids, operands, query_sharding), block=scorer.block)

@@ -1,0 +1,297 @@
+"""Scorers choose what their papers' formulas say, in layers, in models and in decoding."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers import linen
+from sparse_layers.scorers import scorer as scorers
+from sparse_layers.scorers.methods import InfLLM, MoBA
+
+# --- the formulas once more, query by query, in float64 --------------------------------------------------------------
+
+
+def moba(scorer, q, k, t, head, blocks):
+    """{block: score} of the blocks that lie in the past as a whole."""
+    size, kv = scorer.block, head // (q.shape[1] // k.shape[1])
+    return {b: q[t, head] @ k[b * size : (b + 1) * size, kv].mean(0) for b in blocks if (b + 1) * size <= t + 1}
+
+
+def infllm(scorer, q, k, t, head, blocks):
+    """The same of a key head, here ``head``, from what its query heads would attend to."""
+    group, size = q.shape[1] // k.shape[1], scorer.block
+    starts = range(0, t + 2 - scorer.pool_size, scorer.pool_stride)
+    starts = [s for s in starts if s + scorer.pool_size - 1 >= blocks.first]
+    if not starts:
+        return {}
+    pooled = np.stack([k[s : s + scorer.pool_size, head].mean(0) for s in starts])
+    logits = q[t, head * group : (head + 1) * group] @ pooled.T / np.sqrt(q.shape[2])
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    weights = (weights / weights.sum(1, keepdims=True)).sum(0)
+    found = {}
+    for s, weight in zip(starts, weights, strict=True):
+        for b in {s // size, (s + scorer.pool_size - 1) // size}:  # the blocks that the window meets
+            found[b] = max(weight, found.get(b, 0))
+    return found
+
+
+class Candidates(list):
+    """Blocks from the query's document's first on, and the document's first token."""
+
+    first = 0
+
+
+def chosen(scorer, q, k, t, head, ids=None):
+    """The set of blocks that query t chooses by the formulas."""
+    first = 0 if ids is None else int(np.argmax(ids == ids[t]))
+    own, lowest = t // scorer.block, first // scorer.block
+    blocks = Candidates(range(lowest, own + 1))
+    blocks.first = first
+    forced = {b for b in blocks if b < lowest + scorer.first or b > own - scorer.local}
+    formula = {MoBA: moba, InfLLM: infllm}[type(scorer)]
+    found = formula(scorer, q, k, t, head, blocks)
+    rest = sorted((-found.get(b, 0.0), b) for b in set(blocks) - forced)
+    return forced | {b for _, b in rest[: scorer.count - len(forced)]}
+
+
+def attention(q, k, v, selection_ids, block, group):
+    """Causal attention over the chosen blocks, dense, in the dtype of q: [B, T, N, H]."""
+    batch, length, heads, size = q.shape
+    ids = np.repeat(selection_ids, heads // selection_ids.shape[2], axis=2)
+    blocks = np.zeros((batch, length, heads, -(-length // block)), bool)
+    for b, t, h in itertools.product(*map(range, (batch, length, heads))):
+        blocks[b, t, h, ids[b, t, h][ids[b, t, h] >= 0]] = True
+    allowed = np.repeat(blocks, block, axis=3)[..., :length] & np.tri(length, dtype=bool)[None, :, None]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->btns", q, k) / np.sqrt(size)
+    return jnp.einsum("btns,bsnh->btnh", jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf), -1), v)
+
+
+def arrays(length, heads, size=16, batch=1, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    numbers = heads[0], heads[1], heads[1]
+    return [jax.random.normal(x, (batch, length, n, size)) for x, n in zip(keys, numbers, strict=True)]
+
+
+CASES = {
+    "moba": (sl.MoBA(block=32, count=3), 331, (4, 4)),
+    "moba, 4 to a key head, first and local": (sl.MoBA(block=16, count=6, first=1, local=2), 200, (4, 1)),
+    "moba, 16 to a key head": (sl.MoBA(block=64, count=2), 450, (16, 1)),
+    "moba, large blocks": (sl.MoBA(block=512, count=2), 1300, (2, 2)),
+    "infllm": (sl.InfLLM(count=4, local=2, dense_below=0), 500, (8, 2)),
+    "infllm, one local block": (sl.InfLLM(block=32, count=3, local=1, dense_below=0), 331, (4, 4)),
+    "infllm, 16 to a key head": (sl.InfLLM(block=128, count=3, local=1, dense_below=0), 700, (16, 1)),
+    "infllm, other windows": (sl.InfLLM(32, 4, local=2, dense_below=0, pool_size=24, pool_stride=8), 260, (8, 1)),
+}
+
+
+def documents(length):
+    """Ids of three documents and padding; the second is not where its number says."""
+    ids = np.full((1, length), -1, np.int32)
+    ids[0, : length // 5], ids[0, length // 5 : length // 2], ids[0, length // 2 : -3] = 4, 9, 2
+    return ids
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("name", CASES)
+def test_choices_are_those_of_the_formulas(name, packed):
+    scorer, length, heads = CASES[name]
+    q, k, _ = arrays(length, heads)
+    ids = documents(length) if packed else None
+    found = np.asarray(scorer.select(q, k, None if ids is None else jnp.asarray(ids)).ids)
+    assert found.shape == (1, length, heads[0] if scorer.per_query_head else heads[1], scorer.count)
+    q, k = (np.asarray(x[0], np.float64) for x in (q, k))
+    for t in np.unique(np.r_[np.arange(0, length, 7), np.arange(length - 40, length)]):
+        if ids is not None and ids[0, t] < 0:
+            continue
+        for head in range(found.shape[2]):
+            row = found[0, t, head]
+            assert {*row[row >= 0]} == chosen(scorer, q, k, t, head, None if ids is None else ids[0]), (t, head)
+            assert len({*row[row >= 0]}) == (row >= 0).sum(), "each once"
+
+
+@pytest.mark.parametrize("name", ["moba", "moba, 4 to a key head, first and local", "infllm"])
+def test_attention_and_gradients_are_those_of_dense_attention_over_the_choice(name):
+    scorer, length, heads = CASES[name]
+    q, k, v = arrays(length, heads)
+    dout = jax.random.normal(jax.random.key(9), q.shape)
+    fn = sl.make_attention_fn(scorer, length)
+    out, pull = jax.vjp(fn, q, k, v)
+    ids = np.asarray(scorer.select(q, k).ids)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, dout)]
+        exact, exact_pull = jax.vjp(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1]), *wide[:3])
+        exact = [np.asarray(x) for x in (exact, *exact_pull(wide[3]))]
+    for found, right in zip([out, *pull(dout)], exact, strict=True):
+        np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("scorer", [sl.MoBA(32, 4), sl.InfLLM(32, 4, local=2, dense_below=0)], ids=["moba", "infllm"])
+def test_a_budget_that_covers_everything_is_dense_attention(scorer):
+    q, k, v = arrays(128, (4, 2))
+    dense = sl.block_sparse_attention(q, k, v, "causal")
+    np.testing.assert_array_equal(sl.make_attention_fn(scorer, 128)(q, k, v), dense)
+    everything = scorer.select(q, k)  # which layers do not even ask for
+    assert (np.sort(everything.ids[0, -1], axis=-1) == np.arange(4)).all()
+    chosen = sl.block_sparse_attention(q, k, v, "causal", selection=everything)
+    np.testing.assert_allclose(chosen, dense, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["moba", "infllm"])
+def test_nothing_of_later_tokens_matters(name):
+    scorer, length, heads = CASES[name]
+    q, k, v = arrays(length, heads)
+    fn, t = sl.make_attention_fn(scorer, length), 200
+    gradients = jax.grad(lambda *x: fn(*x)[:, :t].sum(), (0, 1, 2))(q, k, v)
+    assert all((x[:, t:] == 0).all() and (x[:, :t] != 0).any() for x in gradients)
+    later = (x.at[:, t:].set(jnp.nan) for x in (q, k))
+    np.testing.assert_array_equal(scorer.select(*later).ids[:, :t], scorer.select(q, k).ids[:, :t])
+
+
+@pytest.mark.parametrize("name", ["moba", "infllm"])
+def test_queries_take_turns_where_scores_were_too_large(name, monkeypatch):
+    scorer, length, heads = CASES[name]
+    q, k, _ = arrays(length, heads, batch=2)
+    ids = jnp.tile(jnp.asarray(documents(length)), (2, 1))
+    whole = scorer.select(q, k, ids)
+    monkeypatch.setattr(scorers, "_SCORE_BYTES", 100_000)
+    assert "while" in str(jax.make_jaxpr(scorer.select)(q, k)) or "scan" in str(jax.make_jaxpr(scorer.select)(q, k))
+    np.testing.assert_array_equal(scorer.select(q, k, ids).ids, whole.ids)
+
+
+def test_ties_go_to_the_first_and_padding_may_hold_anything():
+    q, k = jnp.ones((1, 128, 2, 8)), jnp.ones((1, 128, 1, 8))
+    assert sl.MoBA(16, 3).select(q, k).ids[0, 127, 0].tolist() == [7, 0, 1]
+    ids = jnp.where(jnp.arange(128) < 100, 0, -1)[None]
+    poisoned = k.at[:, 100:].set(jnp.nan)
+    np.testing.assert_array_equal(
+        sl.MoBA(16, 3).select(q, poisoned, ids).ids[:, :100], sl.MoBA(16, 3).select(q, k, ids).ids[:, :100]
+    )
+
+
+# --- layers and models -----------------------------------------------------------------------------------------------
+
+T = 120
+SCORERS = {
+    "moba": sl.MoBA(block=16, count=3),
+    "infllm": sl.InfLLM(block=16, count=4, local=2, dense_below=0, pool_size=8, pool_stride=4),
+}
+
+
+def layer(**options):
+    settings = {"pattern": "causal", "seq_len": T, "num_kv_heads": 2, "rope_theta": 1e4, "rngs": nnx.Rngs(0)}
+    return sl.SparseSelfAttention(4, 32, **settings | options)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_a_scorer_is_an_option_a_pattern_or_a_name(name):
+    scorer, x = SCORERS[name], jax.random.normal(jax.random.key(1), (2, T, 32))
+    settings = ",".join(f"{field.name}={getattr(scorer, field.name)}" for field in dataclasses.fields(scorer))
+    right = layer(selection=scorer)(x)
+    assert jnp.abs(right - layer()(x)).max() > 1e-3
+    for options in ({"pattern": scorer}, {"pattern": f"{name}:{settings}"}, {"selection": f"{name}:{settings}"}):
+        np.testing.assert_array_equal(layer(**options)(x), right)
+    of_linen = linen.SparseSelfAttention(4, pattern=scorer, seq_len=T, num_kv_heads=2, rope_theta=1e4)
+    parameters = nnx.to_pure_dict(nnx.state(layer(), nnx.Param))
+    np.testing.assert_allclose(of_linen.apply({"params": parameters}, x), right, atol=1e-6)
+    few = x[:, : scorer.count * scorer.block]
+    np.testing.assert_array_equal(layer(selection=scorer)(few), layer()(few))
+
+
+def test_a_pattern_limits_what_is_chosen():
+    q, k, v = arrays(T, (2, 2))
+    fn = sl.make_attention_fn(sl.Causal() & sl.Window(40), T, selection=SCORERS["moba"])
+    selection = SCORERS["moba"].select(q, k)
+    right = sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(40), selection=selection)
+    np.testing.assert_allclose(fn(q, k, v), right, atol=1e-6)
+
+
+def model(**options):
+    patterns = "sliding_window:window=20", SCORERS["moba"], SCORERS["infllm"], "causal"
+    settings = {"patterns": patterns, "seq_len": T, "num_kv_heads": 2, "positions": "rope", "rngs": nnx.Rngs(0)}
+    return sl.SparseTransformer(40, 4, 32, 4, tie_embeddings=True, **settings | options)
+
+
+TOKENS = jax.random.randint(jax.random.key(2), (2, T), 0, 40)
+
+
+def test_a_model_mixes_them_with_masks_rematerialises_and_scans():
+    right, gradients = nnx.value_and_grad(lambda m: (m(TOKENS) ** 2).sum())(model())
+    assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
+    again, others = nnx.value_and_grad(lambda m: (m(TOKENS) ** 2).sum())(model(remat=True))
+    np.testing.assert_allclose(again, right, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3 * float(jnp.abs(a).max())), gradients, others)
+    alike = {"patterns": (SCORERS["moba"], "causal")}
+    scanned = model(scan_layers=True, **alike)
+    np.testing.assert_allclose(scanned(TOKENS), scanned.unrolled()(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [1, 70])
+def test_decoding_is_the_forward_pass_token_by_token(prompt):
+    made = model()
+    right = made(TOKENS)
+    lengths = jnp.array([prompt, max(1, prompt - 9)])
+    poison = jnp.where(jnp.arange(prompt) < lengths[:, None], TOKENS[:, :prompt], 0)
+    logits, caches = made.prefill(poison, lengths)
+    step = nnx.jit(lambda m, *x: m.decode_step(*x))
+    position = lengths
+    for _ in range(T - prompt):
+        np.testing.assert_allclose(logits, right[jnp.arange(2), position - 1], atol=1e-4)
+        logits, caches = step(made, TOKENS[jnp.arange(2), position], caches, position)
+        position = position + 1
+    np.testing.assert_allclose(logits, right[jnp.arange(2), position - 1], atol=1e-4)
+
+
+def test_a_step_reads_the_chosen_blocks_only():
+    scorer = SCORERS["moba"]
+    q, k, v = arrays(T, (4, 2))
+    cache = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16).filled(k, v)
+    row = scorer.select(q, k).ids[:, -1:]
+    unread = ~np.isin(np.arange(T) // 16, np.asarray(row))
+    hidden = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16)
+    hidden = dataclasses.replace(
+        hidden.filled(jnp.where(unread[:, None, None], jnp.nan, k), v.at[:, unread].set(jnp.nan)), pooled=cache.pooled
+    )
+    at = jnp.array([T - 1])
+    assert unread.any()
+    np.testing.assert_allclose(hidden.attend(q[:, -1], at), cache.attend(q[:, -1], at), atol=1e-6)
+
+
+def test_infllm_is_dense_below_a_length():
+    scorer = dataclasses.replace(SCORERS["infllm"], dense_below=100)
+    x = jax.random.normal(jax.random.key(1), (2, T, 32))
+    dense, sparse, both = layer(), layer(selection=SCORERS["infllm"]), layer(selection=scorer)
+    np.testing.assert_array_equal(both(x[:, :100]), dense(x[:, :100]))
+    np.testing.assert_array_equal(both(x), sparse(x))
+    _, cache = both.prefill(x[:, :98])
+    step = nnx.jit(lambda m, *rest: m.decode_step(*rest))
+    for t in range(98, 104):  # one sequence is two tokens ahead
+        out, cache = step(both, x[:, t], cache, jnp.array([t, t]))
+        right = (dense if t < 100 else sparse)(x[:, : t + 1])[:, -1]
+        np.testing.assert_allclose(out, right, atol=1e-5)
+
+
+def test_a_dense_model_takes_a_scorer_with_its_weights():
+    state = nnx.state(nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(3)), nnx.Param)
+    made = layer(num_kv_heads=None, rope_theta=None, selection=SCORERS["infllm"])
+    nnx.update(made, state)
+    x = jax.random.normal(jax.random.key(1), (2, T, 32))
+    assert jnp.isfinite(made(x)).all()
+
+
+def test_bfloat16_chooses_by_rounded_means():
+    q, k, v = (x.astype(jnp.bfloat16) for x in arrays(T, (4, 2)))
+    scorer = SCORERS["moba"]
+    means = np.asarray(k[0, :112].astype(jnp.float32)).reshape(7, 16, 2, 16).mean(1)
+    means = np.asarray(jnp.asarray(means).astype(jnp.bfloat16), np.float64)
+    scores = np.einsum("nh,bnh->nb", np.asarray(q[0, -1], np.float64), np.repeat(means, 2, axis=1))
+    for head in range(4):
+        best = np.argsort(-scores[head], kind="stable")[:2]
+        assert {*np.asarray(scorer.select(q, k).ids[0, -1, head])} == {7, *best}
+    assert sl.make_attention_fn(scorer, T)(q, k, v).dtype == jnp.bfloat16

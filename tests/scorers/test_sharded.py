@@ -1,0 +1,65 @@
+"""Scorers on several devices. Their number is fixed when JAX starts, so they have a process: this file as a program."""
+
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import sparse_layers as sl
+from sparse_layers.scorers import scorer as scorers
+
+T, SPEC = 192, P("data", None, "tensor")
+SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0)
+
+
+def check(scorer, kv_heads, kind):
+    """Asserts that results are those of one device, and that only what must is moved."""
+    keys = jax.random.split(jax.random.key(kv_heads), 3)
+    numbers = 12, kv_heads, kv_heads
+    arrays = [jax.random.normal(key, (2, T, heads, 16)) for key, heads in zip(keys, numbers, strict=True)]
+    ids = jnp.asarray(np.arange(T) // 70, jnp.int32) * jnp.ones((2, 1), jnp.int32)
+    right = sl.make_attention_fn(scorer, T, segment_ids=ids)(*arrays)
+    named = SPEC if kind == AxisType.Auto else None
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        specs = SPEC, *[SPEC if kv_heads % 4 == 0 else P("data")] * 2
+        arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+        ids = jax.device_put(ids, NamedSharding(mesh, P("data")))
+
+        @jax.jit
+        def attend(ids, *arrays):
+            return sl.make_attention_fn(scorer, T, query_sharding=named, segment_ids=ids)(*arrays)
+
+        np.testing.assert_allclose(attend(ids, *arrays), right, atol=1e-5)
+        moved = {*re.findall(r"all-\w+|collective-permute", attend.lower(ids, *arrays).compile().as_text())}
+        together = not scorer.per_query_head and kv_heads % 4
+        assert moved <= ({"all-gather"} if together else set()), moved
+
+
+def main():
+    """All scorers, with one turn and with several."""
+    for scorer, kv_heads, kind in itertools.product(SCORERS, (4, 6, 1), (AxisType.Auto, AxisType.Explicit)):
+        scorers._SCORE_BYTES = 1 << (28 if kv_heads == 4 else 15)
+        check(scorer, kv_heads, kind)
+        print("fine", flush=True)
+
+
+def test_devices_choose_for_themselves():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    root = str(pathlib.Path(__file__).parents[2])
+    settings = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["fine"] * 12
+
+
+if __name__ == "__main__":
+    main()
