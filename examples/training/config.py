@@ -50,7 +50,8 @@ class Config:
     # The model.
     pattern: str = option(
         "sparse_transformer_strided:stride=16",
-        "PRESET[:key=value,...], several joined by '+' are taken by the layers in turn; made causal if it is not",
+        "PRESET[:key=value,...] or a scorer's name, as moba:block=64; several joined by '+' are taken by the layers in "
+        "turn; made causal if it is not",
     )
     seq_len: int = dataclasses.field(init=False)
     layers: int = option(4, "transformer blocks")
@@ -129,12 +130,12 @@ class Config:
         raise NotImplementedError
 
     def mask(self, name: str) -> Any:
-        """The mask, or the masks that the heads take in turn, of one of the parts of ``pattern``.
+        """The mask, the masks that the heads take in turn, or the scorer, of one of the parts of ``pattern``.
 
         Raises:
-          ValueError: as `sparse_layers.preset`.
+          ValueError: as `sparse_layers.preset` and `sparse_layers.Scorer.named`.
         """
-        return sl.preset(name)
+        return sl.Scorer.named(name) or sl.preset(name)
 
     def source(self) -> Source:
         """What a run learns.

@@ -60,7 +60,9 @@ def _patterns(config: Config) -> tuple[Any, ...]:
 
 
 def _without_future(pattern: Any) -> Any:
-    """The pattern without what lies in the future, where a language model must not look."""
+    """The pattern without what lies in the future, where a language model must not look, and scorers do not."""
+    if isinstance(pattern, sl.Scorer):
+        return pattern
     return tuple(map(_without_future, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
 
 
@@ -93,7 +95,8 @@ def step_flops(config: Config) -> float:
     """Floating point operations that a training step needs, for the model FLOPs utilisation (MFU).
 
     Two for each weight of a matrix product and token, four for each feature of a head and allowed (query, key) pair,
-    and twice as many again for the gradients. What is computed in vain (masked pairs, recomputation) is not counted.
+    and twice as many again for the gradients. What is computed in vain (masked pairs, recomputation) is not counted,
+    nor are the scores by which blocks are chosen.
     The pairs of a pattern are estimated from 512 rows; those that documents kept apart forbid are counted with them.
     """
     hidden = (3 if config.mlp == "swiglu" else 2) * _hidden(config)
@@ -106,6 +109,8 @@ def step_flops(config: Config) -> float:
 
 def _pairs(pattern: Any, length: int) -> float:
     """Allowed pairs of a pattern, the mean over its heads."""
+    if isinstance(pattern, sl.Scorer):
+        return pattern.pairs(length)
     masks = pattern if isinstance(pattern, tuple) else (pattern,)
     edges = np.arange(_ROWS + 1) * length // _ROWS if length > _ROWS else np.arange(length + 1)
     rows = np.random.default_rng(0).integers(edges[:-1], edges[1:])[:, None]

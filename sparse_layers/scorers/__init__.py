@@ -1,26 +1,23 @@
 """WHO is looked at when the model chooses: scorers of key blocks, and their names."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ..masks.algebra import Mask
-from ..masks.options import near, parsed_options
+from ..masks.options import near
 from ..masks.primitives import Causal
 from ..ops.planning.mask_info import masks_for
 from ..ops.planning.plan import is_causal
+from .base import Scorer as Scorer
 from .methods import InfLLM as InfLLM
 from .methods import MoBA as MoBA
-from .scorer import Scorer as Scorer
-
-_SCORERS: dict[str, type[Scorer]] = {"infllm": InfLLM, "moba": MoBA}
 
 
 def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
-    """A scorer that is given by itself or by name, ``"moba:block=128,count=16"``; None for None.
+    """A scorer that is given by itself or by name; None for None.
 
     Raises:
-      ValueError: an unknown name or option, or a value that the scorer refuses.
+      ValueError: no scorer has the name, or `Scorer.named`'s.
       TypeError: what is neither.
     """
     if scorer is None or isinstance(scorer, Scorer):
@@ -29,14 +26,10 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
         raise TypeError(
             f"{name} must be a scorer, as sl.MoBA(block=128, count=16), the name of one, or None, got {scorer!r}"
         )
-    known, _, text = scorer.partition(":")
-    if known not in _SCORERS:
-        raise ValueError(f"{name}: unknown scorer {near(known, _SCORERS)}")
-    options, fields = parsed_options(f"scorer {known!r}", text), [x.name for x in dataclasses.fields(_SCORERS[known])]
-    for option in options:
-        if option not in fields:
-            raise ValueError(f"scorer {known!r}: unknown option {near(option, fields)}")
-    return _SCORERS[known](**options)
+    found = Scorer.named(scorer)
+    if found is None:
+        raise ValueError(f"{name}: unknown scorer {near(scorer.partition(':')[0], Scorer._named)}")
+    return found
 
 
 def masks_and_scorer(
@@ -55,10 +48,11 @@ def masks_and_scorer(
         one where queries and keys are of different sequences.
     """
     scorer = as_scorer(selection)
-    if isinstance(pattern, Scorer) or (isinstance(pattern, str) and pattern.partition(":")[0] in _SCORERS):
+    own = Scorer.named(pattern) if isinstance(pattern, str) else pattern
+    if isinstance(own, Scorer):
         if scorer is not None:
             raise ValueError(f"{name}={pattern!r} chooses blocks by itself: selection must be None, got {selection!r}")
-        pattern, scorer = Causal(), as_scorer(pattern, name)
+        pattern, scorer = Causal(), own
     masks = masks_for(pattern, *lengths, name=name)
     if scorer is not None and not (len(lengths) == 1 and all(is_causal(mask, lengths[0]) for mask in masks)):
         raise ValueError(f"{name}: {scorer} chooses among blocks of the past, so it must be causal, got {pattern!r}")

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.options import Positive, checked
-from .scorer import Scorer, products
+from .base import Scorer, products
 
 
 @dataclasses.dataclass(frozen=True)
-class MoBA(Scorer):
+class MoBA(Scorer, name="moba"):
     """Mixture of block attention: a query head looks at the blocks whose mean key it likes best.
 
     The score of block j is ``q[t] . mean(k[s] for s in block j)``, of blocks that lie in the past as a whole; its own
@@ -44,7 +44,7 @@ class MoBA(Scorer):
 
 
 @dataclasses.dataclass(frozen=True)
-class InfLLM(Scorer):
+class InfLLM(Scorer, name="infllm"):
     """InfLLM-V2: the query heads of a key head look at the blocks with the keys that they would attend to most.
 
     Keys are pooled: ``c[w] = mean(k[16 w : 16 w + 32])``. Each query head h of a key head attends to what is in its

@@ -8,14 +8,16 @@ from ..masks.adapters import MaskLike
 from ..masks.counting import count
 from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import cell_size
+from ..masks.primitives import Causal
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
 from ..ops.planning.views import Reordered, RowOrder
+from ..scorers import Scorer
 from .pictures import check_size, picture
-from .subjects import LONGEST, lengths_of, plans_of, refuse_given
+from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
 _BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
 
@@ -49,7 +51,8 @@ def describe(
     Args:
       subject: a mask with its lengths, or what knows these by itself. A mask is whatever `as_masks` takes; the others
         are a `Plan`, a layer or block of this package, what `make_attention_fn` returns, or a `SparseTransformer`,
-        whose layers are told one by one, equal ones once.
+        whose layers are told one by one, equal ones once. Where a scorer chooses blocks, it says how many pairs that
+        leaves, and how many are scored; a scorer by itself is one among all keys of the past.
       q_len: number of queries, 1 to 1048576, of a mask; None for the others.
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
@@ -87,14 +90,17 @@ def describe(
     check_size(size)
     plans = plans_of(subject)
     if plans is None:
-        lengths = lengths_of(subject, q_len, kv_len, LONGEST)
+        scorer = Scorer.named(subject) if isinstance(subject, str) else subject
+        scorer = scorer if isinstance(scorer, Scorer) else None
+        mask = subject if scorer is None else Causal()
+        lengths = lengths_of(mask, q_len, kv_len, LONGEST)
         _block(max(lengths), block)
-        plans = {"": make_plan(subject, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)}
+        plans = {"": Planned(make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params), scorer)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
-        for plan in plans.values():
+        for plan, _ in plans.values():
             _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    return "\n\n".join(f"{which}:\n" * bool(which) + _text(plan, size, block) for which, plan in plans.items())
+    return "\n\n".join(f"{which}:\n" * bool(which) + _text(*found, size, block) for which, found in plans.items())
 
 
 def _block(length: int, block: int | None) -> int:
@@ -109,12 +115,26 @@ def _block(length: int, block: int | None) -> int:
     return block
 
 
-def _text(plan: Plan, size: int, block: int | None) -> str:
+def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None) -> str:
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
     sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
-    return "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
+    text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
+    return text if scorer is None else f"{text}\n\n{_chosen(scorer, plan.q_len)}"
+
+
+def _chosen(scorer: Scorer, length: int) -> str:
+    """The lines about what is chosen within the pattern, by how much is computed for it."""
+    lines = [f"of that, blocks are chosen at run time: {scorer!r}"]
+    if not scorer.chooses(length):
+        return "\n".join([*lines, f"{length} tokens: every query looks at all blocks, and nothing is chosen"])
+    whole, chosen, windows = length * (length + 1) // 2, scorer.pairs(length), scorer.windows(length)
+    lines.append(f"each query looks at {scorer.count} of up to {-(-length // scorer.block)} blocks of {scorer.block}")
+    lines.append(f"chosen pairs: {chosen} of {whole} causal ones ({chosen / whole:.2%})")
+    scored = length * windows // 2
+    lines.append(f"scores: {scored} (query, window of {scorer.window[0]} keys) pairs, {scored / chosen:.1%} of those")
+    return "\n".join(lines)
 
 
 def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:

@@ -1,42 +1,54 @@
 """What `describe` and `draw` are asked about: a mask with its lengths, or what has plans."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..masks.adapters import as_masks
 from ..masks.options import Length, checked
 from ..ops.planning.plan import Plan
+from ..scorers import Scorer, as_scorer
 
 LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 
 
-def plans_of(subject: Any) -> dict[str, Plan] | None:
+class Planned(NamedTuple):
+    """What a layer computes: a plan, and the scorer that chooses blocks within it, if there is one."""
+
+    plan: Plan
+    scorer: Scorer | None = None
+
+
+def plans_of(subject: Any) -> dict[str, Planned] | None:
     """The plans of what has some, by what is to be said of each: '', or its layers; None of anything else."""
     if not (hasattr(subject, "blocks") and hasattr(subject, "num_layers")):
-        plan = _plan(subject)
-        return None if plan is None else {"": plan}
-    turns: dict[Plan, list[int]] = {}
+        found = _planned(subject)
+        return None if found is None else {"": found}
+    turns: dict[Planned, list[int]] = {}
     for layer in range(subject.num_layers):
-        plan = _plan(subject.blocks[layer % len(subject.blocks)])
-        if plan is None:
+        found = _planned(subject.blocks[layer % len(subject.blocks)])
+        if found is None:
             return None
-        turns.setdefault(plan, []).append(layer)
+        turns.setdefault(found, []).append(layer)
     if len(turns) == 1:
-        return {f"all {subject.num_layers} layers": plan for plan in turns}
-    return {f"layers {', '.join(map(str, layers))} of {subject.num_layers}": plan for plan, layers in turns.items()}
+        return {f"all {subject.num_layers} layers": found for found in turns}
+    return {f"layers {', '.join(map(str, layers))} of {subject.num_layers}": x for x, layers in turns.items()}
 
 
-def _plan(subject: Any) -> Plan | None:
-    """The plan of a layer, a block, an attention function, or itself; None of anything else."""
+def _planned(subject: Any) -> Planned | None:
+    """That of a layer, a block, an attention function, or a plan itself; None of anything else."""
     if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
         subject = subject.func
     subject = getattr(subject, "attention", subject)  # that of a block
     if isinstance(subject, Plan):
-        return subject
+        return Planned(subject)
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
-    return plan if isinstance(plan, Plan) else None
+    # A layer's function knows its scorer; of a Linen layer, the attributes say it.
+    scorer = getattr(getattr(getattr(subject, "attention_fn", None), "fn", subject), "selection", None)
+    scorer = as_scorer(scorer) or getattr(subject, "pattern", None)
+    scorer = Scorer.named(scorer) if isinstance(scorer, str) else scorer
+    return Planned(plan, scorer if isinstance(scorer, Scorer) else None) if isinstance(plan, Plan) else None
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.scorers import scorer as scorers
+from sparse_layers.scorers import base
 from sparse_layers.scorers.methods import InfLLM, MoBA
 
 # --- the formulas once more, query by query, in float64 --------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_queries_take_turns_where_scores_were_too_large(name, monkeypatch):
     q, k, _ = arrays(length, heads, batch=2)
     ids = jnp.tile(jnp.asarray(documents(length)), (2, 1))
     whole = scorer.select(q, k, ids)
-    monkeypatch.setattr(scorers, "_SCORE_BYTES", 100_000)
+    monkeypatch.setattr(base, "_SCORE_BYTES", 100_000)
     assert "while" in str(jax.make_jaxpr(scorer.select)(q, k)) or "scan" in str(jax.make_jaxpr(scorer.select)(q, k))
     np.testing.assert_array_equal(scorer.select(q, k, ids).ids, whole.ids)
 

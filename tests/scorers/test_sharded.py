@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.scorers import scorer as scorers
+from sparse_layers.scorers import base
 
 T, SPEC = 192, P("data", None, "tensor")
 SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0)
@@ -47,7 +47,7 @@ def check(scorer, kv_heads, kind):
 def main():
     """All scorers, with one turn and with several."""
     for scorer, kv_heads, kind in itertools.product(SCORERS, (4, 6, 1), (AxisType.Auto, AxisType.Explicit)):
-        scorers._SCORE_BYTES = 1 << (28 if kv_heads == 4 else 15)
+        base._SCORE_BYTES = 1 << (28 if kv_heads == 4 else 15)
         check(scorer, kv_heads, kind)
         print("fine", flush=True)
 

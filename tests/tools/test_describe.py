@@ -22,6 +22,32 @@ def test_describe_counts_pairs_and_blocks(name):
     assert sl.picture(mask, length) in "\n".join(lines)
 
 
+@pytest.mark.parametrize("length", [100, 300])
+def test_describe_says_what_a_scorer_chooses(length):
+    """What it leaves is counted once more, query by query."""
+    scorer = sl.MoBA(block=16, count=8)
+    whole = {t: range(t + 1) for t in range(length)}
+    left = sum(len([k for k in keys if k // 16 == t // 16 or k // 16 < 7]) for t, keys in whole.items())
+    layers = [
+        sl.SparseSelfAttention(2, 8, pattern="moba:block=16,count=8", seq_len=length, rngs=nnx.Rngs(0)),
+        linen.SparseSelfAttention(2, pattern="causal", selection=scorer, seq_len=length),
+        sl.make_attention_fn(scorer, length),
+    ]
+    texts = {sl.describe(layer, size=4) for layer in layers} | {sl.describe(scorer, length, size=4)}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert f"chosen at run time: {scorer!r}" in text
+    if length == 100:
+        assert "100 tokens: every query looks at all blocks" in text and scorer.pairs(100) == 5050
+        return
+    assert f"chosen pairs: {left} of {length * (length + 1) // 2} causal ones" in text
+    assert "each query looks at 8 of up to 19 blocks of 16" in text
+    patterns = "causal", scorer
+    model = sl.SparseTransformer(8, 2, 8, 2, patterns=patterns, seq_len=length, rngs=nnx.Rngs(0))
+    first, second = sl.describe(model, size=4).split("layers 1 of 2:")
+    assert "chosen" in second and "chosen pairs" not in first
+
+
 def test_describe_reports_the_plan():
     mask = sl.preset("sparse_transformer_strided")
     plan = sl.make_plan(mask, 4096)

@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.options import Natural, Positive, checked
+from ..masks.options import Natural, Positive, checked, near, parsed_options
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
@@ -20,7 +20,8 @@ class Scorer(abc.ABC):
     """A rule by which queries choose key blocks: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
 
     A value: equal settings are equal scorers. A method is a subclass that says what of the keys is kept (`pooled`), and
-    how queries score it (`scores`); everything else is here. A query chooses ``count`` blocks among its own and those
+    how queries score it (`scores`); everything else is here. One that is derived as ``class MoBA(Scorer, name="moba")``
+    has a name, by which layers take it. A query chooses ``count`` blocks among its own and those
     before: its own and the ``local - 1`` before it, the ``first`` ones of the sequence, and then those of the highest
     score, of equal ones those that come first. Of a block of the future nothing is ever seen. Of packed documents, the
     first block is where the query's document begins, and no block before it is chosen.
@@ -59,6 +60,37 @@ class Scorer(abc.ABC):
     dense_below: int = 0
 
     per_query_head: ClassVar[bool] = False
+    _named: ClassVar[dict[str, type["Scorer"]]] = {}
+
+    def __init_subclass__(cls, name: str | None = None, **options: Any):
+        super().__init_subclass__(**options)
+        if name is not None:
+            other = Scorer._named.setdefault(name, cls)
+            if other.__qualname__ != cls.__qualname__:
+                raise ValueError(f"name must be one that no other scorer has, got {name!r}, that of {other.__name__}")
+            Scorer._named[name] = cls
+
+    @staticmethod
+    def named(text: str) -> "Scorer | None":
+        """The scorer of a name and its options, ``"moba:block=128,count=16"``; None if no scorer has the name.
+
+        Raises:
+          ValueError: an unknown option, or a value that the scorer refuses.
+
+        Example:
+          >>> import sparse_layers as sl
+          >>> sl.Scorer.named("moba:block=64")
+          MoBA(block=64, count=16, first=0, local=1, dense_below=0)
+        """
+        name, _, options = text.partition(":")
+        if name not in Scorer._named:
+            return None
+        made, given = Scorer._named[name], parsed_options(f"scorer {name!r}", options)
+        fields = [field.name for field in dataclasses.fields(made)]
+        for option in given:
+            if option not in fields:
+                raise ValueError(f"scorer {name!r}: unknown option {near(option, fields)}")
+        return made(**given)
 
     def __post_init__(self):
         checked_sizes(self.block, 1)
@@ -102,6 +134,14 @@ class Scorer(abc.ABC):
     def chooses(self, length: int) -> bool:
         """Whether there is anything to choose among so many tokens: not all blocks are looked at."""
         return length > max(self.count * self.block, self.dense_below)
+
+    def pairs(self, length: int) -> int:
+        """(query, key) pairs that a head attends to in so many tokens, under a causal mask."""
+        position = np.arange(length)
+        if not self.chooses(length):
+            return int((position + 1).sum())
+        own = position % self.block + 1
+        return int(np.minimum(position + 1, (self.count - 1) * self.block + own).sum())
 
     def windows(self, length: int) -> int:
         """The number of full windows in so many tokens."""
