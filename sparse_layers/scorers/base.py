@@ -184,8 +184,8 @@ class Scorer(abc.ABC):
             # Padding may hold anything, NaN too, and one makes a mean of it.
             start, key = jax.vmap(_first_tokens)(of_queries), jnp.where(of_keys[..., None, None] < 0, 0, key)
         pooled = self.pool(key)
-        each = 4 * batch * heads * max(1, pooled.shape[1], -(-length // self.block))
-        rows = min(length, max(16, 1 << ((_SCORE_BYTES // each).bit_length() - 1) if each <= _SCORE_BYTES else 16))
+        each = 4 * max(1, batch) * heads * max(pooled.shape[1], -(-length // self.block))
+        rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
         def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
             first = jnp.minimum(number * rows, length - rows)  # the last ones are done with some before them

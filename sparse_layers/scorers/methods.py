@@ -39,8 +39,7 @@ class MoBA(Scorer, name="moba"):
     per_query_head: ClassVar[bool] = True
 
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-        found = products(query, pooled)
-        return found.reshape(*found.shape[:2], -1, found.shape[-1])
+        return products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -210,6 +210,7 @@ def test_a_pattern_limits_what_is_chosen():
     selection = SCORERS["moba"].select(q, k)
     right = sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(40), selection=selection)
     np.testing.assert_allclose(fn(q, k, v), right, atol=1e-6)
+    assert fn(q[:0], k[:0], v[:0]).shape == (0, T, 2, 16)
 
 
 def model(**options):
