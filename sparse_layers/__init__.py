@@ -37,6 +37,7 @@ from .masks import presets as presets
 if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
+    from .modules import IndexLoss as IndexLoss
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
@@ -63,6 +64,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.planning.selection import Selection as Selection
     from .ops.planning.selection import mean_pool_blocks as mean_pool_blocks
     from .ops.planning.selection import top_k_blocks as top_k_blocks
+    from .scorers import MSA as MSA
     from .scorers import InfLLM as InfLLM
     from .scorers import MoBA as MoBA
     from .scorers import Scorer as Scorer
@@ -80,6 +82,7 @@ _AT_FIRST_USE = {
     "modules": (
         "AttentionFn",
         "Decoder",
+        "IndexLoss",
         "Rope",
         "SparseCrossAttention",
         "SparseSelfAttention",
@@ -104,7 +107,7 @@ _AT_FIRST_USE = {
     "ops.planning.params": ("BwdParams", "FwdParams"),
     "ops.planning.plan": ("Plan", "make_plan"),
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
-    "scorers": ("InfLLM", "MoBA", "Scorer"),
+    "scorers": ("InfLLM", "MSA", "MoBA", "Scorer"),
     "tools.describe": ("describe",),
     "tools.pictures": ("draw", "grid_picture", "picture"),
     "tools.tuning": ("Tuned", "load_tuned", "tune"),

@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from .masks.algebra import Mask
 from .masks.options import own_keywords
-from .modules.attention_fn import AttentionFn, Pattern
+from .modules.attention_fn import AttentionFn, Index, Pattern
 from .modules.block import check_input, forward
 from .modules.rope import Rope
 from .modules.settings import Kernels, check_array, check_order, check_settings, query_features
@@ -220,16 +220,28 @@ def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selectio
     if layer.normalize_qk:
         query = nn.LayerNorm(use_bias=False, name="query_ln", **shared)(query)
         key = nn.LayerNorm(use_bias=False, name="key_ln", **shared)(key)
+    index, scorer = None, step.fn.selection
+    if scorer is not None and scorer.indexed:
+        shared |= {"use_bias": False}
+        still, size = jax.lax.stop_gradient(of_queries), scorer.index_features(head_size)
+        index = Index(
+            nn.DenseGeneral((num_kv_heads, size), name="index_query", **shared)(still),
+            nn.DenseGeneral((1, size), name="index_key", **shared)(still),
+            [] if layer.is_mutable_collection("losses") else None,
+        )
     sinks = None
     if layer.use_sinks:
         sinks = layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype)
+    attended = step(query, key, value, mask=Extras(segment_ids, sinks, selection, index))
+    if index is not None and index.losses:
+        layer.sow("losses", "index", index.losses[0])
     return dense(
         features if layer.out_features is None else layer.out_features,
         axis=(-2, -1),
         kernel_init=layer.out_kernel_init or layer.kernel_init,
         bias_init=layer.out_bias_init or layer.bias_init,
         name="out",
-    )(step(query, key, value, mask=Extras(segment_ids, sinks, selection)))
+    )(attended)
 
 
 @own_keywords

@@ -1,5 +1,6 @@
 """Flax NNX layers, and sparse attention for layers of others."""
 
+from .attention import IndexLoss as IndexLoss
 from .attention import SparseSelfAttention as SparseSelfAttention
 from .attention_fn import AttentionFn as AttentionFn
 from .attention_fn import make_attention_fn as make_attention_fn

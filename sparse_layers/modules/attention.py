@@ -15,7 +15,7 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer
-from .attention_fn import Pattern
+from .attention_fn import Index, Pattern
 from .rope import Rope
 from .settings import (
     CrossOptions,
@@ -43,6 +43,29 @@ def _refuse_decode(decode: bool | None) -> None:
             "decode=True: a sparse pattern's cache is not Flax's dense one; call prefill(prompt, lengths), then "
             "decode_step(token, cache, position)"
         )
+
+
+class IndexLoss(nnx.Variable):
+    """The loss by which a layer's index learns, a float32 scalar that each call sets: that of `MSA`.
+
+    Args:
+      value: the scalar.
+      **metadata: as of every ``nnx.Variable``.
+
+    Raises:
+      TypeError: as ``nnx.Variable``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> layer = sl.SparseSelfAttention(2, 8, pattern="msa:block=16,count=2", seq_len=64, rngs=nnx.Rngs(0))
+      >>> def loss(layer, x):
+      ...     found = (layer(x) ** 2).mean()
+      ...     return found + sum(jax.tree.leaves(nnx.state(layer, sl.IndexLoss)))
+      >>> gradients = nnx.grad(loss)(layer, jax.random.normal(jax.random.key(0), (1, 64, 8)))
+      >>> bool((gradients["index_query"]["kernel"][...] != 0).any())
+      True
+    """
 
 
 class SparseAttention(nnx.MultiHeadAttention):
@@ -264,6 +287,14 @@ class SparseSelfAttention(SparseAttention):
             rngs=rngs,
             **options,
         )
+        self.index_query = self.index_key = self.index_loss = nnx.data(None)
+        scorer = self.attention_fn.fn.selection
+        if scorer is not None and scorer.indexed:
+            size = scorer.index_features(self.head_dim)
+            shared: dict[str, Any] = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
+            self.index_query = nnx.LinearGeneral(in_features, (self.num_kv_heads, size), rngs=rngs, **shared)
+            self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
+            self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
@@ -300,14 +331,18 @@ class SparseSelfAttention(SparseAttention):
         """
         _refuse_decode(decode or self.decode)
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, segment_ids, selection, sow_weights)
-        extras = Extras(segment_ids, self._sinks, selection)
-        return super().__call__(
+        index = self._index(inputs, None if self.deterministic else [])
+        extras = Extras(segment_ids, self._sinks, selection, index)
+        out = super().__call__(
             inputs,
             mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
             decode=False,
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
         )
+        if index is not None and self.index_loss is not None and index.losses:
+            self.index_loss[...] = index.losses[0]
+        return out
 
     def prefill(
         self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
@@ -334,6 +369,9 @@ class SparseSelfAttention(SparseAttention):
         # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
         inputs = jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0)
         query, key, value = self._heads(inputs)
+        index = self._index(inputs)
+        if index is not None:
+            index = self.attention_fn.placed_index(index, self.dtype)
         cache = KVCache.empty(
             self.attention_fn.fn.masks,
             self.seq_len,
@@ -343,8 +381,9 @@ class SparseSelfAttention(SparseAttention):
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_dim,
             dtype=key.dtype,
-        ).filled(key, value, lengths)
-        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks, selection=selection)
+            index_size=None if index is None else index.key.shape[-1],
+        ).filled(key, value, lengths, index_key=None if index is None else index.key)
+        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks, selection=selection, index=index)
         return self.out(out), cache
 
     def decode_step(
@@ -380,8 +419,19 @@ class SparseSelfAttention(SparseAttention):
         position = checked_positions(position, len(inputs), self.seq_len)
         query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], position[:, None]))
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
+        index = self._index(inputs[:, None])
+        if index is not None:
+            index = self.attention_fn.placed_index(index, self.dtype, position[:, None])
+            options["index"] = index.query[:, 0], index.key[:, 0]
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
         return self.out(out[:, None])[:, 0], cache
+
+    def _index(self, inputs: jax.Array, losses: list[jax.Array] | None = None) -> Index | None:
+        """What a scorer scores that has projections of its own; its loss changes these alone."""
+        if self.index_query is None or self.index_key is None:
+            return None
+        inputs = jax.lax.stop_gradient(inputs)
+        return Index(self.index_query(inputs), self.index_key(inputs), losses)
 
     def _heads(self, inputs, positions=None):
         """Query, key and value of tokens [B, T, F], as attention takes them."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, Unpack, overload
+from typing import Any, NamedTuple, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,38 @@ _MOST_HEADS = 256
 Pattern: TypeAlias = MaskLike | Scorer
 # The same for the layers of a model, which take them in turn.
 Patterns: TypeAlias = "Pattern | Sequence[Pattern]"
+
+
+class Index(NamedTuple):
+    """What a scorer like `MSA` scores, and where the loss goes by which it learns.
+
+    Attributes:
+      query: [..., T, K, size].
+      key: [..., T, 1, size].
+      losses: to which the loss of a call is added, a float32 scalar; None for no loss.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    losses: list[jax.Array] | None = None
+
+    def arrays(self, rows: int) -> tuple[jax.Array, jax.Array]:
+        """The arrays with one axis in the place of all leading ones."""
+        return self.query.reshape(rows, *self.query.shape[-3:]), self.key.reshape(rows, *self.key.shape[-3:])
+
+
+def _index_loss(query, key, index_query, index_key, plan, scale, options) -> jax.Array:
+    """The loss of `MSA`: its two sums over keys are attention with index keys as values, and a log-sum-exp."""
+    query, key = jax.lax.stop_gradient((query, key))
+    (*_, heads, _), kv_heads, size = query.shape, key.shape[2], index_key.shape[3]
+    values = jnp.broadcast_to(index_key, (*index_key.shape[:2], kv_heads, size))
+    expected = block_sparse_attention(query, key, values, plan, scale=scale, **options)
+    expected = expected.reshape(*expected.shape[:2], kv_heads, heads // kv_heads, size).mean(3)
+    wanted = (expected.astype(jnp.float32) * index_query.astype(jnp.float32)).sum(-1) * size**-0.5
+    options = options | {"logits_soft_cap": None}
+    _, lse = block_sparse_attention(index_query, index_key, index_key[..., :8], plan, return_lse=True, **options)
+    alive = lse > -jnp.inf
+    return jnp.where(alive, lse - wanted, 0).sum() / jnp.maximum(alive.sum(), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +123,7 @@ class AttentionFn:
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
+        index: Index | None = None,
         causal: bool = False,
     ) -> jax.Array:
         """The op on arrays [..., T, heads, size] with any leading axes.
@@ -101,6 +134,7 @@ class AttentionFn:
           selection: the key blocks that queries look at, with the leading axes of query; None for what the function's
             own scorer chooses, if it has one.
           sinks: [N] logits.
+          index: what a scorer scores in place of query and key, with their leading axes.
           causal: also hide what lies in the future.
 
         Returns:
@@ -115,9 +149,24 @@ class AttentionFn:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
         if self.selection is not None:
             shared: Any = {"scale": self.scale, "query_sharding": self.query_sharding}
-            selection = choose(self.selection, query, key, segment_ids, **shared)
+            if self.selection.indexed != (index is not None):
+                raise ValueError(
+                    f"selection: {self.selection} scores projections that SparseSelfAttention has, of NNX or Linen: it "
+                    "must be given to one of these"
+                )
+            scored = (query, key) if index is None else index.arrays(rows)
+            selection = choose(self.selection, *scored, segment_ids, **shared)
         size = max(query.shape[-1], value.shape[-1])
         plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
+        options: dict[str, Any] = {
+            "segment_ids": segment_ids,
+            "selection": selection,
+            "logits_soft_cap": self.logits_soft_cap,
+            "implementation": self.implementation,
+            "query_sharding": self.query_sharding,
+        }
+        if index is not None and index.losses is not None:
+            index.losses.append(_index_loss(query, key, *index.arrays(rows), plan, self.scale, options))
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):
@@ -126,13 +175,9 @@ class AttentionFn:
                 key,
                 value,
                 plan,
-                segment_ids=segment_ids,
-                selection=selection,
                 scale=self.scale,
-                logits_soft_cap=self.logits_soft_cap,
                 sinks=sinks,
-                implementation=self.implementation,
-                query_sharding=self.query_sharding,
+                **options,
             )
 
         out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)

@@ -11,7 +11,7 @@ from flax.typing import Dtype
 from ..masks.options import real
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
-from .attention_fn import AttentionFn, Pattern
+from .attention_fn import AttentionFn, Index, Pattern
 from .rope import Rope, resolved
 from .settings import check_array, check_features, check_settings
 
@@ -22,6 +22,7 @@ class Extras(NamedTuple):
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
     sinks: jax.Array | None
     selection: Selection | None = None
+    index: Index | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,15 @@ class AttentionStep:
 
     def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
+        if mask.index is not None:
+            mask = mask._replace(index=self.placed_index(mask.index, dtype))
         query, key, value = self.placed(query, key, value, dtype)
         return self.fn.attend(query, key, value, **mask._asdict())
+
+    def placed_index(self, index: Index, dtype, positions=None) -> Index:
+        """The same of an index."""
+        query, key, _ = self.placed(index.query, index.key, index.key, dtype, positions)
+        return index._replace(query=query, key=key)
 
     def placed(self, query, key, value, dtype, positions=None):
         """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
@@ -91,8 +99,11 @@ def attention_step(
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
     rope = resolved(rope, rope_theta)
+    index_size = scorer.index_features(head_size) if scorer is not None else 0
     if rope is not None:
         rope.pairs(head_size, size_name)
+        if index_size:
+            rope.pairs(index_size, "index_size")
     q_len, *others = map(int, lengths.values())
     kv_len = others[0] if others else q_len
     step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope)
@@ -101,7 +112,11 @@ def attention_step(
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
         for length, heads in ((q_len, num_heads), (kv_len, num_kv_heads))
     )
-    jax.eval_shape(step, query, key, key, mask=Extras(None, None))
+    index = None
+    if index_size:
+        of_queries, of_keys = (jnp.zeros((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
+        index = Index(of_queries, of_keys)
+    jax.eval_shape(lambda *x: step(*x, mask=Extras(None, None, index=index)), query, key, key)
     return step
 
 

@@ -9,6 +9,7 @@ from ..masks.primitives import Causal
 from ..ops.planning.mask_info import masks_for
 from ..ops.planning.plan import is_causal
 from .base import Scorer as Scorer
+from .methods import MSA as MSA
 from .methods import InfLLM as InfLLM
 from .methods import MoBA as MoBA
 

@@ -114,6 +114,10 @@ class Scorer(abc.ABC):
         """What is scored of a window: keys [..., window, H] -> [..., H]; their mean unless a method says otherwise."""
         return keys.mean(-2, dtype=jnp.promote_types(keys.dtype, jnp.float32)).astype(keys.dtype)
 
+    def index_features(self, head_size: int) -> int:
+        """Features of an index query of a layer with heads of a size; 0 without an index."""
+        return 0
+
     @abc.abstractmethod
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
         """How much each query wants each block.
@@ -128,6 +132,11 @@ class Scorer(abc.ABC):
           float32 [B, R, G, blocks], at least as many blocks as windows begin in, with G = N or K; what it says of
           blocks that may not be chosen, or have to be, does not matter.
         """
+
+    @property
+    def indexed(self) -> bool:
+        """Whether it scores projections of its own in place of queries and keys, see `MSA`."""
+        return self.index_features(1) > 0
 
     # --- what all methods share -----------------------------------------------------------------------------------
 

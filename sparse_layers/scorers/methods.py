@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..masks.options import Positive, checked
+from ..masks.options import Natural, Positive, checked
 from .base import Scorer, products
 
 
@@ -40,6 +40,64 @@ class MoBA(Scorer, name="moba"):
 
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
         return products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class MSA(Scorer, name="msa"):
+    """MiniMax sparse attention: the query heads of a key head look at the blocks that an index likes best.
+
+    A layer has two more projections of its input: index queries i[t], one for each key head, and index keys j[s], one
+    for all, turned by their positions as queries and keys are. The score of a block is the largest ``i[t] . j[s]`` of
+    its keys. The own block is always chosen.
+
+    As no gradient flows through a choice, the index learns from the attention. A query and key head have the loss
+    ``KL(p || softmax(i[t] . j / sqrt(size)))`` over the keys that were chosen, where p is the mean of
+    ``softmax(scale * q[h, t] . k)`` over the heads h of the key head; that of a layer is the mean, but for the entropy
+    of p, which has no gradient. It changes index_query and index_key alone. It is found in `IndexLoss` after each call,
+    unless the layer was switched to ``eval()``, and in Linen in the collection "losses", if that is mutable. The loss
+    of a model is to add it.
+
+    Args:
+      block, count, first, local, dense_below: see `Scorer`. With a large dense_below, all layers attend to everything,
+        and the index learns from all keys: the paper's warm-up.
+      index_size: features of an index query, an even number if they are turned; 0 for the size of a head.
+
+    Raises:
+      ValueError: see `Scorer`, and an index_size below 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sparse_layers as sl
+      >>> from flax import nnx
+      >>> layer = sl.SparseSelfAttention(2, 8, pattern="msa:block=16,count=2", seq_len=64, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 64, 8))).shape, layer.index_query.kernel.shape, layer.index_key.kernel.shape
+      ((1, 64, 8), (8, 2, 4), (8, 1, 4))
+      >>> sum(jax.tree.leaves(nnx.state(layer, sl.IndexLoss))).shape
+      ()
+
+    References:
+      Lai et al. 2026, "MiniMax Sparse Attention" (arXiv 2606.13392).
+    """
+
+    index_size: int = 0
+
+    per_query_head: ClassVar[bool] = True  # of the index, which has one for each key head
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked("MSA: index_size", self.index_size, Natural)
+
+    def index_features(self, head_size: int) -> int:
+        return self.index_size or head_size
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return 1, 1
+
+    def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+        logits = products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])
+        logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
+        logits = jnp.pad(logits, [(0, 0)] * 3 + [(0, -logits.shape[3] % self.block)], constant_values=-jnp.inf)
+        return logits.reshape(*logits.shape[:3], -1, self.block).max(-1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.scorers import base
-from sparse_layers.scorers.methods import InfLLM, MoBA
+from sparse_layers.scorers.methods import MSA, InfLLM, MoBA
 
 # --- the formulas once more, query by query, in float64 --------------------------------------------------------------
 
@@ -41,6 +41,13 @@ def infllm(scorer, q, k, t, head, blocks):
     return found
 
 
+def msa(scorer, q, k, t, head, blocks):
+    """The same of an index query, with the index key."""
+    size = scorer.block
+    past = {b: k[max(b * size, blocks.first) : (b + 1) * size, 0] for b in blocks if (b + 1) * size <= t + 1}
+    return {b: (keys @ q[t, head]).max() for b, keys in past.items()}
+
+
 class Candidates(list):
     """Blocks from the query's document's first on, and the document's first token."""
 
@@ -54,7 +61,7 @@ def chosen(scorer, q, k, t, head, ids=None):
     blocks = Candidates(range(lowest, own + 1))
     blocks.first = first
     forced = {b for b in blocks if b < lowest + scorer.first or b > own - scorer.local}
-    formula = {MoBA: moba, InfLLM: infllm}[type(scorer)]
+    formula = {MoBA: moba, InfLLM: infllm, MSA: msa}[type(scorer)]
     found = formula(scorer, q, k, t, head, blocks)
     rest = sorted((-found.get(b, 0.0), b) for b in set(blocks) - forced)
     return forced | {b for _, b in rest[: scorer.count - len(forced)]}
@@ -87,6 +94,8 @@ CASES = {
     "infllm": (sl.InfLLM(count=4, local=2, dense_below=0), 500, (8, 2)),
     "infllm, one local block": (sl.InfLLM(block=32, count=3, local=1, dense_below=0), 331, (4, 4)),
     "infllm, 16 to a key head": (sl.InfLLM(block=128, count=3, local=1, dense_below=0), 700, (16, 1)),
+    "msa": (sl.MSA(block=32, count=4), 331, (4, 1)),
+    "msa, first and local": (sl.MSA(block=16, count=6, first=1, local=2), 200, (2, 1)),
     "infllm, other windows": (sl.InfLLM(32, 4, local=2, dense_below=0, pool_size=24, pool_stride=8), 260, (8, 1)),
 }
 
@@ -181,6 +190,7 @@ T = 120
 SCORERS = {
     "moba": sl.MoBA(block=16, count=3),
     "infllm": sl.InfLLM(block=16, count=4, local=2, dense_below=0, pool_size=8, pool_stride=4),
+    "msa": sl.MSA(block=16, count=3, index_size=6),
 }
 
 
@@ -193,12 +203,13 @@ def layer(**options):
 def test_a_scorer_is_an_option_a_pattern_or_a_name(name):
     scorer, x = SCORERS[name], jax.random.normal(jax.random.key(1), (2, T, 32))
     settings = ",".join(f"{field.name}={getattr(scorer, field.name)}" for field in dataclasses.fields(scorer))
-    right = layer(selection=scorer)(x)
+    made = layer(selection=scorer)
+    right = made(x)
     assert jnp.abs(right - layer()(x)).max() > 1e-3
     for options in ({"pattern": scorer}, {"pattern": f"{name}:{settings}"}, {"selection": f"{name}:{settings}"}):
         np.testing.assert_array_equal(layer(**options)(x), right)
     of_linen = linen.SparseSelfAttention(4, pattern=scorer, seq_len=T, num_kv_heads=2, rope_theta=1e4)
-    parameters = nnx.to_pure_dict(nnx.state(layer(), nnx.Param))
+    parameters = nnx.to_pure_dict(nnx.state(made, nnx.Param))
     np.testing.assert_allclose(of_linen.apply({"params": parameters}, x), right, atol=1e-6)
     few = x[:, : scorer.count * scorer.block]
     np.testing.assert_array_equal(layer(selection=scorer)(few), layer()(few))
@@ -214,23 +225,32 @@ def test_a_pattern_limits_what_is_chosen():
 
 
 def model(**options):
-    patterns = "sliding_window:window=20", SCORERS["moba"], SCORERS["infllm"], "causal"
+    patterns = "sliding_window:window=20", *SCORERS.values()
     settings = {"patterns": patterns, "seq_len": T, "num_kv_heads": 2, "positions": "rope", "rngs": nnx.Rngs(0)}
     return sl.SparseTransformer(40, 4, 32, 4, tie_embeddings=True, **settings | options)
+
+
+def index_loss(made):
+    return sum(x.sum() for x in jax.tree.leaves(nnx.state(made, sl.IndexLoss)))
 
 
 TOKENS = jax.random.randint(jax.random.key(2), (2, T), 0, 40)
 
 
 def test_a_model_mixes_them_with_masks_rematerialises_and_scans():
-    right, gradients = nnx.value_and_grad(lambda m: (m(TOKENS) ** 2).sum())(model())
+
+    def loss(made):
+        return (made(TOKENS) ** 2).sum() + index_loss(made)
+
+    right, gradients = nnx.value_and_grad(loss)(model())
     assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
-    again, others = nnx.value_and_grad(lambda m: (m(TOKENS) ** 2).sum())(model(remat=True))
+    again, others = nnx.value_and_grad(loss)(model(remat=True))
     np.testing.assert_allclose(again, right, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3 * float(jnp.abs(a).max())), gradients, others)
-    alike = {"patterns": (SCORERS["moba"], "causal")}
-    scanned = model(scan_layers=True, **alike)
-    np.testing.assert_allclose(scanned(TOKENS), scanned.unrolled()(TOKENS), atol=1e-5)
+    scanned = model(scan_layers=True, patterns=(SCORERS["msa"], "causal"))
+    one_by_one = scanned.unrolled()
+    np.testing.assert_allclose(scanned(TOKENS), one_by_one(TOKENS), atol=1e-5)
+    np.testing.assert_allclose(index_loss(scanned), index_loss(one_by_one), rtol=1e-5)
 
 
 @pytest.mark.parametrize("prompt", [1, 70])
@@ -296,3 +316,67 @@ def test_bfloat16_chooses_by_rounded_means():
         best = np.argsort(-scores[head], kind="stable")[:2]
         assert {*np.asarray(scorer.select(q, k).ids[0, -1, head])} == {7, *best}
     assert sl.make_attention_fn(scorer, T)(q, k, v).dtype == jnp.bfloat16
+
+
+# --- what MSA's index learns -----------------------------------------------------------------------------------------
+
+
+def exact_index_loss(kernels, made, x, ids, segments):
+    """The loss of MSA by its formula, dense, in float64: of (index query, index key), with the choice held fixed."""
+    x, length = jnp.asarray(x, jnp.float64), x.shape[1]
+    index_query, index_key = (jnp.einsum("btf,fnh->btnh", x, kernel) for kernel in kernels)
+
+    def heads(of):
+        kernel, bias = (jnp.asarray(np.asarray(p[...]), jnp.float64) for p in (of.kernel, of.bias))
+        return jnp.einsum("btf,fnh->btnh", x, kernel) + bias
+
+    q, k = heads(made.query), heads(made.key)
+    groups, group = k.shape[2], q.shape[2] // k.shape[2]
+    block = made.attention_fn.fn.selection.block
+    allowed = (np.arange(length) // block == ids[..., None]).any(3) & np.tri(length, dtype=bool)[:, None]
+    allowed = allowed & (segments[:, :, None] == segments[:, None])[:, :, None]
+    logits = jnp.einsum("btngh,bsnh->btngs", q.reshape(*q.shape[:2], groups, group, -1), k) / np.sqrt(q.shape[3])
+    p = jax.nn.softmax(jnp.where(allowed[:, :, :, None], logits, -jnp.inf), -1).mean(3)
+    scores = jnp.einsum("btnh,bsh->btns", index_query, index_key[:, :, 0]) / np.sqrt(index_query.shape[3])
+    log_q = jax.nn.log_softmax(jnp.where(allowed, scores, -jnp.inf), -1)
+    return -(p * jnp.where(allowed, log_q, 0)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"dense_below": 500}], ids=["sparse", "dense warm-up"])
+def test_the_loss_of_the_index_and_its_gradient_are_those_of_the_formula(options):
+    scorer = dataclasses.replace(SCORERS["msa"], index_size=8, **options)
+    made, x = layer(selection=scorer, rope_theta=None), jax.random.normal(jax.random.key(1), (2, T, 32))
+    segments = np.tile(np.arange(T) // 70, (2, 1))
+
+    def loss(made):
+        out = made(x, segment_ids=jnp.asarray(segments))
+        return index_loss(made) + 0 * out.sum()
+
+    found, gradients = nnx.value_and_grad(loss)(made)
+    kernels = [np.asarray(p.kernel[...]) for p in (made.index_query, made.index_key)]
+    scored = (made.index_query(x), made.index_key(x), jnp.asarray(segments))
+    ids = np.asarray(scorer.select(*scored).ids) if not options else np.tile(np.arange(8), (2, T, 2, 1))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(kernel, jnp.float64) for kernel in kernels]
+        right, exact = jax.value_and_grad(exact_index_loss)(wide, made, np.asarray(x), ids, segments)
+        right, exact = float(right), [np.asarray(g) for g in exact]
+    assert abs(float(found) - right) < 1e-5 * right
+    for name, g in zip(("index_query", "index_key"), exact, strict=True):
+        np.testing.assert_allclose(gradients[name]["kernel"][...], g, atol=2e-5 * np.abs(g).max())
+    others = [x for path, x in nnx.to_flat_state(gradients) if not path[0].startswith("index")]
+    assert len(others) == 8 and all((x[...] == 0).all() for x in others), "nothing else learns from it"
+
+
+def test_the_loss_of_the_index_is_computed_in_training_only():
+    made, x = layer(selection=SCORERS["msa"]), jnp.ones((1, T, 32))
+    made.eval()
+    made(x)
+    assert index_loss(made) == 0
+    made.train()
+    made(x)
+    assert index_loss(made) > 0
+    of_linen = linen.SparseSelfAttention(4, pattern=SCORERS["msa"], seq_len=T)
+    variables = of_linen.init(jax.random.key(0), x)
+    _, state = of_linen.apply({"params": variables["params"]}, x, mutable=["losses"])
+    assert state["losses"]["index"][0] > 0
+    assert of_linen.apply({"params": variables["params"]}, x).shape == x.shape

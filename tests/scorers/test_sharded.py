@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
+from sparse_layers.ops.choosing import choose
 from sparse_layers.scorers import base
 
 T, SPEC = 192, P("data", None, "tensor")
@@ -44,11 +45,27 @@ def check(scorer, kv_heads, kind):
         assert moved <= ({"all-gather"} if together else set()), moved
 
 
+def check_index(kind):
+    """The same of the choices of an index, whose queries lie on several devices, and its key on all."""
+    scorer, keys = sl.MSA(16, 3), jax.random.split(jax.random.key(0), 2)
+    arrays = [jax.random.normal(key, (2, T, heads, 16)) for key, heads in zip(keys, (12, 1), strict=True)]
+    right, named = scorer.select(*arrays).ids, SPEC if kind == AxisType.Auto else None
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (SPEC, P("data")), strict=True)]
+        found = jax.jit(lambda *x: choose(scorer, *x, query_sharding=named).ids)(*arrays)
+        np.testing.assert_array_equal(found, right)
+        assert len({str(shard.index) for shard in found.addressable_shards}) == 8
+
+
 def main():
     """All scorers, with one turn and with several."""
     for scorer, kv_heads, kind in itertools.product(SCORERS, (4, 6, 1), (AxisType.Auto, AxisType.Explicit)):
         base._SCORE_BYTES = 1 << (28 if kv_heads == 4 else 15)
         check(scorer, kv_heads, kind)
+        print("fine", flush=True)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        check_index(kind)
         print("fine", flush=True)
 
 
@@ -58,7 +75,7 @@ def test_devices_choose_for_themselves():
     settings = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": root}
     done = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["fine"] * 12
+    assert done.stdout.split() == ["fine"] * 14
 
 
 if __name__ == "__main__":

@@ -168,6 +168,7 @@ class KVCache:
         value_size: int | None = None,
         dtype: DTypeLike = jnp.float32,
         selection: Scorer | str | None = None,
+        index_size: int | None = None,
     ) -> "KVCache":
         """A cache without tokens.
 
@@ -181,6 +182,7 @@ class KVCache:
           value_size: Hv of the values; defaults to H.
           dtype: of keys and values.
           selection: how steps choose key blocks, see `SparseSelfAttention`.
+          index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
@@ -204,7 +206,9 @@ class KVCache:
         )
         pooled = None
         if scorer is not None and scorer.chooses(seq_len):
-            pooled = jnp.zeros((batch, scorer.windows(seq_len), num_kv_heads, head_size), dtype)
+            index_size = head_size if index_size is None else checked("index_size", index_size, Positive)
+            each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
+            pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         cache = cls(keys=keys, values=values, pooled=pooled, masks=masks, selection=scorer, **sizes)
         if pooled is not None:
@@ -225,13 +229,21 @@ class KVCache:
         """Bytes of all keys and values, and of what a scorer keeps."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
-    def filled(self, key: jax.Array, value: jax.Array, lengths: Integers | None = None) -> "KVCache":
+    def filled(
+        self,
+        key: jax.Array,
+        value: jax.Array,
+        lengths: Integers | None = None,
+        *,
+        index_key: jax.Array | None = None,
+    ) -> "KVCache":
         """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
 
         Args:
           key: [B, P, K, H], 1 <= P <= seq_len.
           value: [B, P, K, Hv].
           lengths: int [B] in 0..P, tokens of each sequence, what follows is padding and not read; None for P.
+          index_key: [B, P, 1, size], for a scorer like `MSA` alone.
 
         Returns:
           A new cache.
@@ -265,7 +277,8 @@ class KVCache:
         if self.pooled is not None and self.selection is not None:
             # Windows that are not full yet are written when they are; until then nobody sees them.
             inside = jnp.arange(length)[:, None, None] <= last[..., None, None]
-            new = self.selection.pool(jnp.where(inside, key, 0)).astype(self.pooled.dtype)
+            scored = self._scored(key, index_key)
+            new = self.selection.pool(jnp.where(inside, scored, 0)).astype(self.pooled.dtype)
             pooled = self.pooled.at[:, : new.shape[1]].set(new)
         return self._with(fill(self.keys, key), fill(self.values, value), pooled)
 
@@ -283,8 +296,11 @@ class KVCache:
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
         selection: Selection | None = None,
+        index: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, "KVCache"]:
         """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
+
+        ``index`` are the index queries and keys of a scorer like `MSA`, see there.
 
         Returns:
           (out [B, N, Hv] in the dtype of query, the new cache).
@@ -293,17 +309,22 @@ class KVCache:
           ValueError, TypeError, NotImplementedError: as these.
         """
         # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
-        cache = jax.lax.optimization_barrier(self.written(key, value, position))
+        index_query, index_key = (None, None) if index is None else index
+        cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
         options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
+        options["index_query"] = index_query
         return cache.attend(query, position, **options), cache
 
-    def written(self, key: jax.Array, value: jax.Array, position: Integers) -> "KVCache":
+    def written(
+        self, key: jax.Array, value: jax.Array, position: Integers, *, index_key: jax.Array | None = None
+    ) -> "KVCache":
         """The cache with one more token in each sequence.
 
         Args:
           key: [B, K, H].
           value: [B, K, Hv].
           position: int [B], the tokens' positions, each one more than its sequence's last and < seq_len.
+          index_key: [B, 1, size], for a scorer like `MSA` alone.
 
         Raises:
           ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
@@ -327,8 +348,11 @@ class KVCache:
         if self.pooled is not None and self.selection is not None:
             size, stride = self.selection.window
             first = position - size + 1
-            held = keys[self._whole()].reshape(len(key), self.num_kv_heads, -1, key.shape[-1])
-            window = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1))(held, first)
+            if self.selection.indexed:
+                window = self._scored(key, index_key)[:, :, None]
+            else:
+                held = keys[self._whole()].reshape(len(key), self.num_kv_heads, -1, key.shape[-1])
+                window = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1))(held, first)
             ends = (first >= 0) & (first % stride == 0)
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -344,6 +368,7 @@ class KVCache:
         logits_soft_cap: float | None = None,
         sinks: ArrayLike | None = None,
         selection: Selection | None = None,
+        index_query: jax.Array | None = None,
     ) -> jax.Array:
         """Attention of one query a sequence, over the pattern's row, or over what it has of the blocks chosen.
 
@@ -353,6 +378,7 @@ class KVCache:
           scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
           selection: the key blocks that the queries look at, a `Selection` of ids [B, 1, G, k]; of the keys, only those
             in its blocks are read. The cache must hold all: see Raises.
+          index_query: [B, K, size], for a scorer like `MSA` alone.
 
         Returns:
           [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
@@ -397,7 +423,8 @@ class KVCache:
             out = all_of_row()
         else:
             at, start = position[:, None], jnp.zeros((1, 1), jnp.int32)
-            ids = scorer.choice(query[:, None], self.pooled, at, start, self.seq_len, scale)[:, 0]
+            scoring = self._scored(query, index_query)[:, None]
+            ids = scorer.choice(scoring, self.pooled, at, start, self.seq_len, scale)[:, 0]
             out = chosen(ids, scorer.block)
             if scorer.dense_below > scorer.count * scorer.block:
                 dense = position < scorer.dense_below
@@ -443,6 +470,19 @@ class KVCache:
         values = jnp.where(seen[..., None], blocks(self.values[index]), 0)
         reads = blocks(self.keys[index]), values, functools.reduce(jnp.logical_or, rules)
         return Heads(tuple(range(self.num_heads)), tuple(range(lists)), ()), [reads]
+
+    def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
+        """What the scorer scores: queries or keys, or what it has in their place.
+
+        Raises:
+          ValueError: it has nothing in their place, or something is given that it does not ask for.
+        """
+        if self.selection is None or self.selection.indexed != (index is not None):
+            raise ValueError(
+                f"index queries and keys must be given for a scorer that has them, and for no other, got "
+                f"{'none' if index is None else f'some of shape {index.shape}'} for {self.selection}"
+            )
+        return array if index is None else index
 
     def _whole(self) -> int:
         """Which of the arrays has all keys in a row.
