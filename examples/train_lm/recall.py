@@ -20,8 +20,9 @@ def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) 
     """A sequence for each entry of ``entropy``, in which nothing but the answers to the queries counts.
 
     Pairs (a key and its value) lie at random places of the first quarter of the ``seq_len + 1`` bytes, queries (a key
-    and its answer) of the last one. So an answer follows its value by ``seq_len / 2`` to ``seq_len`` bytes. Keys
-    differ within a sequence, and each is asked for once at most: what a query needs is nowhere but in its pair.
+    and its answer) of the last one. So an answer follows its value by ``seq_len / 2`` to ``seq_len`` bytes. The keys
+    are the same in every sequence, in another order, and each is told once and asked for once at most: what a query
+    needs is nowhere but in its pair.
 
     Args:
       entropy: [B], what each sequence is drawn from, a pure function of it.
@@ -42,7 +43,7 @@ def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) 
     for row, counts, source in zip(tokens, answers, entropy, strict=True):
         random = np.random.default_rng(source)
         row[:] = random.choice(FILLER, seq_len + 1)
-        told = np.stack([random.permutation(KEYS)[:pairs], random.choice(VALUES, pairs)], 1)
+        told = np.stack([random.permutation(KEYS[:pairs]), random.choice(VALUES, pairs)], 1)
         quarter = seq_len // 4
         _write(row[:quarter], told, random)
         asked = _write(row[-quarter:], random.permutation(told)[:queries], random)
