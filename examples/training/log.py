@@ -40,8 +40,8 @@ class Log(contextlib.ExitStack):
 
     A row has step, loss (nats a byte), grad_norm, seconds (of training so far: no compiling, evaluating or saving),
     step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of the first device since the process
-    began; of the process on a CPU), mfu (where the device's peak is known), and heldout_bpb where it was evaluated; of data
-    with answers also accuracy, the share of the held-out ones that are predicted exactly.
+    began; of the process on a CPU), mfu (where the device's peak is known); where it was evaluated heldout_bpb, and
+    of data with answers accuracy, the share of the held-out ones that are predicted exactly.
 
     Args:
       folder: where metrics.jsonl lies.

@@ -124,7 +124,7 @@ def load(path: pathlib.Path) -> list[Result]:
 
 
 def draw_run(result: Result, path: pathlib.Path) -> None:
-    """Loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat; below, the accuracy, if any, and the speed."""
+    """Loss and held-out bits per byte against steps, gzip and order 0 as lines to beat; below, accuracy and speed."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     accuracy = _evaluated(result, "step", "accuracy")
     heights = (3, 1, 1) if accuracy[0] else (3, 1)

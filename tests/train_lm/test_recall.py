@@ -7,6 +7,7 @@ import jax
 import matplotlib.figure
 import numpy as np
 import pytest
+from flax import nnx
 
 from examples.train_lm import evaluate, generate, train
 from examples.train_lm.config import Config
@@ -60,12 +61,12 @@ def test_steps_are_a_function_of_seed_and_step():
     # Held-out sequences are the same for all seeds, the first of them also when there are more, and never learnt.
     heldout = one.heldout(80)
     np.testing.assert_array_equal(other.heldout(90).tokens[:80], heldout.tokens)
-    everything = np.concatenate([*(part.batch(step).tokens for part in (one, other) for step in range(20)), heldout.tokens])
-    assert len(np.unique(everything, axis=0)) == 240
+    learnt = [each.batch(step).tokens for each in (one, other) for step in range(20)]
+    assert len(np.unique(np.concatenate([*learnt, heldout.tokens]), axis=0)) == 2 * 80 + 80
     assert one.digest != other.digest and one.digest == source(0, 64, 4, 4, 2).digest
 
 
-class Oracle:
+class Oracle(nnx.Module):
     """Looks the value up that followed a key, no more than ``reach`` bytes before; where there is none, says 64."""
 
     def __init__(self, reach):
