@@ -15,6 +15,7 @@ from examples.train_lm.recall import FILLER, KEYS, VALUES, sequences, source
 from examples.training import report
 from examples.training.config import Refusal
 from examples.training.model import scores
+from examples.training.run import Run
 
 from .conftest import TINY, flags, losses, rows
 
@@ -147,3 +148,19 @@ def test_a_comparison_has_accuracies(tmp_path, monkeypatch):
         panels = [axes for axes in figure.axes if axes.get_ylabel() == "accuracy"]
         curves = [curve for axes in panels for curve in axes.lines]
         assert len(curves) == count and all(list(curve.get_ydata()) == [0.25, 0.5, 0.75] for curve in curves)
+
+
+def test_full_attention_learns_what_a_window_cannot():
+    """Two layers with a window of 8 reach 14 bytes back, and a value lies 16 back at least."""
+    found = {}
+    for pattern in ("causal", "sliding_window:window=8"):
+        options = {"pattern": pattern, "layers": 2, "features": 32, "heads": 1, "batch_size": 16, "queries": 4}
+        rates = {"steps": 300, "warmup": 50, "lr": 3e-3, "lr_end": 1.0, "weight_decay": 0.0}
+        config = Config(**{**RECALL, **options, **rates})
+        run, data = Run(config), config.source()
+        state, step, heldout = run.init(), jax.jit(run.step, donate_argnums=0), data.heldout(256)
+        for number in range(1, config.steps + 1):
+            state, _ = step(state, data.batch(number - 1), np.int32(number))
+        found[pattern] = jax.jit(run.scores)(state, heldout)["accuracy"]
+    assert found["causal"] > 0.9
+    assert found["sliding_window:window=8"] == pytest.approx(1 / len(VALUES), abs=0.03)
