@@ -35,8 +35,8 @@ def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) 
       >>> asked = answers[0].argmax()
       >>> key, answer = tokens[0, asked : asked + 2]
       >>> told = tokens[0].tolist().index(key)
-      >>> told < 4, asked >= 12, tokens[0, told + 1] == answer
-      (True, True, True)
+      >>> bool(told < 4 and asked >= 12 and tokens[0, told + 1] == answer)
+      True
     """
     tokens = np.empty((len(entropy), seq_len + 1), np.int32)
     answers = np.zeros((len(entropy), seq_len), bool)
