@@ -6,8 +6,9 @@ import types
 from typing import Any
 
 from ..training import config as shared
-from ..training.config import Refusal, option, with_default
+from ..training.config import Refusal, flag, option, with_default
 from ..training.data import Batch, Source
+from . import recall
 from .data import Corpus, load
 from .sample import sample
 
@@ -83,10 +84,16 @@ class Config(shared.Config):
     configs = _CONFIGS
     command = "make train ARGS='{}'"
 
-    data: str = option("", "file or folder to learn; default: this Python's standard library (.py files)")
+    data: str = option(
+        "",
+        "file or folder to learn; recall: keys whose values were told long before, made up; "
+        "default: this Python's standard library (.py files)",
+    )
     glob: str = option("", "which files of the folder, as in *.py; default: all")
     packed: bool = option(False, "keep documents apart: attention stays within one, and no first byte is predicted")
     separator: str = option("", "text that begins a document (\\n for a line's end), beside the beginning of a file")
+    pairs: int = option(8, "of --data recall: keys and values told in a sequence")
+    queries: int = option(0, "of --data recall: keys asked for in a sequence; 0: each once", least=0)
     out: str = with_default("out", "runs/train_lm")
     seq_len: int = option(256, "tokens (bytes) in a sequence")
     position_stride: int = option(16, "columns of the two tables of row_column, normally the pattern's stride")
@@ -101,6 +108,24 @@ class Config(shared.Config):
             raise Refusal("--seq-len 1 has no room for a sample: take --sample-tokens 0")
         if self.separator and not self.packed:
             raise Refusal("--separator begins a document, which only --packed keeps apart")
+        if not self.recalls:
+            return
+        for name in ("glob", "packed"):
+            if getattr(self, name):
+                raise Refusal(f"{flag(name)} is of files, --data recall has none")
+        most = min(len(recall.KEYS), self.seq_len // 8)
+        if self.pairs > most:
+            raise Refusal(
+                f"--pairs must be at most {most} with --seq-len {self.seq_len}, got {self.pairs}: there are "
+                f"{len(recall.KEYS)} keys, and a pair needs 8 bytes"
+            )
+        if self.queries > self.pairs:
+            raise Refusal(f"--queries must be at most --pairs, got {self.queries} and {self.pairs}")
+
+    @property
+    def recalls(self) -> bool:
+        """Whether sequences are made up, to be recalled from, and no text is learnt."""
+        return self.data == "recall"
 
     @property
     def length(self) -> str:
@@ -110,12 +135,17 @@ class Config(shared.Config):
         """The text that is learnt.
 
         Raises:
-          Refusal: see `data.load`.
+          Refusal: there is none, or see `data.load`.
         """
+        if self.recalls:
+            raise Refusal("--data recall is no text")
         separator = self.separator.replace("\\n", "\n")
         return load(self.data, self.seq_len, glob=self.glob, separator=separator)
 
     def source(self) -> Source:
+        if self.recalls:
+            queries = self.queries or self.pairs
+            return recall.source(self.seed, self.seq_len, self.batch_size, self.pairs, queries)
         corpus = self.corpus()
         return Source(
             corpus.digest,
@@ -125,7 +155,7 @@ class Config(shared.Config):
         )
 
     def write_sample(self, model: Any, heldout: Batch, out: pathlib.Path) -> None:
-        if self.sample_tokens:
+        if self.sample_tokens and not self.recalls:
             prompt = self.prompt.encode("utf-8", "surrogateescape")
             text = sample(model, prompt, self.sample_tokens, 0.8, seed=self.seed)
             (out / "sample.txt").write_bytes(text)

@@ -6,19 +6,17 @@ The longer the context that a model can use, the better it gets down the table.
 
 import argparse
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..training.config import Refusal
 from ..training.data import Batch, bits
 from ..training.loop import check_corpus
-from ..training.model import counted, nats
+from ..training.model import counted, mean_loss
 from ..training.run import Run, State, fitting, open_run
 from .config import Config
 from .data import Text, text_windows
@@ -71,23 +69,22 @@ def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[in
     scored = min(count, text.size - first)
     if scored < 1:
         raise Refusal(f"--bytes {count}: of {text.size} bytes, none has {first} before it")
-    step = jax.jit(functools.partial(_scores, run))
+    step = jax.jit(lambda state, batch: mean_loss(run.model(state), batch))
     for context in contexts:
         began, total, bytes_scored, windows = time.perf_counter(), 0.0, 0, 0
         # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
         fresh = length - context + 1
         targets = np.arange(first, first + scored, fresh)
         for rows in np.array_split(targets, -(-len(targets) // run.config.batch_size)):
-            batch, weights = _windows(text, rows - context, rows, first + scored, run.config)
-            if batch.segments is not None:  # the first byte of a document is nobody's next byte, as in training
-                weights &= counted(batch.segments)
-            total += float(step(state, run.place(batch), weights))
-            windows, bytes_scored = windows + len(rows), bytes_scored + int(weights.sum())
+            batch = _windows(text, rows - context, rows, first + scored, run.config)
+            here = int(counted(batch).sum())
+            total += here * float(step(state, run.place(batch)))
+            windows, bytes_scored = windows + len(rows), bytes_scored + here
         yield Row(context, bits(total / max(bytes_scored, 1)), windows, time.perf_counter() - began)
 
 
-def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> tuple[Batch, np.ndarray]:
-    """Windows and which of their targets count: those from ``firsts`` on, before ``end``, that no other window has."""
+def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> Batch:
+    """Windows that are asked for their bytes from ``firsts`` on, before ``end``, that no other window has."""
     size = config.batch_size
     # A last batch is filled up with windows that count for nothing, and those that pass the end are moved back.
     starts = np.concatenate([starts, np.zeros(size - len(starts), np.int64)])
@@ -95,13 +92,8 @@ def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, confi
     moved = np.minimum(starts, text.size - config.seq_len - 1)
     lasts = np.minimum(starts + config.seq_len, end - 1)
     target = moved[:, None] + 1 + np.arange(config.seq_len)
-    weights = (target >= firsts[:, None]) & (target <= lasts[:, None])
-    return text_windows(text, moved, config.seq_len, config.packed), weights
-
-
-def _scores(run: Run[Config], state: State, batch: Batch, weights: jax.Array) -> jax.Array:
-    """Nats of the bytes that count, together."""
-    return jnp.where(weights, nats(run.model(state), batch), 0).sum()
+    asked = (target >= firsts[:, None]) & (target <= lasts[:, None])
+    return text_windows(text, moved, config.seq_len, config.packed)._replace(answers=asked)
 
 
 def main(argv: list[str] | None = None) -> int:

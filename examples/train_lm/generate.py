@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= args.seed < 2**32:
             raise Refusal(f"--seed must be in 0..2**32 - 1, got {args.seed}")
         run, state, _ = open_run(Config, args.out, args.device)
+        if run.config.recalls:
+            raise Refusal("--data recall: what was learnt is no text to go on with")
         prompt = run.config.prompt if args.prompt is None else args.prompt
         with fitting(run.config), jax.set_mesh(run.mesh):
             model = run.model(state)

@@ -28,10 +28,12 @@ class Batch(NamedTuple):
       tokens: int32 [B, T + 1], the bytes.
       segments: int32 [B, T + 1], the number of the byte's document within its window, from 0 on. None: documents are
         not kept apart.
+      answers: bool [B, T], which of the next bytes are asked for. None: all are.
     """
 
     tokens: np.ndarray
     segments: np.ndarray | None
+    answers: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,8 @@ class Log(contextlib.ExitStack):
 
     A row has step, loss (nats a byte), grad_norm, seconds (of training so far: no compiling, evaluating or saving),
     step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of the first device since the process
-    began; of the process on a CPU), mfu (where the device's peak is known), and heldout_bpb where it was evaluated.
+    began; of the process on a CPU), mfu (where the device's peak is known); where it was evaluated heldout_bpb, and
+    of data with answers accuracy, the share of the held-out ones that are predicted exactly.
 
     Args:
       folder: where metrics.jsonl lies.
@@ -59,7 +60,7 @@ class Log(contextlib.ExitStack):
         self._tokens = config.batch_size * config.seq_len
         self._flops = step_flops(config)
         self._peak = len(devices) * (config.peak_tflops or _peak(devices[0])) * 1e12
-        self._heldout = next((row["heldout_bpb"] for row in reversed(rows) if "heldout_bpb" in row), math.nan)
+        self._newest = {name: value for row in rows for name, value in row.items()}
         self._write = self._tensorboard(folder, len(rows)) if config.tensorboard else lambda row: None
         self._file = self.enter_context((folder / METRICS).open("a", buffering=1))
         steps = {"initial": len(rows), "total": config.steps, "unit": "step", "desc": config.pattern}
@@ -95,21 +96,13 @@ class Log(contextlib.ExitStack):
         self.rows.append(row)
         self._file.write(json.dumps(row) + "\n")
         self._write(row)
-        self._heldout = row.get("heldout_bpb", self._heldout)
-        self._bar.set_postfix_str(self._line(row), refresh=False)
+        self._newest |= row
+        self._bar.set_postfix_str(_line(self._newest), refresh=False)
         self._bar.update()
 
     def sync(self) -> None:
         """Puts the rows on disk: none of them may be younger than the checkpoint that is saved next."""
         os.fsync(self._file.fileno())
-
-    def _line(self, row: dict[str, Any]) -> str:
-        heldout = f"held-out {self._heldout:.3f} bpb, " if math.isfinite(self._heldout) else ""
-        mfu = f", MFU {row['mfu']:.1%}" if "mfu" in row else ""
-        return (
-            f"loss {bits(row['loss']):.3f} bpb, {heldout}{row['tokens_per_second']:,.0f} tokens/s, "
-            f"{row['step_ms']:.0f} ms{mfu}, {row['memory_gb']:.1f} GB"
-        )
 
     def _tensorboard(self, folder: pathlib.Path, done: int) -> Callable[[dict[str, Any]], None]:
         # What was written of steps that a resumed run does again is left out by TensorBoard.
@@ -120,6 +113,17 @@ class Log(contextlib.ExitStack):
                 writer.add_scalar(name, row[name], row["step"])
 
         return write
+
+
+def _line(newest: dict[str, Any]) -> str:
+    """The progress line: of each column the newest value."""
+    heldout = f"held-out {newest['heldout_bpb']:.3f} bpb, " if "heldout_bpb" in newest else ""
+    accuracy = f"accuracy {newest['accuracy']:.1%}, " if "accuracy" in newest else ""
+    mfu = f", MFU {newest['mfu']:.1%}" if "mfu" in newest else ""
+    return (
+        f"loss {bits(newest['loss']):.3f} bpb, {heldout}{accuracy}{newest['tokens_per_second']:,.0f} tokens/s, "
+        f"{newest['step_ms']:.0f} ms{mfu}, {newest['memory_gb']:.1f} GB"
+    )
 
 
 def summary_writer() -> Any:

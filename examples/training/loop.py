@@ -24,7 +24,7 @@ from sparse_layers.ops.planning.platforms import platform
 from . import checkpoint, data, report
 from .config import Config, Refusal, add_options, settings
 from .log import METRICS, Log, read_rows, summary_writer
-from .model import build
+from .model import build, counted
 from .run import CHECKPOINTS, Run, State, fitting, reading, used
 
 
@@ -60,7 +60,7 @@ def train(config: Config, resume: bool) -> report.Result:
         state, memory = _steps(run, source, heldout, state, start, rows)
 
         # The bytes that gzip and the byte frequencies are measured on are those that the model was asked for.
-        asked = heldout.tokens[:, 1:].astype(np.uint8).reshape(-1)
+        asked = heldout.tokens[:, 1:][counted(heldout)].astype(np.uint8)
         tokens, gzip, order0 = config.batch_size * config.seq_len, data.gzip_bits(asked), data.order0_bits(asked)
         result = report.Result(config.pattern, run.num_params, rows, tokens, memory, gzip, order0)
         with _writing(out):
@@ -107,7 +107,7 @@ def _steps(
     make = functools.partial(run.batch, source)
     # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
     print(f"compiling {config.pattern} ({run.num_params:,} weights, {run.mesh.size} devices)", file=sys.stderr)
-    step, loss, finite = run.compiled(make(1))
+    step, evaluate, finite = run.compiled(make(1))
     devices, numbers = list(run.mesh.devices.flat), range(start + 1, config.steps + 1)
     with (
         _noted_interrupt() as pressed,
@@ -127,7 +127,9 @@ def _steps(
                 continue
             row, ahead = _checked(log.read(*ahead), out), None
             if evaluates or number == config.steps:
-                row["heldout_bpb"] = data.bits(np.mean(jax.device_get([loss(state, part) for part in parts])).item())
+                found = jax.device_get([evaluate(state, part) for part in parts])
+                means = {name: np.mean([scores[name] for scores in found]).item() for name in found[0]}
+                row |= {"heldout_bpb": data.bits(means.pop("loss")), **means}
             log.write(row)
             if saves or pressed or number == config.steps:
                 if not finite(state):

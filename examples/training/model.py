@@ -67,28 +67,30 @@ def _without_future(pattern: Any) -> Any:
 
 
 def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:
-    """Mean cross-entropy in nats of each next byte, a float32 scalar; no dropout if deterministic.
+    """Mean cross-entropy in nats of the next bytes that count, a float32 scalar; no dropout if deterministic."""
+    return scores(model, batch, deterministic)["loss"]
 
-    Of documents kept apart, the first byte of each is nobody's next byte.
+
+def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[str, jax.Array]:
+    """Means over the next bytes that count, float32 scalars.
+
+    Their cross-entropy in nats is "loss"; where a batch has answers, "accuracy" is the share predicted exactly.
     """
-    each = nats(model, batch, deterministic)
-    if batch.segments is None:
-        return each.mean()
-    counts = counted(batch.segments)
-    return jnp.where(counts, each, 0).sum() / jnp.maximum(counts.sum(), 1)
-
-
-def nats(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:
-    """Cross-entropy in nats of each next byte: float32 [B, T]."""
-    tokens, segments = batch
-    seen = None if segments is None else segments[:, :-1]
+    tokens, segments, answers = batch
+    seen, targets = None if segments is None else segments[:, :-1], tokens[:, 1:]
     logits = model(tokens[:, :-1], segment_ids=seen, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    each = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
+    if answers is not None:
+        each["accuracy"] = logits.argmax(-1) == targets
+    counts = counted(batch)
+    return {name: jnp.where(counts, x, 0).sum() / jnp.maximum(counts.sum(), 1) for name, x in each.items()}
 
 
-def counted(segments: Any) -> Any:
-    """Which next bytes are of the document of the byte before: bool [B, T] from numbers [B, T + 1]."""
-    return segments[:, 1:] == segments[:, :-1]
+def counted(batch: Batch) -> Any:
+    """Which next bytes count: bool [B, T]. Of documents kept apart, the first byte of each is nobody's next byte."""
+    tokens, segments, answers = batch
+    counts = np.ones((tokens.shape[0], tokens.shape[1] - 1), bool) if answers is None else answers
+    return counts if segments is None else counts & (segments[:, 1:] == segments[:, :-1])
 
 
 def step_flops(config: Config) -> float:

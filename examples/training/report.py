@@ -24,7 +24,7 @@ from .data import bits
 from .log import median
 
 # Of a row, what table and figures are made from.
-_COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb")
+_COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb", "accuracy")
 # Whose versions are recorded.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -68,20 +68,22 @@ def table(results: Sequence[Result]) -> str:
         "MFU",
         "memory/step",
         "held-out bpb",
+        "accuracy",
         "gzip",
         "order 0",
     )
     lines: list[tuple[str, ...]] = [head]
     for r in results:
-        mfu = median(r.rows, "mfu")
+        mfu, last = median(r.rows, "mfu"), r.rows[-1]
         numbers = (
             f"{r.params:,}",
-            f"{r.rows[-1]['step']:,}",
+            f"{last['step']:,}",
             f"{median(r.rows, 'step_ms'):.1f}",
             f"{r.tokens_per_second:,.0f}",
             "-" if np.isnan(mfu) else f"{mfu:.1%}",
             f"{r.memory / 1e9:.2f} GB",
-            f"{r.rows[-1]['heldout_bpb']:.3f}",
+            f"{last['heldout_bpb']:.3f}",
+            f"{last['accuracy']:.1%}" if "accuracy" in last else "-",
         )
         lines.append((r.pattern, *numbers, f"{r.gzip:.3f}", f"{r.order0:.3f}"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -115,16 +117,21 @@ def load(path: pathlib.Path) -> list[Result]:
     """The results that `save` has written."""
     found = json.loads(path.read_text(encoding="utf-8"))["results"]
     for result in found:
-        values = zip(*(result["rows"][name] for name in _COLUMNS), strict=True)
-        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in values]
+        columns = result["rows"]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         result["rows"] = [{name: value for name, value in row.items() if value is not None} for row in rows]
     return [Result(**result) for result in found]
 
 
 def draw_run(result: Result, path: pathlib.Path) -> None:
-    """Loss and held-out bits per byte against steps, with gzip and order 0 as lines to beat; below, the speed."""
+    """Loss and held-out bits per byte against steps, gzip and order 0 as lines to beat; below, accuracy and speed."""
     figure = Figure(figsize=(7, 6), layout="constrained")
-    axes, speed = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    accuracy = _evaluated(result, "step", "accuracy")
+    heights = (3, 1, 1) if accuracy[0] else (3, 1)
+    axes, *below, speed = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for panel in below:
+        panel.plot(*accuracy, "o-", ms=3)
+        panel.set(ylabel="accuracy", ylim=(0, 1))
     axes.plot(*_curve(result, "step"), lw=1, label="training (running mean)")
     evaluated = _evaluated(result, "step")
     axes.plot(*evaluated, "o-", ms=3, label=f"held-out: {evaluated[1][-1]:.3f} at the end")
@@ -143,15 +150,24 @@ def draw_run(result: Result, path: pathlib.Path) -> None:
 
 
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
-    """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds."""
+    """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds.
+
+    Where a run has accuracies, they lie below.
+    """
     labels = [f"{_in_lines(r.pattern)} ({r.tokens_per_second:,.0f} tokens/s)" for r in results]
     figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    accurate = any("accuracy" in row for r in results for row in r.rows)
+    panels = figure.subplots(1 + accurate, 2, sharex="col", sharey="row", squeeze=False)
+    left, right = panels[0]
     for number, (r, label) in enumerate(zip(results, labels, strict=True)):
         _draw(left, r, "step", f"C{number}", label)
         _draw(right, r, "seconds", f"C{number}", None)
-    left.set(xlabel="steps", ylabel="bits per byte")
-    right.set(xlabel="seconds of training (without compiling and evaluating)")
+        for axes, key in zip(panels[1:].flat, ("step", "seconds"), strict=False):
+            axes.plot(*_evaluated(r, key, "accuracy"), "o-", ms=3, color=f"C{number}")
+            axes.set(ylabel="accuracy", ylim=(0, 1))
+    left.set_ylabel("bits per byte")
+    panels[-1, 0].set_xlabel("steps")
+    panels[-1, 1].set_xlabel("seconds of training (without compiling and evaluating)")
     # The first steps, from 8 bits on, would press all that follows to the ground.
     lowest = min(min(_curve(r, "step")[1]) for r in results)
     middle = max(np.median(_curve(r, "step")[1]) for r in results)
@@ -170,10 +186,10 @@ def _draw(axes: Axes, result: Result, key: str, color: str, label: str | None) -
     axes.plot(*_evaluated(result, key), "o", ms=3, color=color)
 
 
-def _evaluated(result: Result, key: str) -> tuple[list[float], list[float]]:
-    """``key`` and the held-out bits per byte, where they were asked for."""
-    rows = [row for row in result.rows if "heldout_bpb" in row]
-    return [row[key] for row in rows], [row["heldout_bpb"] for row in rows]
+def _evaluated(result: Result, key: str, name: str = "heldout_bpb") -> tuple[list[float], list[float]]:
+    """``key`` and what is measured on held-out bytes, where it was."""
+    rows = [row for row in result.rows if name in row]
+    return [row[key] for row in rows], [row[name] for row in rows]
 
 
 def _curve(result: Result, key: str) -> tuple[np.ndarray, np.ndarray]:

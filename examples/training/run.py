@@ -20,7 +20,7 @@ from sparse_layers.ops.planning.platforms import platform
 from . import checkpoint
 from .config import Config, Refusal
 from .data import Batch, Source
-from .model import build, mean_loss
+from .model import build, mean_loss, scores
 from .sharding import SEQUENCES, make_mesh, param_shardings, state_shardings
 
 CHECKPOINTS = "checkpoints"
@@ -143,9 +143,9 @@ class Run(Generic[C]):
         )
         return nnx.merge(self._graph, state["params"], rest)
 
-    def loss(self, state: State, batch: Batch) -> jax.Array:
-        """Mean nats a byte, without dropout."""
-        return mean_loss(self.model(state), batch)
+    def scores(self, state: State, batch: Batch) -> dict[str, jax.Array]:
+        """What a batch is evaluated by, without dropout: see `model.scores`."""
+        return scores(self.model(state), batch)
 
     def step(self, state: State, batch: Batch, number: Any) -> tuple[State, dict[str, jax.Array]]:
         """One optimiser step, the ``number``-th: the new state, and the loss and the gradients' norm before it."""
@@ -163,7 +163,7 @@ class Run(Generic[C]):
         return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]))
 
     def compiled(self, batch: Batch) -> tuple[Any, Any, Any]:
-        """`step` (whose first argument is used up), `loss` and `finite`, compiled for batches like this one.
+        """`step` (whose first argument is used up), `scores` and `finite`, compiled for batches like this one.
 
         Raises:
           Refusal: they do not fit the devices' memory.
@@ -172,9 +172,9 @@ class Run(Generic[C]):
         outs = (self.shardings, self._everywhere)
         with jax.set_mesh(self.mesh), fitting(self.config):
             step = jax.jit(self.step, donate_argnums=0, out_shardings=outs).lower(like, batch, number).compile()
-            loss = jax.jit(self.loss, out_shardings=self._everywhere).lower(like, batch).compile()
+            evaluate = jax.jit(self.scores, out_shardings=self._everywhere).lower(like, batch).compile()
             finite = jax.jit(self.finite, out_shardings=self._everywhere).lower(like).compile()
-        return step, loss, finite
+        return step, evaluate, finite
 
 
 def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], State, dict[str, Any]]:

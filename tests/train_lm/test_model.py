@@ -116,7 +116,7 @@ def test_dropout_is_that_of_the_step():
     state, batch = run.init(), Batch(np.zeros((2, 33), np.int32), None)
     loss = jax.jit(lambda number: mean_loss(run.model(state, number), batch, deterministic=False))
     assert loss(1) == loss(1) != loss(2)
-    np.testing.assert_allclose(run.loss(state, batch), mean_loss(run.model(state, 3), batch), rtol=1e-6)
+    np.testing.assert_allclose(run.scores(state, batch)["loss"], mean_loss(run.model(state, 3), batch), rtol=1e-6)
 
 
 def test_flops_of_a_step():

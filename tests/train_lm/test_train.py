@@ -47,8 +47,10 @@ def test_a_run_writes_what_it_says(finished, corpus, capsys):
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["pattern", "params", "steps"]
     windows = load(str(corpus), 32).heldout_windows(4, 32).tokens[:, 1:].astype(np.uint8)
-    expected = [before[-1][2], gzip_bits(windows.reshape(-1)), order0_bits(windows.reshape(-1))]
-    assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-3:] == [f"{bits:.3f}" for bits in expected]
+    found = before[-1][2], gzip_bits(windows.reshape(-1)), order0_bits(windows.reshape(-1))
+    expected = [f"{bits:.3f}" for bits in found]
+    expected.insert(1, "-")  # text has no accuracy
+    assert table[2].split()[0] == TINY["pattern"] and table[2].split()[-4:] == expected
 
 
 def at_row(monkeypatch, number, action):
@@ -440,14 +442,14 @@ def test_tensorboard_that_is_missing(finished, corpus, tmp_path, monkeypatch, ca
 def test_table_is_aligned():
     row = {"step": 10, "loss": 1.0, "seconds": 2.0, "step_ms": 200.0, "heldout_bpb": 1.5}
     results = [
-        report.Result(name, 1234, [{**row, **mfu}], 8, 1_250_000_000, 2.0, 4.0)
-        for name, mfu in (("a", {}), ("bb", {"mfu": 0.5}))
+        report.Result(name, 1234, [{**row, **more}], 8, 1_250_000_000, 2.0, 4.0)
+        for name, more in (("a", {}), ("bb", {"mfu": 0.5, "accuracy": 0.25}))
     ]
     lines = report.table(results).splitlines()
     assert len({len(line) for line in lines}) == 1
-    numbers = ["1,234", "10", "200.0", "40", "-", "1.25", "GB", "1.500", "2.000", "4.000"]
+    numbers = ["1,234", "10", "200.0", "40", "-", "1.25", "GB", "1.500", "-", "2.000", "4.000"]
     assert lines[2].split() == ["a", *numbers]
-    assert lines[3].split() == ["bb", *["50.0%" if number == "-" else number for number in numbers]]
+    assert lines[3].split() == ["bb", *numbers[:4], "50.0%", *numbers[5:8], "25.0%", *numbers[9:]]
 
 
 def test_a_record_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
@@ -476,7 +478,7 @@ def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):
         {"step": i, "seconds": 1e3 * i, "loss": 5 / i, "step_ms": 1.0, "tokens_per_second": 1e6, "mfu": 0.3}
         for i in range(1, 9)
     ]
-    rows[-1]["heldout_bpb"] = 1.0
+    rows[-1] |= {"heldout_bpb": 1.0, "accuracy": 0.5}
     results = [report.Result(pattern, 1, rows, 1, 1, 2.0, 4.0) for pattern in patterns]
     figures = []
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
