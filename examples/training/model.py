@@ -71,6 +71,11 @@ def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> ja
     return scores(model, batch, deterministic)["loss"]
 
 
+def index_loss(model: nnx.Module) -> Any:
+    """The losses of the last call by which layers learn what to choose, all together; 0 where there are none."""
+    return sum(layer.sum() for layer in jax.tree.leaves(nnx.state(model, sl.IndexLoss)))
+
+
 def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[str, jax.Array]:
     """Means over the next bytes that count, float32 scalars.
 

@@ -20,7 +20,7 @@ from sparse_layers.ops.planning.platforms import platform
 from . import checkpoint
 from .config import Config, Refusal
 from .data import Batch, Source
-from .model import build, mean_loss, scores
+from .model import build, index_loss, mean_loss, scores
 from .sharding import SEQUENCES, make_mesh, param_shardings, state_shardings
 
 CHECKPOINTS = "checkpoints"
@@ -151,9 +151,11 @@ class Run(Generic[C]):
         """One optimiser step, the ``number``-th: the new state, and the loss and the gradients' norm before it."""
 
         def loss(params):
-            return mean_loss(self.model({"params": params}, number), batch, deterministic=not self.config.dropout)
+            model = self.model({"params": params}, number)
+            value = mean_loss(model, batch, deterministic=not self.config.dropout)
+            return value + index_loss(model), value
 
-        value, grads = jax.value_and_grad(loss)(state["params"])
+        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, optimizer = self._optimizer.update(grads, state["optimizer"], state["params"])
         new = {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}
         return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
