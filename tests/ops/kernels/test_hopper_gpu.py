@@ -20,7 +20,13 @@ from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
-from sparse_layers.ops.kernels.hopper_gpu.schedule import FIRST_AT_RUN_TIME, TOGETHER, schedule_of
+from sparse_layers.ops.kernels.hopper_gpu.schedule import (
+    FIRST_AT_RUN_TIME,
+    TOGETHER,
+    cut_if_it_pays,
+    makespan,
+    schedule_of,
+)
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
 from sparse_layers.ops.kernels.triton_gpu import chain, launch
 from sparse_layers.ops.planning import platforms
@@ -39,7 +45,7 @@ def launched(monkeypatch):
     found, launch_kernel = [], bridge.call
 
     def call(kernel, *args, **options):
-        found.append(kernel.fn.__name__)
+        found.append(kernel.fn.__name__ + (" of pieces" if args[3]["L"].PIECES else ""))
         if ON_GPU:
             return launch_kernel(kernel, *args, **options)
         return gluon_interpreter.call(kernel, *args, seed=len(found), **options)
@@ -107,6 +113,10 @@ CASES = [
     # An earlier pass has begun the first queries with their sinks, and the others begin here.
     Case("sinks-once", sl.Window(3, 3) | sl.Prefix(20).T & sl.Prefix(9), 200, sinks=True, split=True, shared=True),
     Case("run-time", FEW, 256, 200),
+    # Lists of the first keys, much longer than others, are cut; the last two add to what earlier passes left.
+    Case("cut", sl.Causal() & (sl.Window(9) | sl.Prefix(9)), 900, heads=(8, 1), sizes=(40, 24), batch=1),
+    Case("cut-gathered", sl.preset("sparse_transformer_fixed", stride=32, summary=8), 768, heads=(8, 1), split=True),
+    Case("cut-residues", sl.Window(30, 30) | sl.Strided(2) & sl.Prefix(99), 1024, heads=(8, 1), batch=1, split=True),
 ]
 
 
@@ -120,7 +130,9 @@ def test_values_and_gradients(launched, monkeypatch, case):
 
     monkeypatch.setattr(launch, "call", only_lists)
     cases.check(case, case.call("hopper"))
-    assert {*launched} == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
+    assert ("backward_kernel of pieces" in launched) == case.name.startswith("cut")
+    names = {name.removesuffix(" of pieces") for name in launched}
+    assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
 
 
 def test_passes_that_plain_triton_does_together(launched):
@@ -175,20 +187,18 @@ def test_vmap_and_long_chains(launched):
         (sl.BlockDiagonal(128), 512, ("dkv",), "each key is in one list", {}),
         (sl.Strided(3), 400, ("forward", "dkv"), "stride 3 is no view", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "some queries have no row", {}),
-        # The first keys are seen by all queries, of eight heads.
-        (sl.Window(9) | sl.Prefix(9), 6400, ("dkv",), "lists are not cut", {"heads": (8, 1)}),
-        (sl.Causal(), 2048, ("forward", "dkv"), "lists are not cut", {"processors": 132}),
+        (sl.Causal(), 2048, ("forward",), "lists are not cut", {"processors": 132}),
     ],
 )
 def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, options):
-    options = {"heads": (2, 2), "size": 64, "processors": 5} | options
-    heads, size, processors = (options.pop(name) for name in ("heads", "size", "processors"))
+    options = {"size": 64, "processors": 5} | options
+    size, processors = (options.pop(name) for name in ("size", "processors"))
     monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, processors))
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     plan = sl.make_plan(mask, length, implementation="hopper", **options)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
-    q, kv = (jax.ShapeDtypeStruct((1, length, n, size), jnp.bfloat16) for n in heads)
-    links = chain.groups(call, Operands(q, kv, kv), HopperLink)[0].links
+    q = jax.ShapeDtypeStruct((1, length, 2, size), jnp.bfloat16)
+    links = chain.groups(call, Operands(q, q, q), HopperLink)[0].links
     for kernel in ("forward", "dkv"):
         found = [link.unserved(kernel) for link in links]
         if kernel in kernels:
@@ -320,6 +330,37 @@ def test_schedules(batch, shape, programs, known):
         breaks = int((np.diff(own) < 0).sum())
         assert breaks <= (part.start == first)  # heads in turn; what is left of the first part goes before the rest
         assert all(np.all(np.diff(costs[part][own == x]) <= 0) for x in {*own})
+
+
+@pytest.mark.parametrize("lost", [0, 1e6])
+def test_pieces(lost):
+    """Lists of two key heads, of which the second one has more query heads, and some of these no entries."""
+    counts = np.random.default_rng(0).integers(0, 30, (7, 6))
+    counts[3] = 0
+    counts[2:, 1] += 9000 * (counts[2:, 1] > 0)
+    key_heads, programs, batch = np.array([0, 0, 1, 1, 1, 1, 1]), 5, 3
+    own = key_heads == np.arange(2)[:, None]
+    steps = own @ counts
+    before = np.concatenate([(counts[x].cumsum(0) - counts[x]) for x in own])
+    whole, _ = schedule_of(steps[None], batch, programs)
+    schedule, pieces = cut_if_it_pays(whole, steps, before, key_heads, batch, programs, lost)
+    costs = np.tile(steps.ravel(), batch)
+    if lost:
+        assert pieces is None and schedule is whole
+        return
+    assert pieces is not None and schedule[0] == 0 and sorted(schedule[1:]) == list(range(batch * len(pieces)))
+    walked, found = [np.zeros(n, int) for n in counts.ravel()], []
+    for kv_head, block, first, end, skipped, stop in pieces:
+        assert all(key_heads[first:end] == kv_head)
+        parts = [walked[head * 6 + block] for head in range(first, end)]
+        parts[-1] = parts[-1][:stop]
+        parts[0] = parts[0][skipped:]
+        for part in parts:
+            part += 1
+        found.append(sum(map(len, parts)))
+    assert all(np.all(x == 1) for x in walked)
+    order, least = np.tile(found, batch)[schedule[1:]], costs.sum() / programs
+    assert makespan(order, programs) < 1.1 * least < makespan(costs[whole[1:]], programs)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

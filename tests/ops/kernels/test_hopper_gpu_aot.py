@@ -61,6 +61,8 @@ CASES = [
     Case("causal", sl.Causal()),
     Case("causal-64", sl.Causal(), 64, dtype="float16"),
     Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=8),
+    Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1)),
+    Case("pieces-64", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 64, heads=(8, 2), dtype="float16"),
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
@@ -124,7 +126,7 @@ def test_compiles_without_spills_or_hazards(case):
 
 
 def test_what_jax_is_given():
-    text, asked, kernels = lowered(CASES[3])
+    text, asked, kernels = lowered(next(case for case in CASES if case.name == "chain-sinks"))
     calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
     assert len(calls) == sum(map(len, kernels.values())) == 4  # two passes, forward and backward
     # dq is added to zeros; the second backward pass goes on from dq, dk and dv of the first. All in place.

@@ -1,5 +1,7 @@
 """The backward kernel: an item of work is a key head and a block of 128 keys; it gives dk and dv, and adds to dq.
 
+Where some items would take much longer than others all are cut into pieces, which add to dk and dv in float32.
+
 With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dk = ds^T q, dq = ds k: five products a block.
 Each of two groups of four warps has 64 of the keys, and dk and dv of these in registers. Scores are transposed, keys by
 queries, so that p and ds are left sides as they are; for dq, ds goes through shared memory, where each group multiplies
@@ -51,7 +53,7 @@ class Backward(NamedTuple):
 
     PART: int  # queries of a step; a block of the lists has one or more such parts
     STAGES: int  # parts of q and dout that are held or on their way
-    ADD: bool  # whether dk and dv are added to those of earlier passes
+    ADD: bool  # whether dk and dv are added to what is there
 
 
 @gluon.jit
@@ -66,6 +68,43 @@ def _heads_of(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
+def _piece_of(item, pieces, A: gl.constexpr, L: gl.constexpr):
+    """An item: (batch entry, key head, block, its query heads: the first, the end, and which part of their lists).
+
+    That part begins so many entries into the list of the first one, and ends so many into that of the last one.
+    """
+    if L.PIECES == 0:
+        b, kv_head, block = item_of(item, A.KV_HEADS, L)
+        first_own, end_own = _heads_of(kv_head, A)
+        return b, kv_head, block, first_own, end_own, (0, 0)
+    else:
+        line = pieces + item % L.PIECES * 6
+        part = gl.load(line + 4), gl.load(line + 5)
+        return item // L.PIECES, gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), part
+
+
+@gluon.jit
+def _entries(spans, b, own, block, first_own, end_own, part, A: gl.constexpr, L: gl.constexpr):
+    """What an item has of the list of a query head: (first entry, first masked one, end)."""
+    first, masked_from, end = span_of(spans, b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
+    if L.PIECES > 0:
+        end = gl.where(own + 1 == end_own, first + part[1], end)
+        first = gl.where(own == first_own, first + part[0], first)
+        masked_from = gl.minimum(gl.maximum(masked_from, first), end)
+    return first, masked_from, end
+
+
+@gluon.jit
+def _columns(x, PART: gl.constexpr, SIZE: gl.constexpr):
+    """All columns of a tile of registers, or the first half or the second one."""
+    if x.shape[1] == SIZE:
+        return x
+    else:
+        halves = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, SIZE]), (0, 2, 1)))
+        return halves[PART]
+
+
+@gluon.jit
 def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches k and v of an item, and then q and dout, lse and delta of its queries."""
@@ -73,20 +112,19 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     turn = 0
     item = take(work, schedule, turn, True, L)
     while item >= 0:
-        b, kv_head, block = item_of(item, A.KV_HEADS, L)
+        b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
         for j in gl.static_range(2):
             mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
             fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
         turn += 1
-        first_own, end_own = _heads_of(kv_head, A)
         for own in range(first_own, end_own):
             head = A.FIRST_HEAD + own * A.HEAD_STEP
-            first, _, end = span_of(lists[0], b, head, block, L)
+            first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
             line = b * A.OWN_HEADS + own
             for i in range(first, end):
                 index = gl.load(lists[1] + i)
-                for part in gl.static_range(Q.TILE // F.PART):
-                    row = index * Q.TILE + part * F.PART
+                for each in gl.static_range(Q.TILE // F.PART):
+                    row = index * Q.TILE + each * F.PART
                     slot = n % F.STAGES
                     mbarrier.wait(empty[0].index(slot), (n // F.STAGES & 1) ^ 1)
                     for j in gl.static_range(2):  # q with lse, dout with delta
@@ -191,17 +229,17 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
 
 @gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: gl.constexpr, Q: gl.constexpr,
-              KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+              KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes half of the keys of each item."""
     D: gl.constexpr = A.D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
-    dtype: gl.constexpr = descs[0].dtype
+    WIDTH: gl.constexpr = descs[7].block_shape[-1]
     n = 0
     turn = 0
     item = given(work, turn)
     while item >= 0:
-        b, kv_head, block = item_of(item, A.KV_HEADS, L)
+        b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
         row = block * KV.TILE + GROUP * ROWS
         segment = 0
         if A.SEGMENTED:
@@ -210,26 +248,27 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: 
         dv = gl.zeros([ROWS, D], gl.float32, SUMS)
         for i in gl.static_range(2):
             mbarrier.wait(full[2].index(i), turn & 1)
-        first_own, end_own = _heads_of(kv_head, A)
         for own in range(first_own, end_own):
-            first, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
+            first, masked_from, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
             n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
-            _, masked_from, end = span_of(lists[0], b, A.FIRST_HEAD + late(own) * A.HEAD_STEP, block, L)
+            _, masked_from, end = _entries(lists[0], b, late(own), block, first_own, end_own, part, A, L)
             n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
                                segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
         for i in gl.static_range(2):
             mbarrier.arrive(empty[1].index(i), count=1)
         turn += 1
-        staged = reinterpret(buffers[7].index(late(GROUP)), dtype, descs[7].block_shape, descs[7].layout)
-        for i in gl.static_range(2):
+        staged = reinterpret(buffers[7].index(late(GROUP)), descs[7].dtype, descs[7].block_shape, descs[7].layout)
+        for i in gl.static_range(2 * (D // WIDTH)):
+            found = _columns(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
             tma.store_wait(0)
-            flat(staged, ROWS, D).store((dk if i == 0 else dv).to(dtype))
+            flat(staged, ROWS, WIDTH).store(found.to(descs[7].dtype))
             fence_async_shared()
+            corner = corner_of(b, row, kv_head, i % (D // WIDTH) * WIDTH, DKV, D)
             if F.ADD:
-                add_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
+                add_tile(descs[7 + i // (D // WIDTH)], corner, staged)
             else:
-                store_tile(descs[7 + i], corner_of(b, row, kv_head, 0, KV, D), staged)
+                store_tile(descs[7 + i // (D // WIDTH)], corner, staged)
         item = given(work, turn)
     tma.store_wait(0)
 
@@ -250,16 +289,18 @@ def backward_kernel(
     bits,  # int32 [1 + tiles, KV.TILE, Q.TILE / 32]
     q_segments,
     kv_segments,
+    pieces,  # int32 [PIECES, 6], as `schedule.cut_if_it_pays` makes them; any array if there are none
     before_q,  # dq, dk and dv of earlier passes, whose places the results take; any array where there are none
     before_k,
     before_v,
     dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
-    dk,  # [B, *axes of KV, KV_HEADS, H], a box has half of KV.TILE rows; added to if ADD
-    dv,  # [B, *axes of KV, KV_HEADS, HV], likewise
+    dk,  # [B, *axes of DKV, KV_HEADS, H], a box has half of KV.TILE rows, and of D if it is float32; added to if ADD
+    dv,  # [B, *axes of DKV, KV_HEADS, HV], likewise
     schedule,  # as in `forward_kernel`
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
+    DKV: gl.constexpr,  # of dk and dv: KV, or by row
     L: gl.constexpr,
     F: gl.constexpr,
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
@@ -276,11 +317,11 @@ def backward_kernel(
     descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
     full, empties = (q_full, dout_full, kv_full), (empty, kv_empty)
-    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments
+    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments, pieces
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, full, empties, work, lists, A, Q, KV, L, F)),
-            (_consumer, (1, descs, buffers, full, empties, work, lists, A, Q, KV, L, F)),
+            (_consumer, (0, descs, buffers, full, empties, work, lists, A, Q, KV, DKV, L, F)),
+            (_consumer, (1, descs, buffers, full, empties, work, lists, A, Q, KV, DKV, L, F)),
             (_producer, (descs, buffers, full, empties, work, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],

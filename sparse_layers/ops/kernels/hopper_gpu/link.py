@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import schedule_of
+from .schedule import EXACT, cut_if_it_pays, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -31,8 +31,9 @@ class _Prepared(NamedTuple):
       q, kv: how rows are cut.
       stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
-      read: its arrays from ``before_schedule`` to ``kv_segments``.
+      read: its arrays from ``before_schedule`` to ``kv_segments``, or to ``pieces``.
       programs: how many are started.
+      cut: whether items are pieces, which add to dk and dv.
     """
 
     q: Side
@@ -41,6 +42,7 @@ class _Prepared(NamedTuple):
     constants: dict[str, Any]
     read: list[jax.Array]
     programs: int
+    cut: bool
 
 
 @functools.lru_cache(maxsize=64)
@@ -105,7 +107,7 @@ class HopperLink(Link):
         for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
-        if self._skewed(kernel):
+        if kernel == "forward" and self._skewed():
             return "one list takes longer than all others together on other processors, and lists are not cut there"
         return None
 
@@ -161,11 +163,16 @@ class HopperLink(Link):
         # Results are added in place to what is there: dq in float32, dk and dv if they may be rounded in between.
         dq = jnp.zeros((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
         earlier = [dq if before is None else before.whole()[0].astype(jnp.float32), None, None]
-        adds = before_kv is not None and rounded_kv
-        if before_kv is not None and adds:
-            earlier[1:] = [x.astype(key.dtype) for x in before_kv.whole()]
-        elif not kv.order.complete:
-            earlier[1:] = [jnp.zeros_like(x) for x in (key, value)]
+        there = None if before_kv is None else before_kv.whole()
+        # Pieces are added in float32: to what is there, or where the pass has only some keys to zeros, by row.
+        by_row = own.cut and not kv.order.complete
+        to, exact = (RowOrder(kv.order.rows) if by_row else kv.order), jnp.float32 if own.cut else key.dtype
+        shapes = dq.shape, *((x.shape[0], to.length, *x.shape[2:]) for x in (key, value))
+        adds = own.cut or (there is not None and rounded_kv)
+        if there is not None and adds and not by_row:
+            earlier[1:] = [x.astype(exact) for x in there]
+        elif own.cut or not kv.order.complete:
+            earlier[1:] = [jnp.zeros(shape, exact) for shape in shapes[1:]]
         inputs = [
             self._tiles(query, q.order, settings.PART),
             self._tiles(gradients.dout, q.order, settings.PART),
@@ -176,15 +183,17 @@ class HopperLink(Link):
         ]
         aliases = {len(inputs) + i: i for i, x in enumerate(earlier) if x is not None}
         inputs += [jnp.zeros((1,), jnp.float32) if x is None else x for x in earlier]
-        outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (dq, key, value)]
+        results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, exact, exact), strict=True)]
         outputs = [
-            self._tiles(outputs[0], q.order, settings.PART, 2),
-            *(self._tiles(x, kv.order, settings.PART) for x in outputs[1:]),
+            self._tiles(results[0], q.order, settings.PART, 2),
+            *(self._tiles(x, to, settings.PART, 1 + own.cut) for x in results[1:]),
         ]
-        fixed = {"F": Backward(settings.PART, own.stages, adds)}
+        fixed = {"DKV": views.side_of(to, kv.tile), "F": Backward(settings.PART, own.stages, adds)}
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
-        if before_kv is not None and not adds:
-            dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, before_kv.whole(), strict=True)]
+        if by_row:
+            dkv = [kv.order.scatter(x) for x in dkv]
+        if there is not None and (by_row or not adds):
+            dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, there, strict=True)]
         return Rows(RowOrder(query.shape[1]), (dq,)), Rows(RowOrder(key.shape[1]), tuple(dkv))
 
     @functools.cached_property
@@ -214,37 +223,45 @@ class HopperLink(Link):
         """[B, heads, length] by token -> [B, heads, rows of whole tiles] by row, ``fill`` where there is no token."""
         return side.order.gather(x.swapaxes(1, 2), side.blocks * side.block, fill).swapaxes(1, 2)
 
-    def _work(self, kernel: str) -> tuple[Side, Side, Lists, Any]:
-        """(how queries are cut, and keys, the lists, the steps of each item [LB, heads, blocks])."""
+    def _work(self, kernel: str) -> tuple[Side, Side, Lists, Any, Any]:
+        """(how queries are cut, and keys, the lists, and by them what `_steps` says, for items [LB, heads, blocks])."""
         dkv, (rows, block) = kernel == "dkv", self._blocks(kernel)
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
         lists = self._lists(major, minor, dkv) if self.also is None else _of_both(self.passes, self.also.passes, q, kv)
-        steps, _ = self._steps([(minor, lists)], dkv, 1)
-        return q, kv, lists, steps.reshape(len(steps), -1, major.blocks)
+        steps, before = self._steps([(minor, lists)], dkv, 1)
+        return q, kv, lists, steps.reshape(len(steps), -1, major.blocks), before
 
-    def _skewed(self, kernel: str) -> bool:
-        """Whether the longest item takes much longer than a processor's share of all, if that is known beforehand."""
+    def _skewed(self) -> bool:
+        """Whether the longest item forward takes much longer than a processor's share of all, if known beforehand."""
         device, operands = launch.device(), self.operands
         assert isinstance(device, launch.Device)
         if not all(x is None for x in (operands.segments, operands.mask, operands.chosen)):
             return False
-        steps = self._work(kernel)[-1]
+        steps = self._work("forward")[3]
         share = steps.sum() / len(steps) * operands.query.shape[0] / device.processors
         return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
 
     def _prepared_for(self, kernel: str) -> _Prepared:
         device = launch.device()
         assert isinstance(device, launch.Device) and self._size is not None
-        operands, (q, kv, lists, steps) = self.operands, self._work(kernel)
-        found = lists.lists
-        schedule, programs = schedule_of(steps, operands.query.shape[0], device.processors)
+        operands, (q, kv, lists, steps, before) = self.operands, self._work(kernel)
+        found, batch = lists.lists, operands.query.shape[0]
+        schedule, programs = schedule_of(steps, batch, device.processors)
+        pieces = None
+        if kernel == "dkv" and isinstance(schedule, np.ndarray) and len(steps) == 1:
+            key_heads = self._jobs(True, 1)[1].argmax(0)
+            keys = operands.key.shape[1] * operands.key.shape[2]
+            lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / device.processors
+            schedule, pieces = cut_if_it_pays(schedule, steps[0], before[0], key_heads, batch, device.processors, lost)
+            programs = min(device.processors, max(1, len(schedule) - 1))
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
             segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
         chosen_by = found.block if found.chosen_by is None else found.chosen_by
-        read = schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments
+        read: list[Any] = [schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments]
+        read += [found.spans if pieces is None else pieces] if kernel == "dkv" else []
         arrays = Arrays(
             HEADS=operands.query.shape[2],
             KV_HEADS=operands.key.shape[2],
@@ -257,11 +274,12 @@ class HopperLink(Link):
             SEGMENTED=operands.segments is not None,
         )
         batches, kinds = found.spans.shape[:2]
-        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, lists.chosen)
+        number = 0 if pieces is None else len(pieces)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         stages = settings.stages_of("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs)
+        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs, number > 0)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
         schedule = own.read[0]  # whose first number the programs count up

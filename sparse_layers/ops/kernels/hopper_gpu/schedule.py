@@ -3,19 +3,32 @@
 An item is a head and a block, numbered ``(batch entry * heads + head) * blocks + block``. Heads come one after the
 other, two at a time, for their keys stay in the cache then; of these, long items come first. Who is done takes the next
 one, from a counter in memory, so it does not matter how long an item takes in fact.
+
+Keys that everybody attends to have lists much longer than the rest, and the more so the more query heads share a key
+head. Where all would wait for them, the backward kernel's items are pieces: a key head, a block, and some entries of
+the lists of its query heads, one list after the other.
 """
 
+import heapq
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-# Heads that are worked on together. On an H200, 2 were as fast as 1 and 4; all heads at once took 8 to 20 % longer.
+from ..triton_gpu.work import LEAST_STEPS, cut
+
+# Heads that are worked on together; of pieces, query heads. On an H200, 2 were as fast as 1 and 4; all heads at once
+# took 8 to 20 % longer.
 TOGETHER = 2
-# Keys that everybody attends to have lists much longer than the rest, and all would wait for the last of them. So what
-# takes longer than this part of a program's share of all comes first, of whatever head: global columns took 24 % less
-# in the backward pass. Others had better not: 8 of each two heads cost random blocks and documents 3 to 4 %.
+# So that not all wait for the last of them, what takes longer than this part of a program's share of all comes first,
+# of whatever head: global columns took 24 % less in the backward pass. Others had better not: 8 of each two heads cost
+# random blocks and documents 3 to 4 %. Pieces take no longer than that.
 LONG = 1 / 8
+# Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2. If
+# the pass has only some keys, XLA adds them to the rest. The latter and the former take about as long as so many
+# steps of a program for each block of keys that there is.
+EXACT = 1, 4
 # Of lists that are known at run time only, so many of the heads that go together come first.
 FIRST_AT_RUN_TIME = 4
 
@@ -39,3 +52,59 @@ def schedule_of(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
     order = xp.concatenate([order[:, :first].ravel(), order[:, first:].ravel()])
     order = order[order < items] if xp is np else order[:items]
     return xp.concatenate([np.zeros(1, np.int32), order.astype(np.int32)]), max(1, min(programs, items))
+
+
+def makespan(costs: Iterable[float], programs: int) -> float:
+    """How long so many programs take, who take what is next when they are done."""
+    done = [0.0] * programs
+    for cost in costs:
+        heapq.heapreplace(done, done[0] + cost)
+    return max(done)
+
+
+def cut_if_it_pays(
+    schedule: np.ndarray,
+    steps: np.ndarray,
+    before: np.ndarray,
+    key_heads: np.ndarray,
+    batch: int,
+    programs: int,
+    lost: float,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """A schedule of the same work in pieces, and these, if that takes less time; else the schedule and None.
+
+    A piece is int32 [6]: its key head and block; its query heads, numbered as the pass has them, the first and the end;
+    its first entry in the list of the first of them, and its end in that of the last. Piece p of batch entry b is the
+    item ``b * pieces + p``.
+
+    Args:
+      schedule: of whole items, as `schedule_of` makes it.
+      steps: of each block, integers [key heads, blocks], alike for all batch entries.
+      before: of these, the steps that come before those of a query head, [query heads, blocks].
+      key_heads: of each query head, [query heads], ascending.
+      batch: number of batch entries.
+      programs: how many can run at the same time.
+      lost: how many steps pieces cost each of them beside their own.
+    """
+    share = steps.sum() * batch / programs
+    if steps.max(initial=0) <= max(LEAST_STEPS, LONG * share):
+        return schedule, None
+    number = np.ceil(steps.reshape(1, -1) / max(LEAST_STEPS, LONG * share)).astype(np.int64)
+    found = cut(steps.reshape(1, -1), number)
+    assert found is not None
+    job, begin, end = found.work[:, 0].T
+    key_head, block = np.divmod(job, steps.shape[1])
+    passed, own = before[:, block].T, key_heads == key_head[:, None]
+
+    def head_of(entry: np.ndarray) -> np.ndarray:
+        return np.where(own & (passed <= entry[:, None]), np.arange(len(key_heads)), 0).max(1)
+
+    first, last = head_of(begin), head_of(end - 1)
+    at = np.arange(len(job))
+    pieces = np.stack([key_head, block, first, last + 1, begin - passed[at, first], end - passed[at, last]], axis=1)
+    costs, whole = end - begin, np.tile(steps.ravel(), batch)[schedule[1:]]
+    order = np.lexsort((-costs, first // TOGETHER)) + len(job) * np.arange(batch)[:, None]
+    ours = makespan(np.tile(costs, batch)[order.ravel()], programs)
+    if ours + lost + LEAST_STEPS > makespan(whole, programs):
+        return schedule, None
+    return np.concatenate([schedule[:1], order.ravel()]).astype(np.int32), pieces.astype(np.int32)

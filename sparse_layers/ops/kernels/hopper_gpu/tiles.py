@@ -47,7 +47,8 @@ class Walk(NamedTuple):
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
     BLOCKS: int  # of the major side
-    ITEMS: int  # of work: heads of all batch entries times blocks
+    ITEMS: int  # of work: heads of all batch entries times blocks, or pieces of such
+    PIECES: int  # of a batch entry; 0 if nothing is cut
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
 
