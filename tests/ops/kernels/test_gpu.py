@@ -33,12 +33,12 @@ def test_presets(name, size, implementation, dtype):
 
 
 def check_twice(case, implementation="triton"):
-    """Asserts that the answers are right, and the same to the bit in a second run; but for sums without an order."""
+    """Asserts that answers are right, and the same to the bit in a second run; but for gradients summed in any order."""
     answers = case.call(implementation)
     check(case, answers)
     again = case.call(implementation)
     for key, value in answers.items():
-        if implementation == "triton" or key != "dq":
+        if implementation == "triton" or key not in ("dq", "dk", "dv"):
             np.testing.assert_array_equal(np.asarray(value), np.asarray(again[key]))
 
 
