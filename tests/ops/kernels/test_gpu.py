@@ -33,7 +33,7 @@ def test_presets(name, size, implementation, dtype):
 
 
 def check_twice(case, implementation="triton"):
-    """Asserts that answers are right, and the same to the bit in a second run; but for gradients summed in any order."""
+    """Asserts that answers are right, and the same to the bit in a second run; but for sums that have no order."""
     answers = case.call(implementation)
     check(case, answers)
     again = case.call(implementation)
