@@ -10,6 +10,7 @@ from .masks import Blocks as Blocks
 from .masks import Causal as Causal
 from .masks import ColumnMajor as ColumnMajor
 from .masks import Columns as Columns
+from .masks import Compressed as Compressed
 from .masks import Empty as Empty
 from .masks import Full as Full
 from .masks import Global as Global
@@ -38,6 +39,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
     from .modules import IndexLoss as IndexLoss
+    from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
@@ -65,6 +67,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.planning.selection import mean_pool_blocks as mean_pool_blocks
     from .ops.planning.selection import top_k_blocks as top_k_blocks
     from .scorers import MSA as MSA
+    from .scorers import NSA as NSA
     from .scorers import InfLLM as InfLLM
     from .scorers import MoBA as MoBA
     from .scorers import Scorer as Scorer
@@ -83,6 +86,7 @@ _AT_FIRST_USE = {
         "AttentionFn",
         "Decoder",
         "IndexLoss",
+        "NativeSparseAttention",
         "Rope",
         "SparseCrossAttention",
         "SparseSelfAttention",
@@ -107,7 +111,7 @@ _AT_FIRST_USE = {
     "ops.planning.params": ("BwdParams", "FwdParams"),
     "ops.planning.plan": ("Plan", "make_plan"),
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
-    "scorers": ("InfLLM", "MSA", "MoBA", "Scorer"),
+    "scorers": ("MSA", "NSA", "InfLLM", "MoBA", "Scorer"),
     "tools.describe": ("describe",),
     "tools.pictures": ("draw", "grid_picture", "picture"),
     "tools.tuning": ("Tuned", "load_tuned", "tune"),

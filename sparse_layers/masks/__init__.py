@@ -28,6 +28,7 @@ from .presets import presets as presets
 from .primitives import BlockDiagonal as BlockDiagonal
 from .primitives import Causal as Causal
 from .primitives import Columns as Columns
+from .primitives import Compressed as Compressed
 from .primitives import Empty as Empty
 from .primitives import Full as Full
 from .primitives import Global as Global

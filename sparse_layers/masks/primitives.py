@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from .algebra import BEYOND, EMPTY, FULL, UNSURE, Mask, graded, set_integers
+from .algebra import BEYOND, EMPTY, FARTHEST, FULL, UNSURE, Mask, graded, set_integers
 
 MOST_DRAWS = 1 << 15  # of a row of `Random`
 Draws = Annotated[int, 0, MOST_DRAWS]
@@ -81,6 +81,54 @@ class Causal(Mask):
 
     def grade(self, q0, q1, k0, k1):
         return graded(k0 <= q1, k1 <= q0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed(Mask):
+    """``k * stride + size <= q + 1``: key k stands for ``size`` tokens from token ``k * stride`` on, all of the past.
+
+    For T queries and the ``(T - size) // stride + 1`` keys that windows of them are compressed to. The first
+    ``size - 1`` queries see nothing.
+
+    Args:
+      size: tokens in a window.
+      stride: tokens between the beginnings of two windows.
+
+    Raises:
+      ValueError: a number that is no integer from 1 to 2**30.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> print(sl.picture(sl.Compressed(size=4, stride=2), 8, 3))
+      · · ·
+      · · ·
+      · · ·
+      ■ · ·
+      ■ · ·
+      ■ ■ ·
+      ■ ■ ·
+      ■ ■ ■
+
+    References:
+      Yuan et al. 2025, "Native Sparse Attention" (arXiv 2502.11089), equation 7.
+    """
+
+    size: int
+    stride: int
+
+    def __post_init__(self):
+        set_integers(self, 1, "size", "stride", most=FARTHEST)  # q + stride is computed in int32
+
+    def __call__(self, q, k):
+        return k < self._seen(q)
+
+    def grade(self, q0, q1, k0, k1):
+        return graded(k0 < self._seen(q1), k1 < self._seen(q0))
+
+    def _seen(self, q):
+        """Keys that a query sees, or a number below 0: one quotient a position, of a number that is not negative."""
+        whole = -(-self.size // self.stride)
+        return (q + 1 + whole * self.stride - self.size) // self.stride - (whole - 1)
 
 
 @dataclasses.dataclass(frozen=True)

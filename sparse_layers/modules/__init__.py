@@ -11,5 +11,6 @@ from .generate import generate as generate
 from .loading.dense import from_linen as from_linen
 from .loading.dense import from_nnx as from_nnx
 from .loading.gpt2 import from_gpt2 as from_gpt2
+from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .rope import Rope as Rope
 from .transformer import SparseTransformer as SparseTransformer

@@ -29,12 +29,42 @@ from .settings import (
 from .step import Extras, attention_step, check_inputs
 
 
-def check_cache(cache: Any) -> None:
-    """Raises TypeError for what is no `KVCache`."""
-    if not isinstance(cache, KVCache):
+def check_step(inputs: Any, features: int, cache: Any, kind: type[Any], ours: Mapping[str, Any]) -> None:
+    """Refuses a step of decoding with other inputs than [B, features], or with the cache of another layer.
+
+    Args:
+      inputs, cache: of the step.
+      features: of the layer's input.
+      kind: the class of the layer's caches, which have ``batch``, the number of sequences.
+      ours: what the cache's attributes must be.
+
+    Raises:
+      ValueError, TypeError: see `SparseSelfAttention.decode_step`.
+    """
+    shape = f"[B, {features}], one token a sequence"
+    check_features("inputs", inputs, shape, features)
+    if not isinstance(cache, kind):
         raise TypeError(
-            f"cache must be the KVCache of prefill or of the step before, got {type(cache).__name__}: {cache!r}"
+            f"cache must be the {kind.__name__} of prefill or of the step before, got {type(cache).__name__}: {cache!r}"
         )
+    if inputs.ndim != 2 or len(inputs) != cache.batch:
+        raise ValueError(f"inputs must have shape {shape} of the cache's {cache.batch}, got {inputs.shape}")
+    for name, value in ours.items():
+        if getattr(cache, name) != value:
+            raise ValueError(f"cache is that of another layer: {name} is {getattr(cache, name)}, not {value}")
+
+
+def checked_prompts(inputs: jax.Array, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    """Prompts without what stands in their padding, and their lengths, int32 [B].
+
+    Raises:
+      ValueError: see `SparseSelfAttention.prefill`.
+    """
+    if inputs.ndim != 3:
+        raise ValueError(f"inputs must have shape [B, T, {inputs.shape[-1]}], got {inputs.shape}")
+    lengths = checked_lengths(lengths, *inputs.shape[:2])
+    # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+    return jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0), lengths
 
 
 def _refuse_decode(decode: bool | None) -> None:
@@ -363,11 +393,7 @@ class SparseSelfAttention(SparseAttention):
           TypeError: as a call's.
         """
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection)
-        if inputs.ndim != 3:
-            raise ValueError(f"inputs must have shape [B, T, {self.in_features}], got {inputs.shape}")
-        lengths = checked_lengths(lengths, *inputs.shape[:2])
-        # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-        inputs = jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0)
+        inputs, lengths = checked_prompts(inputs, lengths)
         query, key, value = self._heads(inputs)
         index = self._index(inputs)
         if index is not None:
@@ -406,16 +432,9 @@ class SparseSelfAttention(SparseAttention):
           TypeError: inputs that are no array, or a cache or selection that is none.
           NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
-        shape = f"[B, {self.in_features}], one token a sequence"
-        check_features("inputs", inputs, shape, self.in_features)
-        check_cache(cache)
-        if inputs.ndim != 2 or len(inputs) != len(cache.keys[0]):
-            raise ValueError(f"inputs must have shape {shape} of the cache's {len(cache.keys[0])}, got {inputs.shape}")
         fn = self.attention_fn.fn
         ours = {"masks": fn.masks, "selection": fn.selection, "seq_len": fn.seq_len, "num_heads": self.num_heads}
-        for name, value in (ours | {"num_kv_heads": self.num_kv_heads}).items():
-            if getattr(cache, name) != value:
-                raise ValueError(f"cache is that of another layer: {name} is {getattr(cache, name)}, not {value}")
+        check_step(inputs, self.in_features, cache, KVCache, ours | {"num_kv_heads": self.num_kv_heads})
         position = checked_positions(position, len(inputs), self.seq_len)
         query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], position[:, None]))
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}

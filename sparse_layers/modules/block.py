@@ -10,8 +10,10 @@ from flax.typing import Dtype
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
-from .attention import SparseSelfAttention, check_cache
+from ..scorers import as_nsa
+from .attention import SparseSelfAttention
 from .attention_fn import Pattern
+from .native_sparse_attention import NativeSparseAttention
 from .rope import Rope
 from .settings import AttentionOptions, check_features, check_order, check_settings, check_stream
 
@@ -29,7 +31,7 @@ class SparseTransformerBlock(nnx.Module):
     Args:
       num_heads: number of query heads.
       features: features F of the residual stream.
-      pattern, seq_len: see `SparseSelfAttention`.
+      pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, makes the attention `NativeSparseAttention`.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
       mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
@@ -113,7 +115,9 @@ class SparseTransformerBlock(nnx.Module):
         out_init = nnx.initializers.variance_scaling(1 / (2 * num_layers), "fan_in", "truncated_normal")
         hidden = 4 * features if mlp_features is None else mlp_features
         self.attention_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
-        self.attention = SparseSelfAttention(
+        # Which arguments a layer of attention has, it says itself.
+        layer: Any = SparseSelfAttention if as_nsa(pattern) is None else NativeSparseAttention
+        self.attention = layer(
             num_heads,
             features,
             pattern=pattern,
@@ -174,7 +178,6 @@ class SparseTransformerBlock(nnx.Module):
     ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
         check_input(self.features, x, shape="[B, {}]")
-        check_cache(cache)
         attended, cache = self.attention.decode_step(self.attention_norm(x), cache, position, selection=selection)
         return _rest(self, x, attended, True), cache
 

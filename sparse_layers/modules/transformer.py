@@ -15,7 +15,7 @@ from flax.typing import Dtype
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
-from ..scorers import masks_and_scorer
+from ..scorers import as_nsa, masks_and_scorer
 from .attention_fn import Pattern, Patterns
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
@@ -40,7 +40,8 @@ def _of_layers(
             f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
         )
     for pattern in layers:
-        masks_and_scorer(pattern, selection, [seq_len], "patterns")
+        if as_nsa(pattern) is None:
+            masks_and_scorer(pattern, selection, [seq_len], "patterns")
     return layers
 
 

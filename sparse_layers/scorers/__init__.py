@@ -10,6 +10,7 @@ from ..ops.planning.mask_info import masks_for
 from ..ops.planning.plan import is_causal
 from .base import Scorer as Scorer
 from .methods import MSA as MSA
+from .methods import NSA as NSA
 from .methods import InfLLM as InfLLM
 from .methods import MoBA as MoBA
 
@@ -33,6 +34,20 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
     return found
 
 
+def as_nsa(pattern: Any) -> NSA | None:
+    """The sizes of native sparse attention, if a pattern is `NSA`, by itself or by name; None for all others.
+
+    Raises:
+      ValueError: an unknown option, or a value that is refused.
+
+    Example:
+      >>> as_nsa("nsa:count=8").count, as_nsa("causal")
+      (8, None)
+    """
+    scorer = Scorer.named(pattern) if isinstance(pattern, str) else pattern
+    return scorer if isinstance(scorer, NSA) else None
+
+
 def masks_and_scorer(
     pattern: Any, selection: Any, lengths: Sequence[int], name: str = "pattern"
 ) -> tuple[tuple[Mask, ...], Scorer | None]:
@@ -45,8 +60,8 @@ def masks_and_scorer(
       name: of the pattern, in errors.
 
     Raises:
-      ValueError, TypeError: see `masks_for` and `as_scorer`; or two scorers, one for a pattern that is not causal, or
-        one where queries and keys are of different sequences.
+      ValueError, TypeError: see `masks_for` and `as_scorer`; or two scorers, one for a pattern that is not causal,
+        one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a scorer.
     """
     scorer = as_scorer(selection)
     own = Scorer.named(pattern) if isinstance(pattern, str) else pattern
@@ -54,6 +69,11 @@ def masks_and_scorer(
         if scorer is not None:
             raise ValueError(f"{name}={pattern!r} chooses blocks by itself: selection must be None, got {selection!r}")
         pattern, scorer = Causal(), own
+    if isinstance(scorer, NSA):
+        raise ValueError(
+            f"{name}: {scorer} chooses by keys that only a layer of its own has: give it to NativeSparseAttention, or "
+            "as the pattern to SparseTransformerBlock or SparseTransformer"
+        )
     masks = masks_for(pattern, *lengths, name=name)
     if scorer is not None and not (len(lengths) == 1 and all(is_causal(mask, lengths[0]) for mask in masks)):
         raise ValueError(f"{name}: {scorer} chooses among blocks of the past, so it must be causal, got {pattern!r}")

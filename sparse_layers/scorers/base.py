@@ -125,7 +125,7 @@ class Scorer(abc.ABC):
         Args:
           query: [B, R, N, H].
           pooled: [B, W, K, H], of all windows that are full.
-          seen: bool [B or 1, R, W]: whether a window lies in the query's past, and its last key in its document.
+          seen: bool [B or 1, R, W]: whether a window lies in the query's past, and all of it in its document.
           scale: factor of the logits of the attention.
 
         Returns:
@@ -173,6 +173,8 @@ class Scorer(abc.ABC):
         key: jax.Array,
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         scale: float | None = None,
+        *,
+        pooled: jax.Array | None = None,
     ) -> Selection:
         """The blocks that each query of a sequence chooses.
 
@@ -181,6 +183,7 @@ class Scorer(abc.ABC):
           key: [B, T, K, H].
           segment_ids: int [B, T], or a pair of those for queries and keys, as of `block_sparse_attention`.
           scale: as there.
+          pooled: [B, windows, K, H], what is scored of the windows, where a layer has learnt it; None for `pool`.
 
         Returns:
           A `Selection` of ids [B, T, N or K, count].
@@ -192,7 +195,7 @@ class Scorer(abc.ABC):
             of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
             # Padding may hold anything, NaN too, and one makes a mean of it.
             start, key = jax.vmap(_first_tokens)(of_queries), jnp.where(of_keys[..., None, None] < 0, 0, key)
-        pooled = self.pool(key)
+        pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         each = 4 * max(1, batch) * heads * max(pooled.shape[1], -(-length // self.block))
         rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
@@ -230,9 +233,9 @@ class Scorer(abc.ABC):
           ids [B, R, G, count].
         """
         blocks, (size, stride) = -(-length // self.block), self.window
-        last, at, start = jnp.arange(pooled.shape[1]) * stride + size - 1, at[..., None], start[..., None]
+        begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = self.scores(query, pooled, (last <= at) & (last >= start), factor)[..., :blocks]
+        scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
         missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         own, lowest, block = at // self.block, start // self.block, np.arange(blocks)

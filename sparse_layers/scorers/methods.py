@@ -101,7 +101,44 @@ class MSA(Scorer, name="msa"):
 
 
 @dataclasses.dataclass(frozen=True)
-class InfLLM(Scorer, name="infllm"):
+class _Windowed(Scorer):
+    """Methods that score windows of keys, which overlap, by the attention that the heads of a key head pay to them."""
+
+    block: int = 64
+    first: int = 1
+    pool_size: int = 32
+    pool_stride: int = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        name = type(self).__name__
+        for field in ("pool_size", "pool_stride"):
+            checked(f"{name}: {field}", getattr(self, field), Positive)
+        if self.pool_size > self.count * self.block:
+            raise ValueError(f"{name}: pool_size must be at most count * block, got {self.pool_size}")
+        for field in ("pool_size", "block"):
+            if getattr(self, field) % self.pool_stride:
+                raise ValueError(
+                    f"{name}: pool_stride must divide {field}={getattr(self, field)}, got {self.pool_stride}"
+                )
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.pool_size, self.pool_stride
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Windows that begin before a block and end in it, and windows that begin in it."""
+        return self.pool_size // self.pool_stride - 1, self.block // self.pool_stride
+
+    def weights(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+        """``sum(softmax(scale * q[h] . pooled) for h)`` of the heads of a key head: [B, R, K, W]."""
+        logits = products(query, pooled) * scale
+        return jax.nn.softmax(logits, axis=-1, where=seen[:, :, None, None]).sum(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLM(_Windowed, name="infllm"):
     """InfLLM-V2: the query heads of a key head look at the blocks with the keys that they would attend to most.
 
     Keys are pooled: ``c[w] = mean(k[16 w : 16 w + 32])``. Each query head h of a key head attends to what is in its
@@ -127,36 +164,63 @@ class InfLLM(Scorer, name="infllm"):
       Zhao et al. 2025, "InfLLM-V2: Dense-Sparse Switchable Attention" (arXiv 2509.24663).
     """
 
-    block: int = 64
     count: int = 64
-    first: int = 1
     local: int = 32
     dense_below: int = 8192
-    pool_size: int = 32
-    pool_stride: int = 16
-
-    def __post_init__(self):
-        super().__post_init__()
-        for field in ("pool_size", "pool_stride"):
-            checked(f"InfLLM: {field}", getattr(self, field), Positive)
-        if self.pool_size > self.count * self.block:
-            raise ValueError(f"InfLLM: pool_size must be at most count * block, got {self.pool_size}")
-        for field in ("pool_size", "block"):
-            if getattr(self, field) % self.pool_stride:
-                raise ValueError(
-                    f"InfLLM: pool_stride must divide {field}={getattr(self, field)}, got {self.pool_stride}"
-                )
-
-    @property
-    def window(self) -> tuple[int, int]:
-        return self.pool_size, self.pool_stride
 
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-        logits = products(query, pooled) * scale
-        weights = jax.nn.softmax(logits, axis=-1, where=seen[:, :, None, None]).sum(3)
-        # Windows that meet a block begin in it, or before it and end in it.
-        before, inside = self.pool_size // self.pool_stride - 1, self.block // self.pool_stride
-        ends = [(0, 0)] * 3 + [(before, inside - 1)]
+        before, inside = self.strides
+        weights, ends = self.weights(query, pooled, seen, scale), [(0, 0)] * 3 + [(before, inside - 1)]
         return jax.lax.reduce_window(
             weights, -jnp.inf, jax.lax.max, (1, 1, 1, before + inside), (1, 1, 1, inside), ends
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class NSA(_Windowed, name="nsa"):
+    """Native sparse attention: what queries choose, as the pattern of `NativeSparseAttention`, and the sizes of it.
+
+    Keys c[w] of windows ``16 w .. 16 w + 31`` are compressed by that layer. Each query head h of a key head attends to
+    those in its past, ``p[h] = softmax(scale * q[h, t] . c)``; a stretch of 16 keys is worth what goes to the windows
+    that hold it, and a block what its stretches are worth: ``sum(p[h, 4 j + m - n] for h, m in 0..3, n in 0..1)`` for
+    block j of 64 keys. So a window counts by how much of it lies in the block. (The paper's equation 9 counts blocks
+    and windows from 1, whence its ``- m``.) The first block and two local ones are always chosen.
+
+    Args:
+      block, count, first, local, dense_below: see `Scorer`.
+      pool_size: keys in a window, at most count * block.
+      pool_stride: keys between the beginnings of two windows; divides pool_size and block.
+      sliding: keys of the third branch, the sliding window, the query's own among them.
+
+    Raises:
+      ValueError: see `Scorer`; a pool_size that is too large, or a pool_stride that does not divide; a sliding window
+        of no key.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> from flax import nnx
+      >>> layer = sl.NativeSparseAttention(2, 8, pattern=sl.NSA(count=8), seq_len=1024, rngs=nnx.Rngs(0))
+      >>> layer.pattern.window, layer.pattern.chooses(512), layer.pattern.chooses(1024)
+      ((32, 16), False, True)
+
+    References:
+      Yuan et al. 2025, "Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention" (arXiv
+      2502.11089).
+    """
+
+    local: int = 2
+    sliding: int = 512
+
+    def __post_init__(self):
+        super().__post_init__()
+        checked("NSA: sliding", self.sliding, Positive)
+
+    def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+        before, inside = self.strides
+
+        def sums(x: jax.Array, size: int, step: int, ends: tuple[int, int]) -> jax.Array:
+            shape, every = (1, 1, 1, size), (1, 1, 1, step)
+            return jax.lax.reduce_window(x, 0.0, jax.lax.add, shape, every, [(0, 0)] * 3 + [ends])
+
+        stretches = sums(self.weights(query, pooled, seen, scale), before + 1, 1, (before, before))
+        return sums(stretches, inside, inside, (0, inside - 1))

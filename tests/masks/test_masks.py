@@ -24,6 +24,10 @@ COMPUTABLE = {
     "window, open right": sl.Window(4, None),
     "window, open": sl.Window(None, None),
     "window, self": sl.Window(0),
+    "compressed": sl.Compressed(8, 4),
+    "compressed, apart": sl.Compressed(3, 5),
+    "compressed, ragged": sl.Compressed(7, 3),
+    "compressed, one": sl.Compressed(1, 1),
     "strided": sl.Strided(5),
     "strided 1": sl.Strided(1),
     "block diagonal": sl.BlockDiagonal(6),
@@ -75,6 +79,7 @@ primitives = st.one_of(
     st.sampled_from([sl.Full(), sl.Empty(), sl.Causal(), sl.LogSparse(), sl.Array(ARRAY), TABLES["mask_mod"]]),
     st.builds(sl.Window, st.none() | st.integers(0, 20), st.none() | st.integers(0, 20)),
     st.builds(sl.Strided, sizes),
+    st.builds(sl.Compressed, sizes, sizes),
     st.builds(sl.BlockDiagonal, sizes),
     st.tuples(sizes, sizes, sizes).map(lambda t: sl.Columns(sum(t), t[0], t[0] + t[1])),
     st.builds(sl.Prefix, st.integers(0, 20)),
@@ -209,6 +214,15 @@ def test_blocks_repeat_the_mask_of_blocks(block):
 def test_shifted_moves_along_the_diagonal():
     np.testing.assert_array_equal(sl.Shifted(sl.Prefix(5), 3).dense(8), sl.Prefix(2).dense(8))
     np.testing.assert_array_equal(sl.Shifted(sl.LogSparse().T, 3).dense(8), sl.LogSparse().T.dense(11)[3:, 3:])
+
+
+@pytest.mark.parametrize("size, stride", [(32, 16), (5, 3), (3, 5), (1, 1), (2, 9)])
+def test_compressed_keys_are_seen_when_their_windows_are_past(size, stride):
+    q, k = np.mgrid[:90, :20]
+    np.testing.assert_array_equal(sl.Compressed(size, stride).dense(90, 20), k * stride + size - 1 <= q)
+    far = np.int32(2**30 - 1)  # in kernels' integers
+    last = np.int32((far + 1 - size) // stride)
+    assert sl.Compressed(size, stride)(far, last) and not sl.Compressed(size, stride)(far, last + np.int32(1))
 
 
 def test_a_mask_is_no_truth_value():

@@ -22,6 +22,10 @@ def cross(*sizes, **options):
     return sl.SparseCrossAttention(*(sizes or (N, F)), **settings)
 
 
+def native(*sizes, **options):
+    return sl.NativeSparseAttention(*(sizes or (N, F)), **{"seq_len": T, "rngs": nnx.Rngs(0)} | options)
+
+
 def block(*sizes, **options):
     return sl.SparseTransformerBlock(
         *(sizes or (N, F)), **{"pattern": MASK, "seq_len": T, "rngs": nnx.Rngs(0)} | options
@@ -62,12 +66,13 @@ def step_of(*sizes, dtype=float, caches=None):
 
 
 def names():
-    makers = (attention, cross, block, model, linen_attention, linen_cross, linen_block, foreign, step_of)
+    makers = (attention, cross, native, block, model, linen_attention, linen_cross, linen_block, foreign, step_of)
     cache = sl.KVCache.empty(MASK, T, batch=2, num_heads=N, head_size=F // N)
     return {maker.__name__: maker for maker in makers} | {
         "layer": attention(),
         "crossing": cross(),
         "y": jnp.ones((2, 12, F)),
+        "a_native": native(),
         "a_block": block(),
         "a_model": model(),
         "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
@@ -258,6 +263,26 @@ SETTINGS = [
     ("linen_attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown", "'num_experts'", "mean 'num_heads'?"),
     ("linen_attention(in_features=16)", TypeError, "SparseSelfAttention: unknown", "'in_features'", "'qkv_features'"),
     ("linen_block(patterns=mask)", TypeError, "SparseTransformerBlock: unknown", "'patterns'", "mean 'pattern'?"),
+    # native sparse attention
+    ("native('4', 16)", ValueError, "num_heads", "got '4'", INTEGER),
+    ("native(num_kv_heads=3)", ValueError, "num_kv_heads=3", "num_heads=4", "must divide"),
+    ("native(seq_len=0)", ValueError, "seq_len", "got 0", INTEGER),
+    ("native(pattern=mask)", ValueError, "pattern", "got Causal()", "must be NSA"),
+    ("native(pattern='moba')", ValueError, "pattern", "got 'moba'", "must be NSA"),
+    ("native(pattern='nsa:cont=8')", ValueError, "scorer 'nsa'", "'cont'", "did you mean 'count'?"),
+    ("native(pattern='nsa:count=2')", ValueError, "NSA: count", "got count=2", "at least first + local"),
+    ("native(head_dim=3, rope_theta=9.0)", ValueError, "rope=Rope(theta=9.0", "got 3", "2 must divide head_dim"),
+    ("native(rope=sl.Rope(), rope_theta=9.0)", ValueError, "rope_theta=9.0", "Rope(theta=10000.0", "must be None"),
+    ("native(implementation='fast')", ValueError, "implementation", "'fast'", "Known: "),
+    ("native(use_sinks=True)", TypeError, "NativeSparseAttention: unknown argument", "'use_sinks'", "Known: "),
+    ("native(rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
+    ("sl.NSA(sliding=0)", ValueError, "NSA: sliding", "got 0", INTEGER),
+    ("sl.NSA(pool_stride=24)", ValueError, "NSA: pool_stride", "got 24", "must divide pool_size=32"),
+    ("attention(pattern=sl.NSA())", ValueError, "pattern", "NSA(block=64", "give it to NativeSparseAttention"),
+    ("attention(selection='nsa')", ValueError, "pattern", "NSA(block=64", "give it to NativeSparseAttention"),
+    ("linen_attention(pattern='nsa')", ValueError, "pattern", "NSA(block=64", "give it to NativeSparseAttention"),
+    ("block(pattern='nsa', use_sinks=True)", TypeError, "NativeSparseAttention", "'use_sinks'", "Known: "),
+    ("model(patterns=('nsa:cont=8', mask))", ValueError, "scorer 'nsa'", "'cont'", "did you mean 'count'?"),
     # patterns
     ("attention(pattern=None)", TypeError, "pattern", "None", "must be a Mask"),
     ("attention(pattern='stridde')", ValueError, "pattern", "'stridde'", "did you mean 'strided'"),
@@ -286,6 +311,12 @@ CALLS = [
     ("layer(x, selection=jnp.zeros((2, 1, 1, 1), int))", TypeError, "selection", "ArrayImpl", "must be a Selection"),
     ("layer(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of inputs, (2,)"),
     ("layer(x, selection=chosen[1])", ValueError, "selection", "shape (2, 3, 1, 1)", "must have shape [2, 8, G, k]"),
+    ("a_native(tokens)", ValueError, "inputs", "got int32", "must be floats"),
+    ("a_native(jnp.ones((2, 9, 16)))", ValueError, "inputs", "9 tokens", "seq_len=8"),
+    ("a_native(x, segment_ids=tokens)", ValueError, "segment_ids", "got shape (2, 4)", "one id a token"),
+    ("a_native(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of inputs, (2,)"),
+    ("a_native.prefill(x[0])", ValueError, "inputs", "got (8, 16)", "must have shape [B, T, 16]"),
+    ("a_native.decode_step(x[:, 0], cache, position)", TypeError, "cache", "got KVCache", "the NSACache of prefill"),
     ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
     ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
     ("crossing(x, y[0])", ValueError, "inputs_kv", "got shape (12, 16)", "leading axes of inputs_q, (2,)"),

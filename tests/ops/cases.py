@@ -412,6 +412,7 @@ def _features():
     yield Case("large-heads", diagonal, 250, dtype="bfloat16", split=True, fwd=(32, 32), scale=0.02, **large)
     yield Case("cross-short-queries", causal | sl.Prefix(40), 127, 300)
     yield Case("cross-short-keys", sl.Window(20, 50), 300, 129, sizes=(16, 8))
+    yield Case("cross-compressed", sl.Compressed(32, 16), 300, 17, segments=_documents(2, 300, 17))
     yield Case("cross-chain", longformer, 129, 300, split=True, fwd=(16, 32), sinks=True)
     yield Case("one-query", sl.Full(), 1, 300)
     yield Case("run-time", jnp.asarray(_random(130, 129)), 130, 129, core=False)

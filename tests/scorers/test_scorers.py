@@ -27,7 +27,7 @@ def infllm(scorer, q, k, t, head, blocks):
     """The same of a key head, here ``head``, from what its query heads would attend to."""
     group, size = q.shape[1] // k.shape[1], scorer.block
     starts = range(0, t + 2 - scorer.pool_size, scorer.pool_stride)
-    starts = [s for s in starts if s + scorer.pool_size - 1 >= blocks.first]
+    starts = [s for s in starts if s >= blocks.first]
     if not starts:
         return {}
     pooled = np.stack([k[s : s + scorer.pool_size, head].mean(0) for s in starts])

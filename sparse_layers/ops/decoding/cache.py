@@ -220,6 +220,11 @@ class KVCache:
         return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
 
     @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return len(self.keys[0])
+
+    @property
     def num_reads(self) -> int:
         """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
         return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
