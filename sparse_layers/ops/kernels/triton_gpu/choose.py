@@ -9,8 +9,10 @@ import jax.numpy as jnp
 # Blocks of the longest tile: beyond, the scores of 16 queries do not fit the registers of one program.
 MOST_BLOCKS = 2048
 LEAST_BLOCKS = 64
+# Queries with fewer blocks in their past have no launch of their own: there are few of them.
+LEAST_PART = 256
 # Scores of a tile, as many as four warps hold with room to compute; and the least and most of its queries.
-SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 64
+SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 32
 # Values of a head that are multiplied at a time: all blocks of a tile lie in shared memory, twice.
 STEP = 16
 
@@ -31,15 +33,13 @@ class Rule(NamedTuple):
     local: int
 
 
-def unsupported(dtype: jnp.dtype, blocks: int, batch: int) -> str | None:
-    """Why these kernels cannot choose among so many blocks by scores, or products, of a dtype; or None."""
+def unsupported(blocks: int, batch: int) -> str | None:
+    """Why these kernels cannot choose among so many blocks in so many batch entries, or None."""
     from . import launch
 
     device = launch.device()
     if isinstance(device, str):
         return device
-    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"it computes in float32 at most, got {dtype}"
     if blocks > MOST_BLOCKS:
         return f"it holds the scores of {MOST_BLOCKS} blocks at most, got {blocks}"
     if batch > launch.MOST_BATCH_ENTRIES:
@@ -72,8 +72,8 @@ def by_products(rule: Rule, query: jax.Array, pooled: jax.Array, start: jax.Arra
 
     Args:
       rule: what is chosen.
-      query: [B, T, N, H].
-      pooled: [B, W, K, H], of the first W blocks.
+      query: bfloat16 or float16 [B, T, N, H]; products of float32 would not leave room for the scores.
+      pooled: [B, W, K, H] in the same dtype, of the first W blocks.
       start: int [B or 1, T], first tokens of the queries' documents.
 
     Returns:
@@ -86,8 +86,7 @@ def by_products(rule: Rule, query: jax.Array, pooled: jax.Array, start: jax.Arra
     at = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), start.shape)
     shape, arrays = (batch, rows, heads, blocks), (query, pooled, at, start)
     parts = [
-        _launched(choose_products_kernel, rule, part, shape, arrays, P=products)
-        for part in _parts(rows, rule.block)
+        _launched(choose_products_kernel, rule, part, shape, arrays, P=products) for part in _parts(rows, rule.block)
     ]
     return jnp.concatenate(parts, axis=1)
 
@@ -97,7 +96,7 @@ def _parts(rows: int, block: int) -> Iterator[tuple[int, int, int]]:
     first, span = 0, LEAST_BLOCKS
     while first < rows:
         end = min(rows, span * block)
-        if end == rows or span >= SCORES // MOST_TILE:  # smaller tiles would save nothing
+        if end == rows or span >= LEAST_PART:
             yield first, end - first, span
             first = end
         span *= 2

@@ -111,11 +111,12 @@ def _choose(scores, ids, b, head, row, exists, own, lowest, C: tl.constexpr):
     may = (block >= lowest_block) & (block <= own_block)
     must = may & ((block < lowest_block + C.FIRST) | (block > own_block - C.LOCAL))
     # No number is not above -inf either. What is infinite must not stand above the blocks that are always chosen.
-    scores = tl.where(may & (scores > float("-inf")), tl.minimum(scores, 3.4028234663852886e38), float("-inf"))
+    scores = tl.where(may & (scores > float("-inf")), tl.minimum(scores, 3.4028232635611926e38), float("-inf"))
     largest = tl.max(tl.where(must, float("-inf"), scores), 1)  # of each word
     scores = tl.where(must, float("inf"), scores)
 
-    low, high = own * 0 - 2139095040, _key(tl.max(largest, 1)) + 1  # nothing below the smallest number is chosen
+    low, top = own * 0 - 2139095040, tl.max(largest, 1)  # nothing below the smallest number is chosen
+    high = tl.where(top == 0, 1 << 23, _key(top) + 1)  # zeros are equal, and smaller numbers than 2 ** -126 may be, too
     if C.WORDS >= C.COUNT:  # as many scores as there are words reach the smallest of the largest ones
         low = tl.maximum(low, _key(tl.min(largest, 1)))
     reach_low = own - lowest + 1  # at most so many scores reach low, and exactly reach_high reach high
