@@ -73,7 +73,7 @@ def main() -> None:
     record.say(f"{record.heading}\n")
     record.say(f"| {' | '.join(COLUMNS)} |\n| {' | '.join(['---'] * len(COLUMNS))} |")
     for length, key_heads in itertools.product(options.lengths, options.key_heads):
-        arrays = gpu.inputs(length, 1, options.heads, options.head_size, key_heads)
+        arrays = query, key, *_ = gpu.inputs(length, 1, options.heads, options.head_size, key_heads)
         dense = gpu.cudnn(gpu.patterns(length)["causal"], arrays)
         times = {f"cuDNN {x}": gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
         for method in options.methods:
@@ -81,10 +81,10 @@ def main() -> None:
             assert scorer is not None
             if not scorer.chooses(length):
                 continue
-            ids, times["choose"] = choosing(scorer, *arrays[:2], kernels=True)
-            wrong = different(scorer, *arrays[:2], ids)
+            ids, times["choose"] = choosing(scorer, query, key, kernels=True)
+            wrong = different(scorer, query, key, ids)
             del ids
-            times["in XLA"] = 0.0 if options.without_xla else choosing(scorer, *arrays[:2], kernels=False)[1]
+            times["in XLA"] = 0.0 if options.without_xla else choosing(scorer, query, key, kernels=False)[1]
             own = gpu.in_jax(sl.make_attention_fn(sl.Causal(), length, selection=scorer), arrays)
             times |= {x: gpu.median_ms(call, own.wait, Timing) for x, call in own.calls.items()}
             labels = {"seq_len": length, "heads": f"{options.heads}:{key_heads}", "method": method}

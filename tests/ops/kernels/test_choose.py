@@ -1,7 +1,5 @@
 """Kernels that choose key blocks: the sets that XLA's way chooses, and what they take of a GPU."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,13 +51,11 @@ def test_by_scores(count, first, local, blocks):
     rows, length = 37, blocks * BLOCK - 3
     at = np.sort(draw.integers(0, length, (2, rows)))
     at[:, -1] = length - 1
-    begins = np.minimum(at, np.array([[0], [length // 4]]))
-    pooled = jnp.zeros((2, scorer.windows(length), 2, blocks))
-    for (kind, scores), start in itertools.product(
-        kinds(draw, (2, rows, 2, blocks)), (np.zeros((1, rows), int), begins)
-    ):
-        given = jnp.asarray(scores, jnp.float32), pooled, *map(jnp.asarray, (at, start)), length, None
-        found, right = (scorer.choice(*given, fused=fused) for fused in (True, False))
+    start = np.minimum(at, np.array([[0], [length // 4]]))  # a document, and two
+    at, start, pooled = jnp.asarray(at), jnp.asarray(start), jnp.zeros((2, scorer.windows(length), 2, blocks))
+    for kind, scores in kinds(draw, (2, rows, 2, blocks)):
+        query = jnp.asarray(scores, jnp.float32)
+        found, right = (scorer.choice(query, pooled, at, start, length, None, fused) for fused in (True, False))
         try:
             same(found, right)
         except AssertionError as error:
@@ -137,5 +133,5 @@ def test_compiles_and_fits(monkeypatch):
     jax.eval_shape(lambda *x: choose.by_products(rule, *x), q, pooled, jax.ShapeDtypeStruct((1, rows), "int32"))
     assert [one.constants["C"].SPAN for one in found] == [256, 512, 1024]
     used = resources(compiled(found[-1]))
-    assert used.shared <= TARGETS[90].shared_memory and used.stack <= 64
+    assert used.shared <= TARGETS[90].shared_memory and used.stack <= 128
     assert used.at_once(found[-1]) >= 2 and "mma.sync" in used.products and used.copies

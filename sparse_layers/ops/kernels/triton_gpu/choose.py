@@ -12,7 +12,7 @@ LEAST_BLOCKS = 64
 # Queries with fewer blocks in their past have no launch of their own: there are few of them.
 LEAST_PART = 256
 # Scores of a tile, as many as four warps hold with room to compute; and the least and most of its queries.
-SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 32
+SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 64
 # Values of a head that are multiplied at a time: all blocks of a tile lie in shared memory, twice.
 STEP = 16
 

@@ -109,11 +109,13 @@ def _choose(scores, ids, b, head, row, exists, own, lowest, C: tl.constexpr):
     """Stores the blocks that rows [TILE] choose by scores [TILE, 32, WORDS], in any order, and -1 behind them."""
     block, own_block, lowest_block = _columns(C), own[:, None, None], lowest[:, None, None]
     may = (block >= lowest_block) & (block <= own_block)
-    must = may & ((block < lowest_block + C.FIRST) | (block > own_block - C.LOCAL))
+    must = block > own_block - C.LOCAL
+    if C.FIRST > 0:
+        must = must | (block < lowest_block + C.FIRST)
     # No number is not above -inf either. What is infinite must not stand above the blocks that are always chosen.
     scores = tl.where(may & (scores > float("-inf")), tl.minimum(scores, 3.4028232635611926e38), float("-inf"))
-    largest = tl.max(tl.where(must, float("-inf"), scores), 1)  # of each word
-    scores = tl.where(must, float("inf"), scores)
+    largest = tl.max(scores, 1)  # of each word
+    scores = tl.where(may & must, float("inf"), scores)
 
     low, top = own * 0 - 2139095040, tl.max(largest, 1)  # nothing below the smallest number is chosen
     high = tl.where(top == 0, 1 << 23, _key(top) + 1)  # zeros are equal, and smaller numbers than 2 ** -126 may be, too
@@ -134,17 +136,19 @@ def _choose(scores, ids, b, head, row, exists, own, lowest, C: tl.constexpr):
         open = open & (reach_low > C.COUNT) & (low < high - 1)
         step += 1
 
-    # Those between are all chosen, or equal: then the first ones are.
-    above, below = _number(high)[:, None, None], _number(low)[:, None, None]
-    least, most = own * 0, own * 0 + C.SPAN + 1  # blocks before which few enough lie, and too many
+    # Those from low to high are not missing, or all chosen, or equal: then the first ones are.
+    low = tl.where(reach_high < C.COUNT, low, high)
     tied = (reach_low > C.COUNT) & (reach_high < C.COUNT)
-    while tl.max(tied.to(tl.int32), 0) > 0:
-        middle = (least + most) // 2
-        fits = _total((scores >= above) | ((scores >= below) & (block < middle[:, None, None]))) <= C.COUNT
-        least, most = tl.where(fits, middle, least), tl.where(fits, most, middle)
-        tied = tied & (most - least > 1)
-    last = tl.where(reach_low > C.COUNT, least, C.SPAN)[:, None, None]
-    chosen = (scores >= above) | ((scores >= below) & (block < last))
+    if tl.max(tied.to(tl.int32), 0) > 0:
+        above, below = _number(high)[:, None, None], _number(low)[:, None, None]
+        least, most = own * 0, own * 0 + C.SPAN + 1  # blocks before which few enough lie, and too many
+        while tl.max((most - least).to(tl.int32), 0) > 1:
+            middle = (least + most) // 2
+            fits = _total((scores >= above) | ((scores >= below) & (block < middle[:, None, None]))) <= C.COUNT
+            least, most = tl.where(fits, middle, least), tl.where(fits, most, middle)
+        last = tl.where(reach_low > C.COUNT, least, C.SPAN)[:, None, None]
+        scores = tl.where((scores >= above) | (block < last), scores, float("-inf"))
+    chosen = scores >= _number(low)[:, None, None]
     words = tl.sum(tl.where(chosen, 1 << tl.arange(0, 32)[None, :, None], 0), 1)
 
     ones, word = _ones(words), tl.arange(0, C.WORDS)[None, :]
