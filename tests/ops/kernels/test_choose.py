@@ -52,8 +52,8 @@ def test_by_scores(count, first, local, blocks):
     at = np.sort(draw.integers(0, length, (2, rows)))
     at[:, -1] = length - 1
     start = np.minimum(at, np.array([[0], [length // 4]]))  # a document, and two
-    at, start, pooled = jnp.asarray(at), jnp.asarray(start), jnp.zeros((2, scorer.windows(length), 2, blocks))
-    for kind, scores in kinds(draw, (2, rows, 2, blocks)):
+    at, start, pooled = jnp.asarray(at), jnp.asarray(start), jnp.zeros((2, scorer.windows(length), 1, blocks))
+    for kind, scores in kinds(draw, (2, rows, 1, blocks)):
         query = jnp.asarray(scores, jnp.float32)
         found, right = (scorer.choice(query, pooled, at, start, length, None, fused) for fused in (True, False))
         try:
