@@ -79,8 +79,7 @@ class IndexLoss(nnx.Variable):
     """The loss by which a layer's index learns, a float32 scalar that each call sets: that of `MSA`.
 
     Args:
-      value: the scalar.
-      **metadata: as of every ``nnx.Variable``.
+      *args, **kwargs: as of every ``nnx.Variable``.
 
     Raises:
       TypeError: as ``nnx.Variable``.

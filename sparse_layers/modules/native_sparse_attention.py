@@ -14,8 +14,10 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..masks.options import own_keywords
 from ..masks.primitives import Causal, Compressed, Window
+from ..ops.choosing import choose
 from ..ops.decoding.cache import checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
+from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
 from ..scorers import NSA, as_nsa
 from .attention import check_step, checked_prompts
@@ -62,6 +64,7 @@ class NativeSparseAttention(nnx.Module):
 
     Attributes:
       pattern: the `NSA`.
+      plans: the compiled patterns of the branches, by their names.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `SparseSelfAttention`; a pattern that is not `NSA`.
@@ -163,6 +166,13 @@ class NativeSparseAttention(nnx.Module):
             (num_heads, size), self.out_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init, **biased
         )
 
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The compiled patterns of the branches for the longest input (cached); within "selected", `NSA` chooses."""
+        lengths = max(1, self.pattern.windows(self.seq_len)), self.seq_len, self.seq_len
+        branches = {"compressed": self.compressed, "selected": self.selected, "sliding": self.sliding}
+        return {name: fn.plan(self.seq_len, n) for (name, fn), n in zip(branches.items(), lengths, strict=True)}
+
     def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
         yield reprlib.Object(type(self), same_line=True)
         for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", "seq_len"):
@@ -242,8 +252,9 @@ class NativeSparseAttention(nnx.Module):
         (query, keys, values), nsa = self._heads(inputs), self.pattern
         first = jnp.arange(max(1, nsa.windows(inputs.shape[1]))) * nsa.pool_stride
         pooled, value = self._windows(self._whole(keys[0]), self._whole(values[0]), first)
-        if selection is None and nsa.chooses(inputs.shape[1]):
-            selection = nsa.select(query, keys[1], ids, self.selected.scale, pooled=pooled)
+        if selection is None:
+            shared: Any = {"scale": self.selected.scale, "query_sharding": self.selected.query_sharding}
+            selection = choose(nsa, query, keys[1], ids, pooled=pooled, **shared)
         of_windows = None if ids is None else (ids, self._of_windows(ids))
         compressed = self.compressed.attend(query, pooled, value, segment_ids=of_windows)
         selected = self.selected.attend(query, keys[1], values[1], segment_ids=ids, selection=selection)

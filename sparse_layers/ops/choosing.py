@@ -20,6 +20,7 @@ def choose(
     *,
     scale: float | None = None,
     query_sharding: jax.sharding.PartitionSpec | None = None,
+    pooled: jax.Array | None = None,
 ) -> Selection | None:
     """The blocks that the queries of a sequence choose, None for all.
 
@@ -28,6 +29,7 @@ def choose(
       query: [B, T, N, H].
       key: [B, T, K, H].
       segment_ids, scale, query_sharding: as of `block_sparse_attention`.
+      pooled: as of `Scorer.select`.
 
     Raises:
       ValueError: as `block_sparse_attention`, for how arrays are sharded.
@@ -36,17 +38,20 @@ def choose(
         return None
 
     def ids(share: sharding.Share | None, operands: Operands) -> jax.Array:
-        query, key, heads = operands.query, operands.key, operands.query.shape[2]
+        query, key, scored = operands[:3]
+        heads, scored = query.shape[2], None if pooled is None else scored
         if share is None or share.splits_keys:
-            return scorer.select(query, key, operands.segments, scale).ids
+            return scorer.select(query, key, operands.segments, scale, pooled=scored).ids
         own = share.own_kv_heads()
+        key, scored = jax.tree.map(lambda x: jnp.take(x, own, axis=2), (key, scored))
         if not scorer.per_query_head:  # those of a key head choose together, and lie on several devices
             query = jax.lax.all_gather(query, share.axes, axis=2, tiled=True)
             of_keys = jnp.arange(share.heads).reshape(share.kv_heads, -1)
             query = jnp.take(query, of_keys[own].ravel(), axis=2)
-        found = scorer.select(query, jnp.take(key, own, axis=2), operands.segments, scale).ids
+        found = scorer.select(query, key, operands.segments, scale, pooled=scored).ids
         return jnp.repeat(found, heads // found.shape[2], axis=2)
 
     segments = segment_ids if segment_ids is None or isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    operands = Operands(*jax.lax.stop_gradient((query, key, key)), segments=segments)
+    arrays = jax.lax.stop_gradient((query, key, key if pooled is None else pooled))
+    operands = Operands(*arrays, segments=segments)
     return Selection(sharding.over_known_axes(ids, operands, query_sharding), block=scorer.block)

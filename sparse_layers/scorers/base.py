@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
+from ..ops.kernels.triton_gpu import choose
+from ..ops.planning.platforms import candidates, platform
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
@@ -37,6 +40,8 @@ class Scorer(abc.ABC):
 
     Attributes:
       per_query_head: whether each query head chooses for itself, or those of a key head together.
+      products: whether each query head's scores are the products with what is kept of whole blocks, as `products`
+        computes them, so that a kernel may.
 
     Raises:
       ValueError: sizes out of range, or more forced blocks than ``count``.
@@ -60,6 +65,7 @@ class Scorer(abc.ABC):
     dense_below: int = 0
 
     per_query_head: ClassVar[bool] = False
+    products: ClassVar[bool] = False
     _named: ClassVar[dict[str, type["Scorer"]]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **options: Any):
@@ -196,13 +202,16 @@ class Scorer(abc.ABC):
             # Padding may hold anything, NaN too, and one makes a mean of it.
             start, key = jax.vmap(_first_tokens)(of_queries), jnp.where(of_keys[..., None, None] < 0, 0, key)
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
+        fused = _has_kernels(batch, -(-length // self.block))
+        if fused and self.products and query.dtype == pooled.dtype and query.dtype in (jnp.bfloat16, jnp.float16):
+            return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
         each = 4 * max(1, batch) * heads * max(pooled.shape[1], -(-length // self.block))
         rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
         def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
             first = jnp.minimum(number * rows, length - rows)  # the last ones are done with some before them
             some, starts = (jax.lax.dynamic_slice_in_dim(x, first, rows, axis=1) for x in (query, start))
-            found = self.choice(some, pooled, first + jnp.arange(rows)[None], starts, length, scale)
+            found = self.choice(some, pooled, first + jnp.arange(rows)[None], starts, length, scale, fused)
             return jax.lax.dynamic_update_slice_in_dim(ids, found, first, axis=1)
 
         empty = jnp.zeros((batch, length, heads if self.per_query_head else kv_heads, self.count), jnp.int32)
@@ -218,6 +227,7 @@ class Scorer(abc.ABC):
         start: jax.Array,
         length: int,
         scale: float | None,
+        fused: bool = False,
     ) -> jax.Array:
         """The blocks that some queries choose.
 
@@ -228,23 +238,38 @@ class Scorer(abc.ABC):
           start: int [B or 1, R], the first tokens of their documents.
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
+          fused: whether a kernel chooses by the scores.
 
         Returns:
           ids [B, R, G, count].
         """
-        blocks, (size, stride) = -(-length // self.block), self.window
+        blocks, (size, stride), places = -(-length // self.block), self.window, (at, start)
         begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
         missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
+        if fused and scores.dtype == jnp.float32:
+            return choose.by_scores(self._rule, scores, *places)
         own, lowest, block = at // self.block, start // self.block, np.arange(blocks)
         may = (lowest <= block) & (block <= own)
         must = may & ((block < lowest + self.first) | (block > own - self.local))
         # A score of infinity, or that is no number, must not stand above the blocks that are always chosen.
-        scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, jnp.finfo(scores.dtype).max))
+        most = np.nextafter(jnp.finfo(scores.dtype).max, 0, dtype=scores.dtype)
+        scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, most))
         scores = jnp.where(must[:, :, None], jnp.inf, jnp.where(may[:, :, None], scores, -jnp.inf))
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
+
+    @property
+    def _rule(self) -> choose.Rule:
+        return choose.Rule(self.block, self.count, self.first, self.local)
+
+
+def _has_kernels(batch: int, blocks: int) -> bool:
+    """Whether there are kernels that choose among so many blocks, and arrays are a device's own, as these need."""
+    mesh = jax.sharding.get_abstract_mesh()
+    own = jax.device_count() == 1 if mesh.empty else mesh.size == 1 or {*mesh.axis_types} == {AxisType.Manual}
+    return own and "triton" in candidates(platform()) and choose.unsupported(blocks, batch) is None
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:

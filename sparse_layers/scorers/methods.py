@@ -37,6 +37,7 @@ class MoBA(Scorer, name="moba"):
     """
 
     per_query_head: ClassVar[bool] = True
+    products: ClassVar[bool] = True
 
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
         return products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])

@@ -19,36 +19,42 @@ class Planned(NamedTuple):
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
-    """The plans of what has some, by what is to be said of each: '', or its layers; None of anything else."""
+    """The plans of what has some, by what is to be said of each: '', layers or branches; None of anything else."""
     if not (hasattr(subject, "blocks") and hasattr(subject, "num_layers")):
-        found = _planned(subject)
-        return None if found is None else {"": found}
-    turns: dict[Planned, list[int]] = {}
+        return _planned(subject)
+    turns: dict[tuple[tuple[str, Planned], ...], list[int]] = {}
     for layer in range(subject.num_layers):
         found = _planned(subject.blocks[layer % len(subject.blocks)])
         if found is None:
             return None
-        turns.setdefault(found, []).append(layer)
-    if len(turns) == 1:
-        return {f"all {subject.num_layers} layers": found for found in turns}
-    return {f"layers {', '.join(map(str, layers))} of {subject.num_layers}": x for x, layers in turns.items()}
+        turns.setdefault(tuple(found.items()), []).append(layer)
+    plans = {}
+    for found, layers in turns.items():
+        which = f"all {subject.num_layers} layers"
+        if len(turns) > 1:
+            which = f"layers {', '.join(map(str, layers))} of {subject.num_layers}"
+        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in found}
+    return plans
 
 
-def _planned(subject: Any) -> Planned | None:
-    """That of a layer, a block, an attention function, or a plan itself; None of anything else."""
+def _planned(subject: Any) -> dict[str, Planned] | None:
+    """Those of a layer by branch, '' if it has but one, of a block, an attention function or a plan; or None."""
     if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
         subject = subject.func
     subject = getattr(subject, "attention", subject)  # that of a block
     if isinstance(subject, Plan):
-        return Planned(subject)
+        return {"": Planned(subject)}
+    pattern = getattr(subject, "pattern", None)
+    if hasattr(subject, "plans"):  # a `NativeSparseAttention`
+        return {name: Planned(x, pattern if name == "selected" else None) for name, x in subject.plans.items()}
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
-    scorer = getattr(getattr(getattr(subject, "attention_fn", None), "fn", subject), "selection", None)
-    scorer = as_scorer(scorer) or getattr(subject, "pattern", None)
+    fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
+    scorer = as_scorer(getattr(fn, "selection", None)) or pattern
     scorer = Scorer.named(scorer) if isinstance(scorer, str) else scorer
-    return Planned(plan, scorer if isinstance(scorer, Scorer) else None) if isinstance(plan, Plan) else None
+    return {"": Planned(plan, scorer if isinstance(scorer, Scorer) else None)} if isinstance(plan, Plan) else None
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:

@@ -46,6 +46,11 @@ def test_describe_says_what_a_scorer_chooses(length):
     model = sl.SparseTransformer(8, 2, 8, 2, patterns=patterns, seq_len=length, rngs=nnx.Rngs(0))
     first, second = sl.describe(model, size=4).split("layers 1 of 2:")
     assert "chosen" in second and "chosen pairs" not in first
+    nsa = sl.NSA(block=16, count=4, pool_size=8, pool_stride=4)
+    model = sl.SparseTransformer(8, 2, 8, 2, patterns=(nsa, "causal"), seq_len=length, rngs=nnx.Rngs(0))
+    parts = [part.split("\n") for part in sl.describe(model, size=4).split("layers ")[1:]]
+    assert [part[0] for part in parts] == [f"0 of 2, {x}:" for x in ("compressed", "selected", "sliding")] + ["1 of 2:"]
+    assert [any(f"{nsa!r}" in line for line in part) for part in parts] == [False, True, False, False]
 
 
 def test_describe_reports_the_plan():

@@ -494,6 +494,16 @@ def reduced(tensor, axis, combine_fn, keep_dims=False):
     return Tensor(Handle(data, dtype), block_type(dtype, data.shape))
 
 
+def scanned(tensor, axis, combine_fn, reverse=False):
+    """`tl.associative_scan` by the functions of sums and extremes."""
+    ufunc = REDUCTIONS.get(getattr(combine_fn, "__wrapped__", None))
+    if ufunc is None or reverse:
+        raise NotImplementedError(f"tl.associative_scan by {combine_fn}, reverse={reverse}")
+    MACHINE.refuse_bfloat16(tensor.handle)
+    data = ufunc.accumulate(tensor.handle.data, axis=operator.index(axis), dtype=tensor.handle.data.dtype)
+    return Tensor(Handle(data, tensor.dtype), tensor.type)
+
+
 def asserted(condition, message=""):
     assert condition, message
 
@@ -507,6 +517,7 @@ REPLACEMENTS = {
     tl.range: counted,
     tl.static_range: unrolled,
     tl.reduce: reduced,
+    tl.associative_scan: scanned,
     tl.static_assert: asserted,
     tl.static_print: print,
     # Promises to the compiler

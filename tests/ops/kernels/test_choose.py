@@ -1,0 +1,140 @@
+"""Kernels that choose key blocks: the sets that XLA's way chooses, and what they take of a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import sparse_layers as sl
+from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
+from sparse_layers.ops.kernels.triton_gpu import choose, launch
+from sparse_layers.scorers import base
+
+BLOCK = 16
+
+
+class Given(sl.Scorer):
+    """Queries that are their own scores."""
+
+    def scores(self, query, pooled, seen, scale):
+        return query.astype(jnp.float32)
+
+
+def kinds(draw, shape):
+    """Scores by what is hard about them."""
+    normal = draw.standard_normal(shape)
+    yield "numbers", normal
+    yield "ties", draw.integers(-1, 3, shape) * np.where(draw.random(shape) < 0.5, 1.0, -1.0)  # zeros of both signs
+    yield "magnitudes", normal * 10.0 ** draw.integers(-37, 38, shape)
+    rare = draw.random(shape)
+    yield "no numbers", np.select([rare < 0.2, rare < 0.3, rare < 0.6], [np.nan, np.inf, -np.inf], normal)
+    yield "equal", np.ones(shape)
+
+
+def same(found, right):
+    """Asserts that rows are the same sets, with what is none at the end."""
+    found, right = np.asarray(found), np.asarray(right)
+    assert found.shape == right.shape and found.dtype == np.int32
+    assert (np.diff((found < 0).astype(int), axis=-1) >= 0).all()
+    np.testing.assert_array_equal(np.sort(found, -1), np.sort(right, -1))
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "local", "blocks"),
+    [(1, 0, 1, 5), (3, 1, 2, 40), (16, 0, 1, 130), (64, 2, 30, 150), (40, 1, 1, 20), (4, 2, 2, 70)],
+)
+def test_by_scores(count, first, local, blocks):
+    scorer = Given(BLOCK, count, first=first, local=local)
+    draw = np.random.default_rng(count)
+    rows, length = 37, blocks * BLOCK - 3
+    at = np.sort(draw.integers(0, length, (2, rows)))
+    at[:, -1] = length - 1
+    start = np.minimum(at, np.array([[0], [length // 4]]))  # a document, and two
+    at, start, pooled = jnp.asarray(at), jnp.asarray(start), jnp.zeros((2, scorer.windows(length), 1, blocks))
+    for kind, scores in kinds(draw, (2, rows, 1, blocks)):
+        query = jnp.asarray(scores, jnp.float32)
+        found, right = (scorer.choice(query, pooled, at, start, length, None, fused) for fused in (True, False))
+        try:
+            same(found, right)
+        except AssertionError as error:
+            raise AssertionError(kind) from error
+
+
+@pytest.mark.parametrize("blocks", [300, 1000, 2048])
+def test_long_rows(blocks):
+    scorer, rows = Given(BLOCK, 32), 5
+    scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, rows, 1, blocks)), jnp.float32)
+    at = jnp.arange(rows)[None] + blocks * BLOCK - rows
+    given = scores, jnp.zeros((1, blocks, 1, blocks)), at, at * 0, blocks * BLOCK, None
+    same(scorer.choice(*given, fused=True), scorer.choice(*given))
+
+
+CASES = [
+    (sl.MoBA(BLOCK, 3), 100, (4, 4), 16, "float32", False),
+    (sl.MoBA(BLOCK, 6, first=1, local=2), 300, (4, 1), 24, "bfloat16", True),
+    (sl.MoBA(BLOCK, 8), 1100, (1, 1), 64, "float16", False),  # in two launches
+    (sl.MoBA(32, 2), 170, (8, 1), 40, "float32", True),
+    (sl.InfLLM(BLOCK, 4, local=2, dense_below=0, pool_size=16, pool_stride=8), 300, (4, 2), 16, "float32", True),
+]
+
+
+@pytest.mark.parametrize(("scorer", "length", "heads", "size", "dtype", "packed"), CASES)
+def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
+    """With whole numbers, so that sums are exact in any order, and many are equal; but for exponentials."""
+    monkeypatch.setattr(choose, "LEAST_PART", 64)
+    monkeypatch.setattr(base, "_SCORE_BYTES", 1 << 16)
+    draw = np.random.default_rng(length)
+    q = jnp.asarray(draw.integers(-2, 3, (2, length, heads[0], size)), dtype)
+    k = jnp.asarray(np.repeat(draw.integers(-2, 3, (2, length // 8 + 1, heads[1], size)), 8, 1)[:, :length], dtype)
+    ids = jnp.asarray(np.sort(draw.integers(-1, 3, (2, length)), 1)) if packed else None
+    monkeypatch.setattr(base, "platform", lambda: "cpu")
+    right = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
+    ran = []
+
+    def watched(kernel, *rest, call=launch.call, **options):
+        ran.append(kernel)
+        return call(kernel, *rest, **options)
+
+    monkeypatch.setattr(launch, "call", watched)
+    monkeypatch.setattr(base, "platform", lambda: "gpu")
+    found = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
+    same(found, right)
+    products = scorer.products and dtype != "float32"
+    kernels = ["choose_products_kernel"] * (1 + (length > 64 * BLOCK)) if products else ["choose_kernel"] * len(ran)
+    assert ran and [x.fn.__name__ for x in ran] == kernels
+
+
+def test_who_has_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(base, "platform", lambda: "cpu")
+    assert not base._has_kernels(1, 4)
+    monkeypatch.setattr(base, "platform", lambda: "gpu")
+    assert base._has_kernels(1, choose.MOST_BLOCKS) and not base._has_kernels(1, choose.MOST_BLOCKS + 1)
+    assert not base._has_kernels(1 << 16, 4)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not base._has_kernels(1, 4)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert base._has_kernels(1, 4)
+    monkeypatch.setattr(launch, "device", lambda: "none")
+    assert choose.unsupported(4, 1) == "none"
+
+
+def test_compiles_and_fits(monkeypatch):
+    """The largest tile of 131072 tokens: what there are no registers for is next to nothing."""
+    found = []
+
+    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages):
+        dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
+        found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, TARGETS[90]))
+        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+
+    monkeypatch.setattr(launch, "call", call)
+    rule, rows = choose.Rule(128, 16, 0, 1), 131072
+    q, pooled = (jax.ShapeDtypeStruct((1, n, 8, 128), "bfloat16") for n in (rows, rows // 128))
+    jax.eval_shape(lambda *x: choose.by_products(rule, *x), q, pooled, jax.ShapeDtypeStruct((1, rows), "int32"))
+    assert [one.constants["C"].SPAN for one in found] == [256, 512, 1024]
+    used = resources(compiled(found[-1]))
+    assert used.shared <= TARGETS[90].shared_memory and used.stack <= 128
+    assert used.at_once(found[-1]) >= 2 and "mma.sync" in used.products and used.copies
