@@ -79,7 +79,8 @@ class IndexLoss(nnx.Variable):
     """The loss by which a layer's index learns, a float32 scalar that each call sets: that of `MSA`.
 
     Args:
-      *args, **kwargs: as of every ``nnx.Variable``.
+      *args: the scalar.
+      **kwargs: as of every ``nnx.Variable``.
 
     Raises:
       TypeError: as ``nnx.Variable``.
