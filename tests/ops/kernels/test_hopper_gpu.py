@@ -290,7 +290,7 @@ def place(row, axis):
     return sum((row // n % size if size else row // n) * step for n, size, step in axis[1]) - axis[0]
 
 
-@pytest.mark.parametrize(("order", "rows", "fits"), orders(), ids=str)
+@pytest.mark.parametrize(("order", "rows", "fits"), list(orders()), ids=str)
 def test_a_tile_of_rows_is_a_box(order, rows, fits):
     found = view_of(order, rows)
     assert (found is not None) == fits
