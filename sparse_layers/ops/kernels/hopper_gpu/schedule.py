@@ -30,10 +30,10 @@ LONG = 1 / 8
 # steps of a program for each block of keys that there is.
 EXACT = 1, 4
 # Programs that walk over the long lists of several query heads drift apart, and read more queries at a time than the
-# cache holds. Where the list of one head has so many steps, items of several heads take this part longer than pieces of
-# one: causal attention of 64 query heads on 8 key heads took 28.0 ms on an H200 in pieces, forward and backward, and
-# 29.5 in whole items.
-DRIFT = 64, 0.05
+# cache holds. Where so many heads share keys, and the list of one has so many steps, items take this part longer than
+# pieces of one head: causal attention of 64 query heads on 8 key heads took 28.0 ms on an H200 in pieces, forward and
+# backward, and 29.5 in whole items; of 16 on 4, the same.
+DRIFT = 8, 64, 0.05
 # Of lists that are known at run time only, so many of the heads that go together come first.
 FIRST_AT_RUN_TIME = 4
 
@@ -93,8 +93,8 @@ def cut_if_it_pays(
     """
     most, drift = LONG * steps.sum() * batch / programs, 0.0
     of_one_head = steps.max(initial=0) * len(steps) // len(key_heads)
-    if of_one_head >= DRIFT[0] and len(key_heads) > len(steps):
-        most, drift = min(most, of_one_head), DRIFT[1]
+    if len(key_heads) >= DRIFT[0] * len(steps) and of_one_head >= DRIFT[1]:
+        most, drift = min(most, of_one_head), DRIFT[2]
     most = max(LEAST_STEPS, most)
     if steps.max(initial=0) <= most:
         return schedule, None
