@@ -227,7 +227,7 @@ def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selectio
         index = Index(
             nn.DenseGeneral((num_kv_heads, size), name="index_query", **shared)(still),
             nn.DenseGeneral((1, size), name="index_key", **shared)(still),
-            [] if layer.is_mutable_collection("losses") else None,
+            [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None,
         )
     sinks = None
     if layer.use_sinks:

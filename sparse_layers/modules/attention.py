@@ -391,6 +391,7 @@ class SparseSelfAttention(SparseAttention):
           ValueError: as a call's, inputs that are not three-dimensional, lengths (outside of jit) that are not in 0..T,
             and a pattern that is not causal.
           TypeError: as a call's.
+          NotImplementedError: a scorer where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection)
         inputs, lengths = checked_prompts(inputs, lengths)

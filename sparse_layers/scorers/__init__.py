@@ -75,6 +75,18 @@ def masks_and_scorer(
             "as the pattern to SparseTransformerBlock or SparseTransformer"
         )
     masks = masks_for(pattern, *lengths, name=name)
-    if scorer is not None and not (len(lengths) == 1 and all(is_causal(mask, lengths[0]) for mask in masks)):
+    if scorer is None:
+        return masks, None
+    if len(lengths) == 2:
+        raise ValueError(
+            f"selection must be None where queries and keys are of two sequences, for {scorer} chooses among blocks of "
+            "the past of one"
+        )
+    if not all(is_causal(mask, lengths[0]) for mask in masks):
         raise ValueError(f"{name}: {scorer} chooses among blocks of the past, so it must be causal, got {pattern!r}")
+    if scorer.indexed and len({*masks}) > 1:
+        raise ValueError(
+            f"{name} must be one for all heads, for the index of {scorer} learns for all heads of a key head, got "
+            f"{pattern!r}"
+        )
     return masks, scorer

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
+from ..masks.presets import presets
 from ..ops.kernels.triton_gpu import choose
 from ..ops.planning.platforms import candidates, platform
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
@@ -28,6 +29,7 @@ class Scorer(abc.ABC):
     before: its own and the ``local - 1`` before it, the ``first`` ones of the sequence, and then those of the highest
     score, of equal ones those that come first. Of a block of the future nothing is ever seen. Of packed documents, the
     first block is where the query's document begins, and no block before it is chosen.
+    Lengths are those of the arrays, padding included.
 
     No gradient flows through a choice: keys learn by being attended to.
 
@@ -70,11 +72,14 @@ class Scorer(abc.ABC):
 
     def __init_subclass__(cls, name: str | None = None, **options: Any):
         super().__init_subclass__(**options)
-        if name is not None:
-            other = Scorer._named.setdefault(name, cls)
-            if other.__qualname__ != cls.__qualname__:
-                raise ValueError(f"name must be one that no other scorer has, got {name!r}, that of {other.__name__}")
-            Scorer._named[name] = cls
+        if name is None:
+            return
+        if not isinstance(name, str) or not name.isidentifier() or name in presets():
+            raise ValueError(f"name must be a word, and that of no preset, got {name!r}")
+        other = Scorer._named.setdefault(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"name must be one that no other scorer has, got {name!r}, that of {other.__qualname__}")
+        Scorer._named[name] = cls
 
     @staticmethod
     def named(text: str) -> "Scorer | None":
@@ -135,8 +140,8 @@ class Scorer(abc.ABC):
           scale: factor of the logits of the attention.
 
         Returns:
-          float32 [B, R, G, blocks], at least as many blocks as windows begin in, with G = N or K; what it says of
-          blocks that may not be chosen, or have to be, does not matter.
+          Floats [B, R, G, blocks], at least as many blocks as windows begin in, with G = N if `per_query_head`, else
+          K; what it says of blocks that may not be chosen, or have to be, does not matter.
         """
 
     @property
@@ -200,7 +205,9 @@ class Scorer(abc.ABC):
         if segment_ids is not None:
             of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
             # Padding may hold anything, NaN too, and one makes a mean of it.
-            start, key = jax.vmap(_first_tokens)(of_queries), jnp.where(of_keys[..., None, None] < 0, 0, key)
+            padding = of_keys < 0
+            start = jnp.where(padding, jax.vmap(_first_tokens)(of_queries), jax.vmap(_first_tokens)(of_keys))
+            key = jnp.where(padding[..., None, None], 0, key)
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         fused = _has_kernels(batch, -(-length // self.block))
         if fused and self.products and query.dtype == pooled.dtype and query.dtype in (jnp.bfloat16, jnp.float16):
@@ -247,6 +254,12 @@ class Scorer(abc.ABC):
         begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
+        heads = (query if self.per_query_head else pooled).shape[2]
+        if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
+            raise ValueError(
+                f"{type(self).__name__}: scores must be floats {(*query.shape[:2], heads, 'blocks')}, for "
+                f"per_query_head is {self.per_query_head}, got {scores.dtype} of shape {scores.shape}"
+            )
         missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         if fused and scores.dtype == jnp.float32:

@@ -15,8 +15,8 @@ class MoBA(Scorer, name="moba"):
     """Mixture of block attention: a query head looks at the blocks whose mean key it likes best.
 
     The score of block j is ``q[t] . mean(k[s] for s in block j)``, of blocks that lie in the past as a whole; its own
-    block is always chosen, and counts. Attention is one softmax over all keys of the blocks. Nothing is learnt beside
-    the keys.
+    block is always chosen, and counts. A block that two packed documents share is scored by all its keys. Attention is
+    one softmax over all keys of the blocks. Nothing is learnt beside the keys.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`.
@@ -56,7 +56,8 @@ class MSA(Scorer, name="msa"):
     ``softmax(scale * q[h, t] . k)`` over the heads h of the key head; that of a layer is the mean, but for the entropy
     of p, which has no gradient. It changes index_query and index_key alone. It is found in `IndexLoss` after each call,
     unless the layer was switched to ``eval()``, and in Linen in the collection "losses", if that is mutable. The loss
-    of a model is to add it.
+    of a model is to add it. As an NNX layer keeps it, it is called under NNX's transforms (``nnx.jit``, ``nnx.grad``,
+    ...) or JAX's of functions that make the model of its state; after ``eval()`` also under JAX's own.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`. With a large dense_below, all layers attend to everything,
@@ -115,8 +116,8 @@ class _Windowed(Scorer):
         name = type(self).__name__
         for field in ("pool_size", "pool_stride"):
             checked(f"{name}: {field}", getattr(self, field), Positive)
-        if self.pool_size > self.count * self.block:
-            raise ValueError(f"{name}: pool_size must be at most count * block, got {self.pool_size}")
+        if self.pool_size > self.block:
+            raise ValueError(f"{name}: pool_size must be at most block={self.block}, got {self.pool_size}")
         for field in ("pool_size", "block"):
             if getattr(self, field) % self.pool_stride:
                 raise ValueError(
@@ -149,7 +150,7 @@ class InfLLM(_Windowed, name="infllm"):
 
     Args:
       block, count, first, local, dense_below: see `Scorer`; in the paper 64 keys a block.
-      pool_size: keys in a window, at most count * block.
+      pool_size: keys in a window, at most block.
       pool_stride: keys between the beginnings of two windows; divides pool_size and block.
 
     Raises:
@@ -189,7 +190,7 @@ class NSA(_Windowed, name="nsa"):
 
     Args:
       block, count, first, local, dense_below: see `Scorer`.
-      pool_size: keys in a window, at most count * block.
+      pool_size: keys in a window, at most block.
       pool_stride: keys between the beginnings of two windows; divides pool_size and block.
       sliding: keys of the third branch, the sliding window, the query's own among them.
 

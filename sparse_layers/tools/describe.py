@@ -121,17 +121,19 @@ def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None) -> st
     name, notes = serving(plan)
     sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
-    return text if scorer is None else f"{text}\n\n{_chosen(scorer, plan.q_len)}"
+    return text if scorer is None else f"{text}\n\n{_chosen(scorer, plan)}"
 
 
-def _chosen(scorer: Scorer, length: int) -> str:
+def _chosen(scorer: Scorer, plan: Plan) -> str:
     """The lines about what is chosen within the pattern, by how much is computed for it."""
+    length = plan.q_len
     lines = [f"of that, blocks are chosen at run time: {scorer!r}"]
     if not scorer.chooses(length):
         return "\n".join([*lines, f"{length} tokens: every query looks at all blocks, and nothing is chosen"])
     whole, chosen, windows = length * (length + 1) // 2, scorer.pairs(length), scorer.windows(length)
     lines.append(f"each query looks at {scorer.count} of up to {-(-length // scorer.block)} blocks of {scorer.block}")
-    lines.append(f"chosen pairs: {chosen} of {whole} causal ones ({chosen / whole:.2%})")
+    hidden = "" if set(plan.masks) == {Causal()} else ", before the pattern hides some"
+    lines.append(f"chosen pairs: {chosen} of {whole} causal ones ({chosen / whole:.2%}){hidden}")
     scored = length * windows // 2
     lines.append(f"scores: {scored} (query, window of {scorer.window[0]} keys) pairs, {scored / chosen:.1%} of those")
     return "\n".join(lines)

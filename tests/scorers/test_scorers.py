@@ -184,6 +184,13 @@ def test_ties_go_to_the_first_and_padding_may_hold_anything():
     )
 
 
+def test_padding_on_the_left_is_not_chosen():
+    q, k, v = arrays(256, (2, 2))
+    fn, mask = sl.make_attention_fn(sl.MoBA(32, 2, first=1), 256), jnp.arange(256) >= 128
+    found = fn(q, k, v, mask=mask[None, None, None])
+    np.testing.assert_allclose(found[:, 128:], fn(q[:, 128:], k[:, 128:], v[:, 128:]), atol=1e-6)
+
+
 # --- layers and models -----------------------------------------------------------------------------------------------
 
 T = 120

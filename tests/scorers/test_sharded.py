@@ -18,7 +18,7 @@ from sparse_layers.ops.choosing import choose
 from sparse_layers.scorers import base
 
 T, SPEC = 192, P("data", None, "tensor")
-SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0)
+SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0, pool_size=16, pool_stride=8)
 
 
 def check(scorer, kv_heads, kind):

@@ -150,9 +150,10 @@ class KVCache:
             return ", ".join(f"{x.dtype}{[*x.shape]}" if hasattr(x, "dtype") else reprlib.repr(x) for x in arrays)
 
         masks = self.masks[0] if len(self.masks) == 1 else self.masks
+        masks = f"{masks!r}" if self.selection is None else f"{masks!r}, {self.selection!r}"
         heads = f"{self.num_heads} heads on {self.num_kv_heads} key heads"
         arrays = f"keys: {shown(self.keys)}, values: {shown(self.values)}"
-        return f"KVCache({masks!r}, {self.seq_len} tokens, {heads}, {arrays})"
+        return f"KVCache({masks}, {self.seq_len} tokens, {heads}, {arrays})"
 
     @classmethod
     @own_keywords
@@ -227,6 +228,8 @@ class KVCache:
     @property
     def num_reads(self) -> int:
         """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
+        if self.pooled is not None and self.selection is not None:
+            return self.selection.count * self.selection.block
         return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
 
     @property
@@ -487,7 +490,13 @@ class KVCache:
                 f"index queries and keys must be given for a scorer that has them, and for no other, got "
                 f"{'none' if index is None else f'some of shape {index.shape}'} for {self.selection}"
             )
-        return array if index is None else index
+        if index is None:
+            return array
+        size = 0 if self.pooled is None else self.pooled.shape[-1]
+        if self.pooled is not None and (index.shape[:-2] != array.shape[:-2] or index.shape[-1] != size):
+            shape = (*array.shape[:-2], "heads", size)
+            raise ValueError(f"index queries and keys must have shape {shape} for this cache, got {index.shape}")
+        return index
 
     def _whole(self) -> int:
         """Which of the arrays has all keys in a row.
