@@ -96,10 +96,10 @@ class Config(shared.Config):
         return f"--size {self.size} --channels {self.channels}"
 
     def mask(self, name: str) -> Any:
-        # As in the paper, a crop is a grid of rows of bytes: what is at hand of a pixel's neighbours are their bytes.
         scorer = sl.Scorer.named(name)
         if scorer is not None:
             return scorer
+        # As in the paper, a crop is a grid of rows of bytes: what is at hand of a pixel's neighbours are their bytes.
         has_shape = "shape" in sl.preset_options(name.partition(":")[0])
         return sl.preset(name, **({"shape": (self.size, self.row)} if has_shape else {}))
 

@@ -112,11 +112,11 @@ def attention_step(
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
         for length, heads in ((q_len, num_heads), (kv_len, num_kv_heads))
     )
-    index = None
+    index: Any = None
     if index_size:
-        of_queries, of_keys = (jnp.zeros((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
-        index = Index(of_queries, of_keys)
-    jax.eval_shape(lambda *x: step(*x, mask=Extras(None, None, index=index)), query, key, key)
+        like = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
+        index = Index(*like)  # pyright: ignore[reportArgumentType] (shapes in the place of arrays)
+    jax.eval_shape(lambda q, k, i: step(q, k, k, mask=Extras(None, None, index=i)), query, key, index)
     return step
 
 

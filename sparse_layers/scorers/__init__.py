@@ -34,6 +34,16 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
     return found
 
 
+def scorer_of(pattern: Any) -> Scorer | None:
+    """The scorer that a pattern is, by itself or by name; None for masks and whatever else.
+
+    Raises:
+      ValueError: see `Scorer.named`.
+    """
+    pattern = Scorer.named(pattern) if isinstance(pattern, str) else pattern
+    return pattern if isinstance(pattern, Scorer) else None
+
+
 def as_nsa(pattern: Any) -> NSA | None:
     """The sizes of native sparse attention, if a pattern is `NSA`, by itself or by name; None for all others.
 
@@ -44,7 +54,7 @@ def as_nsa(pattern: Any) -> NSA | None:
       >>> as_nsa("nsa:count=8").count, as_nsa("causal")
       (8, None)
     """
-    scorer = Scorer.named(pattern) if isinstance(pattern, str) else pattern
+    scorer = scorer_of(pattern)
     return scorer if isinstance(scorer, NSA) else None
 
 
@@ -63,9 +73,8 @@ def masks_and_scorer(
       ValueError, TypeError: see `masks_for` and `as_scorer`; or two scorers, one for a pattern that is not causal,
         one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a scorer.
     """
-    scorer = as_scorer(selection)
-    own = Scorer.named(pattern) if isinstance(pattern, str) else pattern
-    if isinstance(own, Scorer):
+    scorer, own = as_scorer(selection), scorer_of(pattern)
+    if own is not None:
         if scorer is not None:
             raise ValueError(f"{name}={pattern!r} chooses blocks by itself: selection must be None, got {selection!r}")
         pattern, scorer = Causal(), own

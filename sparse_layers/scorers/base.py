@@ -25,11 +25,12 @@ class Scorer(abc.ABC):
 
     A value: equal settings are equal scorers. A method is a subclass that says what of the keys is kept (`pooled`), and
     how queries score it (`scores`); everything else is here. One that is derived as ``class MoBA(Scorer, name="moba")``
-    has a name, by which layers take it. A query chooses ``count`` blocks among its own and those
-    before: its own and the ``local - 1`` before it, the ``first`` ones of the sequence, and then those of the highest
-    score, of equal ones those that come first. Of a block of the future nothing is ever seen. Of packed documents, the
-    first block is where the query's document begins, and no block before it is chosen.
-    Lengths are those of the arrays, padding included.
+    has a name, by which layers take it.
+
+    A query chooses ``count`` blocks among its own and those before: its own and the ``local - 1`` before it, the
+    ``first`` ones of the sequence, and then those of the highest score, of equal ones those that come first. Of a block
+    of the future nothing is ever seen. Of packed documents, the first block is where the query's document begins, and
+    no block before it is chosen. Lengths are those of the arrays, padding included.
 
     No gradient flows through a choice: keys learn by being attended to.
 

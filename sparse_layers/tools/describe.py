@@ -15,7 +15,7 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
 from ..ops.planning.views import Reordered, RowOrder
-from ..scorers import Scorer
+from ..scorers import Scorer, scorer_of
 from .pictures import check_size, picture
 from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
@@ -90,8 +90,7 @@ def describe(
     check_size(size)
     plans = plans_of(subject)
     if plans is None:
-        scorer = Scorer.named(subject) if isinstance(subject, str) else subject
-        scorer = scorer if isinstance(scorer, Scorer) else None
+        scorer = scorer_of(subject)
         mask = subject if scorer is None else Causal()
         lengths = lengths_of(mask, q_len, kv_len, LONGEST)
         _block(max(lengths), block)

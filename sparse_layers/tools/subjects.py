@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ..masks.adapters import as_masks
 from ..masks.options import Length, checked
 from ..ops.planning.plan import Plan
-from ..scorers import Scorer, as_scorer
+from ..scorers import Scorer, as_scorer, scorer_of
 
 LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 
@@ -52,9 +52,8 @@ def _planned(subject: Any) -> dict[str, Planned] | None:
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
     fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
-    scorer = as_scorer(getattr(fn, "selection", None)) or pattern
-    scorer = Scorer.named(scorer) if isinstance(scorer, str) else scorer
-    return {"": Planned(plan, scorer if isinstance(scorer, Scorer) else None)} if isinstance(plan, Plan) else None
+    scorer = as_scorer(getattr(fn, "selection", None)) or scorer_of(pattern)
+    return {"": Planned(plan, scorer)} if isinstance(plan, Plan) else None
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:

@@ -288,10 +288,7 @@ class KVCache:
             scored = self._scored(key, index_key)
             new = self.selection.pool(jnp.where(inside, scored, 0)).astype(self.pooled.dtype)
             pooled = self.pooled.at[:, : new.shape[1]].set(new)
-        return self._with(fill(self.keys, key), fill(self.values, value), pooled)
-
-    def _with(self, keys: Any, values: Any, pooled: jax.Array | None) -> "KVCache":
-        return dataclasses.replace(self, keys=keys, values=values, pooled=pooled)
+        return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
     def step(
         self,
@@ -365,7 +362,7 @@ class KVCache:
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
             pooled = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(self.pooled, at, new)
-        return self._with(keys, write(self.values, value), pooled)
+        return dataclasses.replace(self, keys=keys, values=write(self.values, value), pooled=pooled)
 
     def attend(
         self,
@@ -485,16 +482,16 @@ class KVCache:
         Raises:
           ValueError: it has nothing in their place, or something is given that it does not ask for.
         """
-        if self.selection is None or self.selection.indexed != (index is not None):
+        assert self.selection is not None and self.pooled is not None
+        if self.selection.indexed != (index is not None):
             raise ValueError(
                 f"index queries and keys must be given for a scorer that has them, and for no other, got "
                 f"{'none' if index is None else f'some of shape {index.shape}'} for {self.selection}"
             )
         if index is None:
             return array
-        size = 0 if self.pooled is None else self.pooled.shape[-1]
-        if self.pooled is not None and (index.shape[:-2] != array.shape[:-2] or index.shape[-1] != size):
-            shape = (*array.shape[:-2], "heads", size)
+        if index.shape[:-2] != array.shape[:-2] or index.shape[-1] != self.pooled.shape[-1]:
+            shape = (*array.shape[:-2], "heads", self.pooled.shape[-1])
             raise ValueError(f"index queries and keys must have shape {shape} for this cache, got {index.shape}")
         return index
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
