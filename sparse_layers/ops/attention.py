@@ -5,7 +5,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import jax
 import jax.core
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
 from ..masks.options import checked, own_keywords
-from . import lowering, sharding
+from . import lowering, sharding, spread
 from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import (
     Call,
@@ -26,6 +26,7 @@ from .kernels.call import (
     checked_scalars,
     checked_selection,
     checked_sinks,
+    merged,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -154,11 +155,12 @@ def block_sparse_attention(
         in force, else of JAX's default device. A program that is then lowered for another one, as by `jax.export`, is
         refused: trace it under a mesh of that platform's devices, also an abstract one, or name an implementation.
       return_lse: also return the log-sum-exp of the allowed logits, the sinks' among them.
-      query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", None,
-        "heads")``. It never changes the result; what does not lie so is moved, and axes that do not divide are left
-        out. None: JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent
-        cache. Without effect where there is no mesh, or one of other axes. Under `jax.vmap`, leave it out: the axis
-        that is mapped over would be gathered.
+      query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", "context",
+        "heads")``, with None where it is whole. It never changes the result; what does not lie so is moved, and axes
+        that do not divide batch or heads are left out. Devices that share a sequence exchange keys, as the pattern
+        needs them: see `planning/communication.py`. None: JAX's partitioner finds out, in a program that cannot be
+        serialized nor be found in JAX's persistent cache, and gathers sequences. Without effect where there is no mesh,
+        or one of other axes. Under `jax.vmap`, leave it out: the axis that is mapped over would be gathered.
 
     Returns:
       out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
@@ -166,8 +168,8 @@ def block_sparse_attention(
 
     Raises:
       ValueError: shapes, dtypes, lengths, heads, ids, block sizes or names that do not fit, with the value and rule;
-        arrays sharded over Explicit axes otherwise than by batch and heads; a query_sharding of other axes, or none
-        where TPU kernels need it; on TPUs, block lists that exceed scalar memory, with their size.
+        arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, or
+        none where TPU kernels need it; a spread sequence whose devices would share queries that choose together; on TPUs, block lists that exceed scalar memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
@@ -240,18 +242,46 @@ def implementations() -> tuple[str, ...]:
 # --- the derivative --------------------------------------------------------------------------------------------------
 
 
+class _Work(NamedTuple):
+    """What a device computes of a call: all of it, or of a sequence that is spread over devices a part.
+
+    Attributes:
+      implementation: that computes it.
+      call: the part's, or the device's.
+      home: where its queries live, if that may be elsewhere.
+    """
+
+    implementation: str
+    call: Call
+    home: spread.Home | None = None
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return x if self.home is None else self.home.leave(x)
+
+    def back(self, x: jax.Array) -> jax.Array:
+        return x if self.home is None else self.home.back(x)
+
+
 def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
     return sharding.over_known_axes(functools.partial(_on_device, implementation, call), operands, query_sharding)
 
 
 def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
-    backend, operands = IMPLEMENTATIONS[implementation], _varying_alike(operands)
+    operands = sharding.varying_alike(operands, operands)
     if share is None and implementation == "pallas_tpu":
         sharding.check_whole(operands)
-    if hasattr(backend, "attend"):
-        return (backend.attend(call, operands) if share is None else share.run(backend.attend, call, operands)), None
-    return _attend(implementation, call, share, operands)
+    work, of_work = [_Work(implementation, call)], [operands]
+    if share is not None and share.spread is not None:
+        merges = not hasattr(IMPLEMENTATIONS[implementation], "attend") or call.chosen_for is not None
+        found = [*spread.parts(call, share, operands, merges=merges)]
+        named = implementation if call.chosen_for is None else None
+        work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
+        of_work = [own for *_, own in found]
+    if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
+        attend, call = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call
+        return (attend(call, *of_work) if share is None else share.run(attend, call, *of_work)), None
+    return _attend(tuple(work), share, tuple(of_work))
 
 
 def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | None, *args: Any) -> Any:
@@ -259,37 +289,49 @@ def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | No
     return sharding.over_auto_axes(function, call, *args) if share is None else share.run(function, call, *args)
 
 
-def _forward(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
-    if call.chosen_for is not None:
-        operands = operands._replace(query=lowering.chosen(operands.query, implementation, call.chosen_for))
-    return _shared(IMPLEMENTATIONS[implementation].forward, call, share, operands)
+def _forward(work: tuple[_Work, ...], share: sharding.Share | None, operands: tuple[Operands, ...]):
+    found = []
+    for each, own in zip(work, operands, strict=True):
+        if each.call.chosen_for is not None:
+            own = own._replace(query=lowering.chosen(own.query, each.implementation, each.call.chosen_for))
+        out, lse = _shared(IMPLEMENTATIONS[each.implementation].forward, each.call, share, own)
+        found.append((each.back(out), each.back(lse)))
+    if len(found) == 1:
+        return found[0]
+    out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in found))
+    return out.astype(operands[0].query.dtype), lse
 
 
-_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
+_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
 
 
-def _attend_fwd(implementation, call, share, operands):
-    results = _forward(implementation, call, share, operands)
+def _attend_fwd(work, share, operands):
+    results = _forward(work, share, operands)
     out, lse = (checkpoint_name(x, name) for x, name in zip(results, SAVED, strict=True))
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(implementation, call, share, residuals, cotangents):
+def _attend_bwd(work, share, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
+    first, plan = operands[0], work[0].call.plan
     dead = lse == -jnp.inf
-    may_be_dead = operands.segments is not None or operands.chosen is not None
-    if may_be_dead or call.plan is None or not call.plan.sees_itself:
+    may_be_dead = first.segments is not None or first.chosen is not None or work[0].home is not None
+    if may_be_dead or plan is None or not plan.sees_itself:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
-    dq, dk, dv = _shared(IMPLEMENTATIONS[implementation].backward, call, share, operands, lse, delta, dout)
-    dsinks = None
-    if operands.sinks is not None:
-        weight = jnp.exp(operands.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
-        dsinks = -(weight * delta).sum((0, 1)).astype(operands.sinks.dtype)
-    return (Operands(dq, dk, dv, dsinks),)
+    gradients = []
+    for each, own in zip(work, operands, strict=True):
+        by_query = (each.leave(x) for x in (lse, delta, dout))
+        dq, dk, dv = _shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query)
+        gradients.append(Operands(dq, dk, dv))
+    if first.sinks is not None:
+        weight = jnp.exp(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
+        dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)
+        gradients[0] = gradients[0]._replace(sinks=dsinks)
+    return (tuple(gradients),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -300,8 +342,10 @@ _jitted_attend = jax.jit(_run, static_argnums=(0, 1, 2))
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
-def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
+def _choose(implementation: str | None, call: Call, operands: Operands, alone: bool = True) -> str:
     """The name of the implementation that will serve a call: the given one, or the first that can.
+
+    One that JAX differentiates gives no lse to merge, so it serves what is computed ``alone``.
 
     Raises:
       NotImplementedError: the given one cannot; says why.
@@ -316,6 +360,8 @@ def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
     for name in candidates(here):
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
+        if reason is None and not alone and hasattr(backend, "attend"):
+            reason = "it computes no part of a call"
         if reason is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)
         if reason is None:
@@ -325,20 +371,6 @@ def _choose(implementation: str | None, call: Call, operands: Operands) -> str:
             return name
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no implementation can serve this call; " + "; ".join(reasons))
-
-
-def _varying_alike(operands: Operands) -> Operands:
-    """Inside `shard_map`, marks what is replicated over a mesh axis as varying if another operand varies over it.
-
-    Gradients of replicated operands are then summed over that axis by JAX, and the loops of backends keep one type.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands)))
-
-    def vary(x):
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, operands)
 
 
 @functools.cache

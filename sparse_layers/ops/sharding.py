@@ -1,5 +1,7 @@
 """How a call of the op is spread over devices: batches and heads are independent, so each device takes its own.
 
+A sequence may be spread, too: then devices tell each other of keys, see `spread.py`.
+
 A kernel is a program for one device, which JAX cannot split by itself. What it has to be told depends on the mesh:
 
 * On axes of type Explicit, shardings are part of the types of arrays. `over_known_axes` maps the whole op over them
@@ -26,17 +28,34 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .kernels.call import Call, Operands
 from .planning.platforms import platform
 
-# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes); c is only the mask's,
-# r, g and e are only the selection's. Only b, n and k are split.
-_WHOLE = "tshdcrge"
+# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes); c and m are only the
+# mask's, r, g and e only the selection's. The partitioner splits b, n and k alone.
+_WHOLE = "tshdcmrge"
 
 
 # --- one device's share of the heads ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
+class Spread:
+    """A sequence that is spread over devices.
+
+    Attributes:
+      axes: the mesh axes of these devices, in whose order they have its tokens.
+      devices: their number.
+      length: tokens of the sequence; the arrays have as many on each device, and are longer if need be.
+      keys: whether keys are spread as queries are, and not all on each device.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    length: int
+    keys: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Share:
-    """A device's share of the heads.
+    """A device's share of the heads, and of the tokens.
 
     Attributes:
       heads: the number of query heads of all devices.
@@ -45,6 +64,7 @@ class Share:
       shards: the number of devices that the query heads are split over.
       axes: the mesh axes of these devices; the index along them says which share a device has.
       chosen_by_key_head: whether there is a selection, and each key head has its own.
+      spread: how the sequence is spread over devices; None if each has all of it.
     """
 
     heads: int
@@ -52,13 +72,14 @@ class Share:
     shards: int = 1
     axes: tuple[str, ...] = ()
     chosen_by_key_head: bool = False
+    spread: Spread | None = None
 
     @staticmethod
-    def of(operands: Operands, mesh: Any = None, axes: tuple[str, ...] = ()) -> "Share":
+    def of(operands: Operands, mesh: Any = None, axes: tuple[str, ...] = (), spread: Spread | None = None) -> "Share":
         """The share of a device if the heads of the operands, those of all devices, are split over mesh axes."""
         shards = math.prod(mesh.shape[axis] for axis in axes)
         by_key_head = operands.chosen is not None and _heads_of_chosen(operands) == "k"
-        return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes, by_key_head)
+        return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes, by_key_head, spread)
 
     @property
     def splits_keys(self) -> bool:
@@ -93,17 +114,24 @@ class Share:
         return (jax.lax.axis_index(self.axes) * own + jnp.arange(1 if group % own == 0 else own)) // group
 
     def _under_own_masks(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
-        """function(call, *args) with the plan of the device's heads in the call."""
+        """function(call, *args) with the plan of the device's heads and place in the call."""
         if call.plan is None:
             return function(call, *args)
         own = self.heads // self.shards
-        plans = [call.plan.of_heads(i * own, own) for i in range(self.shards)]
+        places = call.places or (call.plan,)
+        plans = [plan.of_heads(i * own, own) for plan in places for i in range(self.shards)]
         distinct = list(dict.fromkeys(plans))
-        branches = [functools.partial(function, dataclasses.replace(call, plan=plan)) for plan in distinct]
-        if len(branches) == 1:
-            return branches[0](*args)
-        which = jnp.asarray([distinct.index(plan) for plan in plans])[jax.lax.axis_index(self.axes)]
-        return jax.lax.switch(which, branches, *args)
+        calls = [dataclasses.replace(call, plan=plan, places=()) for plan in distinct]
+        if len(calls) == 1:
+            return function(calls[0], *args)
+
+        def branch(call: Call, *args: Any) -> Any:  # what has nothing to compute makes constants, the same everywhere
+            return varying_alike(function(call, *args), args)
+
+        branches = [functools.partial(branch, each) for each in calls]
+        place = jax.lax.axis_index(self.spread.axes) if self.spread and call.places else 0
+        device = place * self.shards + (jax.lax.axis_index(self.axes) if self.axes else 0)
+        return jax.lax.switch(jnp.asarray([distinct.index(plan) for plan in plans])[device], branches, *args)
 
 
 def _axes_of(operands: Operands) -> Operands:
@@ -112,7 +140,7 @@ def _axes_of(operands: Operands) -> Operands:
     k = "n" if heads == kv_heads else "k"
     c = "n" if operands.mask is not None and operands.mask.shape[-3] == heads else "c"
     ids = f"b r {_heads_of_chosen(operands)} e"
-    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t s", ids)
+    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t m", ids)
 
 
 def _heads_of_chosen(operands: Operands) -> str:
@@ -144,6 +172,20 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def varying_alike(arrays: Any, like: Any) -> Any:
+    """Inside `shard_map`, marks arrays as varying over the mesh axes that one of ``like`` varies over.
+
+    Gradients of replicated operands are then summed over that axis by JAX, and the loops of backends keep one type.
+    """
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
+
+    def vary(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, arrays)
+
+
 # --- axes of type Explicit, or that the caller names ----------------------------------------------------------------
 
 
@@ -162,32 +204,72 @@ def over_known_axes(
     mesh = _mesh(operands)
     over_axes = _explicit_axes(mesh, operands)
     if over_axes is not None:
-        batch, _, heads, _ = jax.typeof(operands.query).sharding.spec
+        batch, tokens, heads, _ = jax.typeof(operands.query).sharding.spec
     elif query_sharding is not None and _is_auto(mesh):
-        batch, heads = _named(mesh, operands.query, query_sharding)
+        batch, tokens, heads = _named(mesh, operands.query, query_sharding)
         over_axes = set()
     else:
         return function(None, operands)
-    share = Share.of(operands, mesh, _names(heads))
+    spread = _spread(operands, mesh, _names(tokens))
+    share = Share.of(operands, mesh, _names(heads), spread)
     over = {"b": batch, "n": heads, "k": heads if share.splits_keys else None}
+    length = operands.query.shape[1]
+    if spread is not None:
+        over |= {"t": tokens, "r": tokens, "s": tokens if spread.keys else None}
+        operands = _padded(operands, spread)
     specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
     if AxisType.Explicit in mesh.axis_types:
         segments = "segment_ids of queries", "segment_ids of keys"
         names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask", "selection")
         operands = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
-    by_query = PartitionSpec(batch, None, heads)
+    by_query = PartitionSpec(batch, tokens, heads)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)
-    return mapped(functools.partial(function, share))(operands)
+    found = mapped(functools.partial(function, share))(operands)
+    return found if spread is None else jax.tree.map(lambda x: x[:, :length], found)
 
 
-def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any]:
-    """The mesh axes that ``spec`` names for the batch and the heads of query, as far as they divide them."""
-    batch, length, heads, size = _dividing(mesh, query.shape, spec, "query_sharding")
-    if length or size or any((*spec,)[1::2]):
+def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...]) -> Spread | None:
+    """How sequences are spread over mesh axes; None over one device.
+
+    Raises:
+      ValueError: a selection whose queries that choose together lie on two devices.
+    """
+    devices, (length, kv_len) = math.prod(mesh.shape[axis] for axis in axes), (x.shape[1] for x in operands[:2])
+    if devices == 1:
+        return None
+    if operands.chosen is not None:
+        rows, own = operands.chosen.shape[1], -(-length // devices)
+        if rows % devices or length % rows or own % (length // rows):
+            raise ValueError(
+                "selection: granularity must divide the queries of a device, got about "
+                f"{-(-length // rows)} queries that choose together, and {length} over {devices} devices"
+            )
+    return Spread(axes, devices, length, length == kv_len and operands.mask is None)
+
+
+def _padded(operands: Operands, spread: Spread) -> Operands:
+    """Operands with as many tokens on each device; those behind the last belong to no document."""
+    missing = -spread.length % spread.devices
+    if not missing:
+        return operands
+
+    def pad(axes: str, x: jax.Array) -> jax.Array:
+        names = "t", *("s" * spread.keys)
+        widths = [(0, missing if name in names else 0) for name in axes.split()]
+        return jnp.pad(x, widths, constant_values=-1 if axes in ("b t", "b s") else 0)
+
+    return jax.tree.map(pad, _axes_of(operands), operands)
+
+
+def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any, Any]:
+    """The mesh axes that ``spec`` names for batch, tokens and heads; of batch and heads, as far as they divide them."""
+    batch, _, heads, _ = _dividing(mesh, query.shape, spec, "query_sharding")
+    if any((*spec,)[3:]) or PartitionSpec.UNCONSTRAINED in (*spec,)[1:2]:
         raise ValueError(
-            f"query_sharding must be PartitionSpec(axes of the batch, None, axes of the heads), got {spec}"
+            "query_sharding must be PartitionSpec(axes of the batch, axes of the sequence, axes of the heads), "
+            f"got {spec}"
         )
-    return batch, heads
+    return batch, ((*spec, None)[1] if len(spec) > 1 else None), heads
 
 
 def _dividing(mesh: Any, shape: tuple[int, ...], spec: PartitionSpec, name: str) -> list[tuple[str, ...] | None]:
@@ -242,8 +324,8 @@ def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Arra
     if any(_names(have) not in ((), _names(want)) for have, want in zip(given, spec, strict=True)):
         raise ValueError(
             f"{name} must be sharded as {spec}, or replicated, but its sharding is {given}: the op is mapped over the "
-            "batch and the heads of query, every other axis has to be whole, and all arrays are split as query is; "
-            "change it by jax.sharding.reshard"
+            "batch, the tokens and the heads of query, every other axis has to be whole, and all arrays are split as "
+            "query is; change it by jax.sharding.reshard"
         )
     return x if given == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 

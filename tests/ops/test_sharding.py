@@ -262,10 +262,10 @@ TRANSFORMED = {
 def check_refusals(mesh):
     q, k, v, *_ = arrays(4, 4)
     ids = jnp.zeros((B, T), int)
-    whole, length = "P('data', None, None, None)", P("data", "tensor")
+    whole, size = "P('data', None, None, None)", P("data", None, None, "tensor")
     for message, specs in {
-        f"query must be sharded as {whole}, or replicated, but its sharding is P('data', 'tensor'": [
-            length,
+        f"query must be sharded as {whole}, or replicated, but its sharding is P('data', None, None, 'tensor'": [
+            size,
             DATA,
             DATA,
         ],
@@ -282,7 +282,14 @@ def check_refusals(mesh):
 def check_names_of_axes(mesh):
     """A sharding that is told is checked, and what it does not divide is left out."""
     q, k, v, *_ = arrays(4, 4)
-    wrong = P("batch"), P(None, "data"), P("data", None, None, "tensor"), P(*[None] * 5), P(("data", "data")), ["data"]
+    wrong = (
+        P("batch"),
+        P(None, P.UNCONSTRAINED),
+        P("data", None, None, "tensor"),
+        P(*[None] * 5),
+        P(("data", "data")),
+        ["data"],
+    )
     for spec in wrong:
         with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(f"got {spec}")):
             attend(q, k, v, query_sharding=spec)

@@ -48,6 +48,7 @@ class Call:
       return_lse: whether the caller wants the log-sum-exp, too.
       chosen_for: the platform that the implementation was chosen for; None if the caller named it.
       selection: (keys in a block, queries that choose together) of the operands' ``chosen``; None without these.
+      places: of a sequence that is spread over devices, what each of these computes; ``plan`` is that of the last one.
     """
 
     plan: Plan | None
@@ -59,6 +60,7 @@ class Call:
     return_lse: bool = False
     chosen_for: str | None = None
     selection: tuple[int, int] | None = None
+    places: tuple[Plan, ...] = ()
 
     @property
     def chains(self) -> tuple[tuple[Pass, ...], ...]:

@@ -353,7 +353,9 @@ def operations(mask: Mask) -> int:
         own = sum(x.outvars[0].aval.shape == pairs for x in jaxpr.eqns if "jaxpr" not in x.params)
         return own + sum(map(counted, inner))
 
-    return counted(jax.make_jaxpr(mask)(*sides).jaxpr)
+    # Without the mesh in force: inside `jax.shard_map`, positions would be traced as a device's own.
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return counted(jax.make_jaxpr(mask)(*sides).jaxpr)
 
 
 def _partial(mask: Reordered, shape: tuple[int, int]) -> int:
@@ -395,6 +397,14 @@ def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
                 parts.append((wish, functools.reduce(And, (Not(e) for e in earlier), part)))
                 earlier.append(part)
         yield " + ".join(_name(wish) for wish, _ in parts), parts
+
+
+def split_costs(mask: Mask, length: int, tuned: Tuning):
+    """Yields (cost in pairs, [(row orders, part of the mask)]) of the `splits`, but for those of grids into tiles."""
+    for _, groups in splits(mask, length, length):
+        drafts = [(wish, part, _Draft(Reordered(part, *wish), FwdParams(), tuned)) for wish, part in groups]
+        found = [(wish, part, draft.cost) for wish, part, draft in drafts if draft.blocks]
+        yield sum(cost for *_, cost in found), [(wish, part) for wish, part, _ in found]
 
 
 def _name(wish: Wish) -> str:

@@ -1,0 +1,89 @@
+"""What devices tell each other of a sequence that is spread over them: the routes of `planning/communication.py`.
+
+Functions of arrays [B, n, ...] of a device, inside `jax.shard_map`. JAX differentiates them: gradients go back the way
+that the arrays came, and what a device got is kept for that.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .planning.communication import Gathered, Neighbors, Residues, Route
+
+Axes = tuple[str, ...]
+
+
+def keys(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
+    """The keys of a route, or what belongs to them: [B, n, ...] -> [B, kv_rows, ...].
+
+    Args:
+      route: of all that comes.
+      x: what the device has.
+      axes: mesh axes that the sequence is spread over.
+    """
+    if isinstance(route, Residues):
+        return queries(route, x, axes)
+    if isinstance(route, Gathered):
+        return _gathered(route, x, axes)
+    assert isinstance(route, Neighbors)
+    before = [_from(x[:, x.shape[1] - n :], hop, axes) for hop, n in enumerate(route.hops(route.left), 1)]
+    behind = [_from(x[:, :n], -hop, axes) for hop, n in enumerate(route.hops(route.right), 1)]
+    return jnp.concatenate([*reversed(before), x, *behind], axis=1) if before or behind else x
+
+
+def queries(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
+    """Queries, or what belongs to them, where they meet their keys: [B, n, ...] -> [B, q_rows, ...]."""
+    if not isinstance(route, Residues):
+        return x
+    batch, own, *rest = x.shape
+    x = x.reshape(batch, own // route.stride, route.devices, route.own_residues, *rest)
+    x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+    return x.reshape(batch, own, *rest)
+
+
+def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
+    """What belongs to queries, back to where they live: [B, q_rows, ...] -> [B, n, ...]."""
+    if not isinstance(route, Residues):
+        return x
+    batch, own, *rest = x.shape
+    x = x.reshape(batch, route.length // route.stride, 1, route.own_residues, *rest)
+    x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
+    return x.reshape(batch, own, *rest)
+
+
+def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:
+    """x of the device ``hop`` places before this one; zeros on devices that have none there."""
+    devices = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x, axes, [(i, i + hop) for i in range(devices) if 0 <= i + hop < devices])
+
+
+def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
+    """The rows of a route's order, on every device."""
+    if route.order.natural and route.length == route.own * route.devices:
+        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+    counts, ends = route.counts, np.cumsum(route.counts)
+    tokens = np.asarray(route.order.token(np.arange(route.kv_rows)))
+    # Which of its own tokens each device gives, in the order of rows; of the last token as often as others have more.
+    most = int(counts.max())
+    given = [tokens[end - n : end] - place * route.own for place, (n, end) in enumerate(zip(counts, ends, strict=True))]
+    table = np.stack([np.concatenate([rows, np.zeros(most - len(rows), rows.dtype)]) for rows in given])
+    own = jnp.take(x, jnp.asarray(table.astype(np.int32))[jax.lax.axis_index(axes)], axis=1)
+    if route.sent_one_by_one:
+        return jnp.concatenate([_sent(own[:, :n], place, axes) for place, n in enumerate(counts) if n], axis=1)
+    found = jax.lax.all_gather(own, axes, axis=1, tiled=True)
+    if len(tokens) == most * route.devices:
+        return found
+    rows = np.concatenate([place * most + np.arange(n) for place, n in enumerate(counts)])
+    return jnp.take(found, jnp.asarray(rows), axis=1)
+
+
+def _sent(x: jax.Array, place: int, axes: Axes) -> jax.Array:
+    """x of one device, on all: whoever has it sends it to another one, until everybody does."""
+    devices, have = jax.lax.axis_size(axes), 1
+    here = jax.lax.axis_index(axes)
+    x = jnp.where(here == place, x, 0)
+    while have < devices:
+        pairs = [((place + i) % devices, (place + i + have) % devices) for i in range(min(have, devices - have))]
+        x = x + jax.lax.ppermute(x, axes, pairs)
+        have *= 2
+    return x
