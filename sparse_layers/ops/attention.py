@@ -169,7 +169,8 @@ def block_sparse_attention(
     Raises:
       ValueError: shapes, dtypes, lengths, heads, ids, block sizes or names that do not fit, with the value and rule;
         arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, or
-        none where TPU kernels need it; a spread sequence whose devices would share queries that choose together; on TPUs, block lists that exceed scalar memory, with their size.
+        none where TPU kernels need it; a spread sequence in which devices would share queries that choose together; on
+        TPUs, block lists that exceed scalar memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
@@ -279,8 +280,8 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
         of_work = [own for *_, own in found]
     if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
-        attend, call = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call
-        return (attend(call, *of_work) if share is None else share.run(attend, call, *of_work)), None
+        attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
+        return (attend(call, own) if share is None else share.run(attend, call, own)), None
     return _attend(tuple(work), share, tuple(of_work))
 
 

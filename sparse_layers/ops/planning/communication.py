@@ -367,8 +367,8 @@ def period_of(mask: Mask) -> int | None:
     if isinstance(mask, Columns):
         return mask.period
     if isinstance(mask, And | Or):
-        inner = period_of(mask.left), period_of(mask.right)
-        return None if None in inner else math.lcm(*inner)
+        left, right = period_of(mask.left), period_of(mask.right)
+        return None if left is None or right is None else math.lcm(left, right)
     if isinstance(mask, Not | Transposed | Shifted):
         return period_of(mask.mask)
     if isinstance(mask, Blocks):
