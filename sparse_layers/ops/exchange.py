@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .planning.communication import Gathered, Neighbors, Residues, Route
+from .planning.communication import Gathered, Neighbors, Residues, Route, relays
 
 Axes = tuple[str, ...]
 
@@ -33,22 +33,36 @@ def keys(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
 
 def queries(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
     """Queries, or what belongs to them, where they meet their keys: [B, n, ...] -> [B, q_rows, ...]."""
-    if not isinstance(route, Residues):
-        return x
     batch, own, *rest = x.shape
-    x = x.reshape(batch, own // route.stride, route.devices, route.own_residues, *rest)
-    x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
-    return x.reshape(batch, own, *rest)
+    if isinstance(route, Residues):
+        x = x.reshape(batch, own // route.stride, route.devices, route.own_residues, *rest)
+        x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+        return x.reshape(batch, own, *rest)
+    if isinstance(route, Gathered) and route.folded:
+        halves = [jax.lax.ppermute(half, axes, to) for half, to in zip(jnp.split(x, 2, 1), route.folds, strict=True)]
+        return _in_turn(halves, axes)
+    return x
 
 
 def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
     """What belongs to queries, back to where they live: [B, q_rows, ...] -> [B, n, ...]."""
-    if not isinstance(route, Residues):
-        return x
     batch, own, *rest = x.shape
-    x = x.reshape(batch, route.length // route.stride, 1, route.own_residues, *rest)
-    x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
-    return x.reshape(batch, own, *rest)
+    if isinstance(route, Residues):
+        x = x.reshape(batch, route.length // route.stride, 1, route.own_residues, *rest)
+        x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
+        return x.reshape(batch, own, *rest)
+    if isinstance(route, Gathered) and route.folded:
+        halves = jnp.split(_in_turn(jnp.split(x, 2, 1), axes), 2, 1)
+        home = [[(b, a) for a, b in to] for to in route.folds]
+        return jnp.concatenate([jax.lax.ppermute(x, axes, to) for x, to in zip(halves, home, strict=True)], axis=1)
+    return x
+
+
+def _in_turn(halves: list[jax.Array], axes: Axes) -> jax.Array:
+    """Two halves, the second one first on every other device: first halves are even chunks, and these come in turn."""
+    first, second = halves
+    odd = jax.lax.axis_index(axes) % 2 == 1
+    return jnp.concatenate([jnp.where(odd, second, first), jnp.where(odd, first, second)], axis=1)
 
 
 def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:
@@ -78,12 +92,9 @@ def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def _sent(x: jax.Array, place: int, axes: Axes) -> jax.Array:
-    """x of one device, on all: whoever has it sends it to another one, until everybody does."""
-    devices, have = jax.lax.axis_size(axes), 1
-    here = jax.lax.axis_index(axes)
-    x = jnp.where(here == place, x, 0)
-    while have < devices:
-        pairs = [((place + i) % devices, (place + i + have) % devices) for i in range(min(have, devices - have))]
-        x = x + jax.lax.ppermute(x, axes, pairs)
-        have *= 2
+    """x of one device, on all."""
+    devices = jax.lax.axis_size(axes)
+    x = jnp.where(jax.lax.axis_index(axes) == place, x, 0)
+    for step in relays(devices):
+        x = x + jax.lax.ppermute(x, axes, [((place + a) % devices, (place + b) % devices) for a, b in step])
     return x

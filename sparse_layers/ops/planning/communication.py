@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,25 +32,25 @@ from .views import Reordered, RowOrder
 READS_PER_RECEIVED_ROW = 12
 
 
-class Moved(NamedTuple):
-    """What the device that receives most receives in a forward pass, in rows of all heads; the backward moves as many.
+class Received(NamedTuple):
+    """What a device receives along a route, in rows of all heads.
 
     Attributes:
-      keys: rows of key and of value.
-      queries: rows of query and of out; lse's are moved with them.
+      keys: rows of key and value in a forward pass.
+      queries: rows of query in a forward pass; of dout, lse and delta in a backward pass.
+      results: rows of out and lse in a forward pass, of queries that live here; of dq in a backward pass.
+      gradients: rows of dk and dv in a backward pass.
     """
 
     keys: int
-    queries: int
-
-    def bytes(self, key_row: int, query_row: int) -> int:
-        """By the bytes of a row of key and value together, and of one of query, out and lse."""
-        return self.keys * key_row + self.queries * query_row
+    queries: int = 0
+    results: int = 0
+    gradients: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Route(abc.ABC):
-    """The way of keys to queries, or of both to where they meet.
+    """The way of keys to queries, or of both to where they meet. A device's ``place`` is its number along the sequence.
 
     Attributes:
       length: tokens T of the sequence.
@@ -75,14 +75,13 @@ class Route(abc.ABC):
     def kv_rows(self) -> int:
         """Keys that a device has when all have come."""
 
-    @property
     @abc.abstractmethod
-    def moved(self) -> Moved:
-        """What is moved along this route."""
+    def received(self, place: int) -> Received:
+        """What a device receives along this route."""
 
     @abc.abstractmethod
     def orders(self, place: int) -> Wish:
-        """The tokens of a device's queries and keys; ``place`` is its number along the sequence."""
+        """The tokens of a device's queries and keys."""
 
     def mask(self, part: Mask, place: int) -> Mask:
         """A part of the mask, as the rows of a device see it; equal ones on as many devices as possible."""
@@ -131,11 +130,10 @@ class Neighbors(Route):
     def kv_rows(self) -> int:
         return self.left + self.own + self.right
 
-    @property
-    def moved(self) -> Moved:
-        places = range(self.devices)
-        sides = [(place * self.own, (self.devices - 1 - place) * self.own) for place in places]
-        return Moved(max(min(self.left, before) + min(self.right, behind) for before, behind in sides), 0)
+    def received(self, place: int) -> Received:
+        before, behind = place * self.own, (self.devices - 1 - place) * self.own
+        keys = min(self.left, before) + min(self.right, behind)
+        return Received(keys, gradients=min(self.right, before) + min(self.left, behind))
 
     def hops(self, reach: int) -> list[int]:
         """Keys that come from each of the devices on one side, the next one first."""
@@ -162,11 +160,16 @@ def _tokens(length: int, first: int, rows: int) -> RowOrder:
 class Gathered(Route):
     """All devices get the same keys.
 
+    Under a causal mask the last queries see most of them. Therefore queries may be ``folded``: of 2 P chunks of the
+    sequence device i computes the i-th and the i-th from the end, and sends the results to where the queries live.
+
     Attributes:
-      order: which; all of them in natural order.
+      order: which keys; all of them in natural order.
+      folded: whether queries are.
     """
 
     order: RowOrder
+    folded: bool = False
 
     @property
     def kv_rows(self) -> int:
@@ -183,20 +186,44 @@ class Gathered(Route):
         """Whether each device that has some sends them to all; otherwise all send as many as any of them has."""
         return int(self.counts.sum()) <= (self.devices - 1) * int(self.counts.max())
 
-    @property
-    def moved(self) -> Moved:
+    def received(self, place: int) -> Received:
+        keys = gradients = (self.devices - 1) * int(self.counts.max())
         if self.sent_one_by_one:
-            return Moved(int(self.counts.sum() - self.counts.min()), 0)
-        return Moved((self.devices - 1) * int(self.counts.max()), 0)
+            keys = int(self.counts.sum() - self.counts[place])
+            asked = [sum(giver == i for step in relays(self.devices) for giver, _ in step) for i in range(self.devices)]
+            gradients = sum(asked[place - owner] * int(n) for owner, n in enumerate(self.counts))
+        moved = [pair for pairs in self.folds for pair in pairs if self.folded and pair[0] != pair[1]]
+        queries, results = (sum(pair[i] == place for pair in moved) * (self.own // 2) for i in (1, 0))
+        return Received(keys, queries, results, gradients)
+
+    @property
+    def folds(self) -> list[list[tuple[int, int]]]:
+        """(from, to): where the first half of each device's queries is computed, and the second half."""
+        chunks = [range(half, 2 * self.devices, 2) for half in (0, 1)]
+        return [[(c // 2, min(c, 2 * self.devices - 1 - c)) for c in half] for half in chunks]
 
     def orders(self, place: int) -> Wish:
-        return _tokens(self.length, place * self.own, self.own), self.order
+        if not self.folded:
+            return _tokens(self.length, place * self.own, self.own), self.order
+        chunk = self.own // 2
+        period = (2 * self.devices - 1 - 2 * place) * chunk
+        return RowOrder(self.length, (2, period), (1, chunk), (2, chunk), place * chunk), self.order
 
     def mask(self, part: Mask, place: int) -> Mask:
         return _seen(part, *self.orders(place))
 
     def __str__(self):
-        return "all keys" if self.order.natural else f"keys of all devices: {self.order}"
+        keys = "all keys" if self.order.natural else f"keys of all devices: {self.order}"
+        return f"{keys}; queries folded" if self.folded else keys
+
+
+def relays(devices: int) -> list[list[tuple[int, int]]]:
+    """The steps in which what device 0 has comes to all: (from, to), whoever has it gives it to another one."""
+    steps, have = [], 1
+    while have < devices:
+        steps.append([(i, i + have) for i in range(min(have, devices - have))])
+        have *= 2
+    return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,10 +241,8 @@ class Residues(Route):
     def kv_rows(self) -> int:
         return self.own
 
-    @property
-    def moved(self) -> Moved:
-        rows = self.own - self.own // self.devices
-        return Moved(rows, rows)
+    def received(self, place: int) -> Received:
+        return Received(*[self.own - self.own // self.devices] * 4)
 
     def orders(self, place: int) -> Wish:
         order = RowOrder.gathered(self.length, self.stride, place * self.own_residues, (place + 1) * self.own_residues)
@@ -291,47 +316,77 @@ def parts_of(
 
 def whole(masks: tuple[Mask, ...], length: int, devices: int) -> Part:
     """All of the masks by one route: every device gets all keys."""
-    return Part(Gathered(length, devices, RowOrder(length)), masks)
+    return Part(_all_keys(length, devices), masks)
 
 
 def _cheapest(mask: Mask, length: int, devices: int, implementation: str, groups: int) -> dict[Route, Mask]:
     """The parts of one mask by their routes."""
     weighed = []
-    for number, (cost, split) in enumerate(split_costs(mask, length, TUNING[implementation])):
-        found: dict[Route, Mask] = {}
-        natural = [part for wish, part in split if _route(wish, length, devices) is None]
+    for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
+        total, found = 0.0, {}
+        natural = [(part, costs) for wish, part, costs in parts if _view_route(wish, length, devices) is None]
         if natural:
-            part = functools.reduce(Or, natural)
-            found[_halo(part, length, devices)] = part
-        for wish, part in split:
-            if (route := _route(wish, length, devices)) is not None:
-                found[route] = part
-        rows = sum(2 * (keys / groups + queries) for keys, queries in (route.moved for route in found))
-        weighed.append((cost / devices + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * rows, number, found))
+            part, costs = functools.reduce(Or, (part for part, _ in natural)), sum(costs for _, costs in natural)
+            parts = [((RowOrder(length),) * 2, part, costs), *(x for x in parts if _view_route(x[0], length, devices))]
+        for wish, part, costs in parts:
+            route = _view_route(wish, length, devices)
+            options = [route] if route is not None else _in_order(part, length, devices)
+            if length % (2 * devices) == 0:
+                options += [dataclasses.replace(x, folded=True) for x in options if isinstance(x, Gathered)]
+            cost, _, route = min((_cost(x, costs, groups), i, x) for i, x in enumerate(options))
+            total += cost
+            found[route] = part if route not in found else Or(found[route], part)
+        weighed.append((total, number, found))
     return min(weighed, key=lambda entry: entry[:2])[2]
 
 
-def _route(wish: Wish, length: int, devices: int) -> Route | None:
-    """The route that serves the row orders of a part, if it is not just that of a halo."""
+def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
+    """What a part costs by a route, in pairs of a head: the device that computes most, and the one that receives most.
+
+    Args:
+      route: the part's.
+      costs: of computing each of 2 P chunks of the queries.
+      groups: query heads of a key head.
+    """
+    first, second = costs[: route.devices], costs[: route.devices - 1 : -1]
+    computed = costs.reshape(-1, 2).sum(1)
+    if isinstance(route, Gathered) and route.folded:
+        computed = first + second
+    elif isinstance(route, Residues):
+        computed = costs.sum(keepdims=True) / route.devices
+    received = map(route.received, range(route.devices))
+    rows = max(2 * x.keys / groups + x.queries + x.results for x in received)
+    return float(computed.max()) + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * rows
+
+
+def _in_order(part: Mask, length: int, devices: int) -> list[Route]:
+    """The routes of a part in natural order; no halo that is made of the keys of nearly all devices."""
+    halo, everything = _halo(part, length, devices), _all_keys(length, devices)
+    most = max(halo.received(place).keys for place in range(devices))
+    return [everything] if halo.kv_rows > 2 * halo.own and most > (devices - 2) * halo.own else [halo, everything]
+
+
+def _all_keys(length: int, devices: int) -> Gathered:
+    return Gathered(length, devices, RowOrder(length))
+
+
+def _view_route(wish: Wish, length: int, devices: int) -> Route | None:
+    """The route that the row orders of a part ask for; None in natural order, and where devices cannot share them."""
     q_order, kv_order = wish
     stride = q_order.shape[-1]
     if q_order == kv_order == RowOrder.residue_major(length, stride):
-        if stride % devices or length % (stride * devices):
-            return None
-        return Residues(length, devices, stride)
-    if q_order.natural and not kv_order.natural:
-        return Gathered(length, devices, kv_order)
-    return None
+        return None if stride % devices or length % (stride * devices) else Residues(length, devices, stride)
+    return Gathered(length, devices, kv_order) if q_order.natural and not kv_order.natural else None
 
 
-def _halo(part: Mask, length: int, devices: int) -> Route:
-    """The keys of neighbors that a part reaches, or all keys if it reaches nearly all devices."""
+def _halo(part: Mask, length: int, devices: int) -> Neighbors:
+    """The keys of neighbors that a part reaches."""
     own = -(-length // devices)
     first = np.arange(0, length, own)
     last = np.minimum(first + own, length) - 1
 
-    def reach(empty, most):
-        """For each device, the least reach such that nothing lies beyond."""
+    def reach(empty: Callable[[np.ndarray], np.ndarray], most: np.ndarray) -> int:
+        """The least reach beyond which nothing lies, of the device that has the largest."""
         low, high = np.zeros_like(most), most
         while (low < high).any():
             middle = (low + high) // 2
@@ -339,17 +394,13 @@ def _halo(part: Mask, length: int, devices: int) -> Route:
             low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
         return int(high.max(initial=0))
 
-    def before(n):
-        stop = np.maximum(first - n - 1, 0)
-        return part.grade(first, last, np.zeros_like(first), stop) == EMPTY
+    def before(n: np.ndarray) -> np.ndarray:
+        return part.grade(first, last, np.zeros_like(first), np.maximum(first - n - 1, 0)) == EMPTY
 
-    def behind(n):
-        begin = np.minimum(last + n + 1, length - 1)
-        return part.grade(first, last, begin, np.full_like(first, length - 1)) == EMPTY
+    def behind(n: np.ndarray) -> np.ndarray:
+        return part.grade(first, last, np.minimum(last + n + 1, length - 1), np.full_like(first, length - 1)) == EMPTY
 
-    found = Neighbors(length, devices, reach(before, first), reach(behind, length - 1 - last))
-    everything = Gathered(length, devices, RowOrder(length))
-    return everything if found.moved.keys > (devices - 2) * own and found.kv_rows > 2 * own else found
+    return Neighbors(length, devices, reach(before, first), reach(behind, length - 1 - last))
 
 
 def period_of(mask: Mask) -> int | None:

@@ -399,12 +399,27 @@ def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
         yield " + ".join(_name(wish) for wish, _ in parts), parts
 
 
-def split_costs(mask: Mask, length: int, tuned: Tuning):
-    """Yields (cost in pairs, [(row orders, part of the mask)]) of the `splits`, but for those of grids into tiles."""
+def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int):
+    """Yields the parts of each of the `splits`, but for those of grids into tiles, and what they cost.
+
+    Args:
+      mask: the mask.
+      length: tokens of the sequence.
+      tuned: says what blocks cost.
+      pieces: of equal length, into which the queries are cut.
+
+    Yields:
+      For each split, the parts that hold anything: (row orders, part of the mask, cost in pairs of each piece).
+    """
     for _, groups in splits(mask, length, length):
-        drafts = [(wish, part, _Draft(Reordered(part, *wish), FwdParams(), tuned)) for wish, part in groups]
-        found = [(wish, part, draft.cost) for wish, part, draft in drafts if draft.blocks]
-        yield sum(cost for *_, cost in found), [(wish, part) for wish, part, _ in found]
+        found = []
+        for wish, part in groups:
+            draft = _Draft(Reordered(part, *wish), FwdParams(), tuned)
+            if draft.blocks:
+                token = np.minimum(wish[0].token(_grid(draft.mask, draft.shape).rows * draft.shape[0]), length - 1)
+                share = np.bincount(token * pieces // length, minlength=pieces) / draft.blocks
+                found.append((wish, part, draft.cost * share))
+        yield found
 
 
 def _name(wish: Wish) -> str:
