@@ -11,6 +11,7 @@ from ..masks.pictures import cell_size
 from ..masks.primitives import Causal
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
+from ..ops.planning.communication import needed, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
@@ -30,11 +31,12 @@ def describe(
     *,
     size: int = 48,
     block: int | None = None,
+    devices: int = 1,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str: ...
 @overload
-def describe(subject: Any, *, size: int = 48, block: int | None = None) -> str: ...
+def describe(subject: Any, *, size: int = 48, block: int | None = None, devices: int = 1) -> str: ...
 @own_keywords
 def describe(
     subject: Any,
@@ -43,6 +45,7 @@ def describe(
     *,
     size: int = 48,
     block: int | None = None,
+    devices: int = 1,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str:
@@ -57,6 +60,8 @@ def describe(
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
       block: tokens on a side of the blocks that are counted; None for 128, doubled until they are at most 2**24.
+      devices: that share each sequence, as by ``query_sharding``, if there are several: then it also says by which
+        routes keys come to their queries, and what the device receives that receives most.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -68,7 +73,8 @@ def describe(
 
     Raises:
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
-        size or block is less than 1, or block so small that there were more than 2**24 of them.
+        size, block or devices is less than 1, or block so small that there were more than 2**24 of them; several
+        devices where queries and keys are not equally many.
       TypeError: subject is none of the above.
 
     Example:
@@ -86,8 +92,14 @@ def describe(
       >>> fn = sl.make_attention_fn("strided", 4096)
       >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("strided", 4096)
       True
+      >>> print("\n".join(sl.describe("sliding_window", 65536, devices=8).split("\n")[-4:]))
+      a sequence over 8 devices, 8192 tokens each:
+        keys of neighbors, 1023 before
+          receives 1023 rows of keys, 0 of queries, 0 of results; the busiest device computes 1.01 times the mean
+      queries that stay where they are need 1024 rows of others' keys
     """
     check_size(size)
+    checked("devices", devices, Positive)
     plans = plans_of(subject)
     if plans is None:
         scorer = scorer_of(subject)
@@ -99,7 +111,7 @@ def describe(
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, _ in plans.values():
             _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    return "\n\n".join(f"{which}:\n" * bool(which) + _text(*found, size, block) for which, found in plans.items())
+    return "\n\n".join(f"{which}:\n" * bool(which) + _text(*found, size, block, devices) for which, found in plans.items())
 
 
 def _block(length: int, block: int | None) -> int:
@@ -114,13 +126,38 @@ def _block(length: int, block: int | None) -> int:
     return block
 
 
-def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None) -> str:
+def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None, devices: int) -> str:
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
     sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
-    return text if scorer is None else f"{text}\n\n{_chosen(scorer, plan)}"
+    if scorer is not None:
+        text += f"\n\n{_chosen(scorer, plan)}"
+    return text if devices == 1 else text + "\n\n" + "\n".join(_spread(plan, scorer, devices))
+
+
+def _spread(plan: Plan, scorer: Scorer | None, devices: int) -> Iterator[str]:
+    """The lines about a sequence that several devices share."""
+    length = plan.q_len
+    if length != plan.kv_len:
+        raise ValueError(f"devices must be 1 with {length} queries and {plan.kv_len} keys: no sequence, got {devices}")
+    yield f"a sequence over {devices} devices, {-(-length // devices)} tokens each:"
+    parts = parts_of(plan.masks, length, devices, plan.implementation)
+    if scorer is not None:  # any block may be chosen
+        parts = (whole(plan.masks, length, devices),)
+    for route, masks in parts:
+        yield f"  {route}"
+        received = [route.received(place) for place in range(devices)]
+        most = max(received, key=lambda x: x.keys + x.queries + x.results)
+        plans = (route.plan(masks, place, implementation=plan.implementation) for place in range(devices))
+        work = [sum(weighed[0][1] for weighed in each.candidates) for each in plans]
+        yield (
+            f"    receives {most.keys} rows of keys, {most.queries} of queries, {most.results} of results; "
+            f"the busiest device computes {max(work) * devices / max(1, sum(work)):.2f} times the mean"
+        )
+    asked = max(needed([mask for part in parts for mask in part.masks], length, devices))
+    yield f"queries that stay where they are need {asked} rows of others' keys"
 
 
 def _chosen(scorer: Scorer, plan: Plan) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ...masks.algebra import EMPTY, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
+from .blocks import active_blocks
 from .params import BwdParams, FwdParams
 from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs
 from .platforms import TUNING
@@ -317,6 +318,21 @@ def parts_of(
 def whole(masks: tuple[Mask, ...], length: int, devices: int) -> Part:
     """All of the masks by one route: every device gets all keys."""
     return Part(_all_keys(length, devices), masks)
+
+
+def needed(masks: Sequence[Mask], length: int, devices: int) -> list[int]:
+    """For each device, how many keys of others its own queries see: what it has to receive if queries stay.
+
+    Counted in blocks of keys, the largest power of two up to 16 that divides a device's tokens.
+    """
+    own = -(-length // devices)
+    block = math.gcd(own, 16)
+    seen = np.zeros((devices, -(-length // block)), bool)
+    for mask in masks:
+        grid = active_blocks(Reordered(mask, RowOrder(length), RowOrder(length)), *seen.shape, own, block)
+        seen[grid.rows, grid.columns] = True
+    others = np.arange(seen.shape[1]) // (own // block) != np.arange(devices)[:, None]
+    return [int(n) * block for n in (seen & others).sum(1)]
 
 
 def _cheapest(mask: Mask, length: int, devices: int, implementation: str, groups: int) -> dict[Route, Mask]:

@@ -1,0 +1,288 @@
+"""The op on a sequence that is spread over devices: values, gradients, and every byte that devices tell each other.
+
+The number of devices is fixed when JAX starts, so what needs eight has a process of its own: this file as a program.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import sparse_layers as sl
+from sparse_layers.ops.planning import communication, plan
+from sparse_layers.ops.planning.communication import needed, parts_of
+from sparse_layers.ops.planning.platforms import TUNING
+from tests.ops.cases import COMPILER, TINY, oracle
+
+H = 8
+STRIDED = sl.preset("sparse_transformer_strided", stride=16)
+FIXED = sl.preset("sparse_transformer_fixed", stride=16, summary=4)
+STREAMING = sl.preset("streaming", window=16, sinks=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, over how many devices along the sequence, batch and heads, and what it must not cost less than to try."""
+
+    mask: Any
+    length: int = 64
+    devices: int = 4
+    heads: tuple[int, int] = (4, 2)
+    batch: int = 1
+    tensor: int = 1
+    kind: AxisType = AxisType.Auto
+    extras: bool = False  # sinks, segment ids and a soft cap
+    implementation: str = "xla"
+    kv_len: int | None = None
+    by: str = ""  # words of the routes, which are then chosen as if only pairs cost anything
+    chosen: int = 0  # how many queries choose blocks together, if they do
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+CASES = {
+    "causal": Case(sl.Causal(), devices=8, extras=True),
+    "causal, folded": Case(sl.Causal(), 128, extras=True, by="folded"),
+    "folded over three devices": Case(sl.Causal(), 96, 3, by="folded"),
+    "a window over several devices, ragged": Case(sl.Causal() & sl.Window(30), 77, 8, (4, 1), extras=True),
+    "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2),
+    "fewer tokens than devices": Case(sl.Causal(), 5, 8),
+    "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
+    "strided": Case(STRIDED, 128, extras=True, by="residue"),
+    "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="residue"),
+    "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="residue"),
+    "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
+    "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
+    "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
+    "to both sides, global rows": Case(sl.Window(3, 3) | sl.Global(2), 50, 2),
+    "masks differ by head": Case((sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="residue"),
+    "a table": Case(np.random.default_rng(0).random((40, 40)) < 0.2, 40, batch=2),
+    "a mask known at run time": Case(jnp.asarray(np.random.default_rng(0).random((4, 40, 40)) < 0.3), 40),
+    "nothing": Case(sl.Empty(), 40),
+    "other keys": Case(sl.Window(12, 6), 40, kv_len=56),
+    "chosen": Case(sl.Causal(), 128, chosen=16),
+    "reference": Case(STRIDED, 64, implementation="reference"),
+    "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
+}
+# Every byte of these is counted.
+COUNTED = {
+    "window": Case(sl.Causal() & sl.Window(9), 256, 8),
+    "window over several devices": Case(sl.Causal() & sl.Window(100), 256, 8),
+    "window to both sides": Case(sl.Window(9, 5), 256, 4),
+    "documents": Case(sl.BlockDiagonal(100), 512, 4),
+    "strided": Case(STRIDED, 2048, 8),
+    "fixed": Case(FIXED, 2048, 8),
+    "global columns": Case(STREAMING, 2048, 8),
+    "folded": Case(sl.Causal(), 128, 8, by="folded"),
+}
+
+
+def arrays(case):
+    draw, (n, k), b = np.random.default_rng(1).standard_normal, case.heads, case.batch
+    t, s = case.length, case.kv_len or case.length
+    shapes = [(b, t, n, H), (b, s, k, H), (b, s, k, H), (b, t, n, H), (b, t, n)]
+    return [jnp.asarray(draw(shape).astype(np.float32)) for shape in shapes]
+
+
+def mesh_of(case):
+    shape = case.batch, case.devices, case.tensor
+    devices = jax.devices()[: np.prod(shape)]
+    return jax.make_mesh(shape, ("data", "context", "heads"), axis_types=(case.kind,) * 3, devices=devices)
+
+
+SPEC = P("data", "context", "heads")
+
+
+def attend(case, ids=None, mask=None, chosen=None, spec=None):
+    options: dict[str, Any] = {"segment_ids": ids, "implementation": case.implementation, "return_lse": True}
+    if case.extras:
+        options["logits_soft_cap"] = 3.0
+    if chosen is not None:
+        options["selection"] = sl.Selection(chosen, block=16, granularity=case.chosen)
+    if case.kind == AUTO:
+        options["query_sharding"] = SPEC if spec is None else spec
+    mask = case.mask if mask is None else mask
+    return lambda q, k, v, sinks: sl.block_sparse_attention(q, k, v, mask, sinks=sinks, **options)
+
+
+def check_case(case):
+    args, (t, s), n = arrays(case), (case.length, case.kv_len or case.length), case.heads[0]
+    rng = np.random.default_rng(0)
+    sinks = jnp.linspace(-1, 1, n) if case.extras else None
+    ids = np.sort(rng.integers(-1, 3, (case.batch, t)), axis=1).astype(np.int32) if case.extras else None
+    mask = case.mask if isinstance(case.mask, jax.Array) else None
+    allowed = np.asarray(mask) if mask is not None else np.stack([m.dense(t, s) for m in sl.as_masks(case.mask)])
+    allowed = np.tile(allowed, (n // len(allowed), 1, 1))[None]
+    if ids is not None:
+        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+    chosen = None
+    if case.chosen:
+        chosen = rng.integers(-1, s // 16, (case.batch, t // case.chosen, 1, 3)).astype(np.int32)
+        pairs = (chosen[:, :, 0, :, None] == np.arange(s // 16)).any(2).repeat(case.chosen, 1).repeat(16, 2)
+        allowed = allowed & pairs[:, None]
+    *qkv, dout, dlse = args
+    right, _ = oracle(*qkv, allowed, dout, dlse, scale=H**-0.5, soft_cap=3.0 if case.extras else None, sinks=sinks)
+    names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
+
+    def program(q, k, v, sinks, ids, mask, chosen, dout, dlse):
+        results, pullback = jax.vjp(attend(case, ids, mask, chosen), q, k, v, sinks)
+        return [*results, *jax.tree.leaves(pullback((dout, dlse)))]
+
+    mesh = mesh_of(case)
+    placed = [*qkv, sinks, ids, mask, chosen, dout, dlse]
+    if case.kind == EXPLICIT or not (t % case.devices or case.kv_len):
+        by_token = dict.fromkeys((0, 1, 2, 7), SPEC) | {8: SPEC}
+        placed = [
+            x if x is None else jax.device_put(x, NamedSharding(mesh, by_token.get(i, P())))
+            for i, x in enumerate(placed)
+        ]
+    with jax.set_mesh(mesh):
+        found = jax.jit(program, compiler_options=COMPILER)(*placed)
+    for name, ours in zip(names, found, strict=True):
+        np.testing.assert_allclose(ours, right[name], atol=3e-5, rtol=1e-4, err_msg=name)
+
+
+# --- every byte ------------------------------------------------------------------------------------------------------
+
+BYTES = {"f32": 4, "s32": 4, "pred": 1}
+
+
+def received(text, devices):
+    """Bytes that each device receives from others, by the collectives of a compiled program."""
+    total = np.zeros(devices)
+    for line in text.splitlines():
+        kind = r"(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast)(?:-start)?\("
+        found = re.search(rf"= (.*?) {kind}", line)
+        if found is None:
+            continue
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+        size = sum(BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n])) for dtype, shape in arrays)
+        if found[2] == "collective-permute":
+            for source, target in re.findall(r"\{(\d+),(\d+)\}", line[line.index("source_target_pairs") :]):
+                total[int(target)] += size * (source != target)
+        else:  # of what comes out, all but a device's own; of a sum that is scattered, one from each other device
+            shares = {"all-gather": 1 - 1 / devices, "all-to-all": 1 - 1 / devices, "reduce-scatter": devices - 1}
+            total += size * shares[found[2]]
+    return total
+
+
+def check_bytes(case):
+    args, mesh = arrays(case), mesh_of(case)
+    n, k = case.heads
+    key_row, row, lse = 2 * k * H * 4, n * H * 4, n * 4
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in args]
+
+        def both(q, k, v, *pull):
+            results, pullback = jax.vjp(lambda *x: attend(case)(*x, None), q, k, v)
+            return results, pullback(pull)
+
+        text = jax.jit(both, compiler_options=COMPILER).lower(*placed).compile().as_text()
+    formula = np.zeros(case.devices)
+    for route, _ in parts_of(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k):
+        each = [route.received(place) for place in range(case.devices)]
+        formula += [
+            (x.keys + x.gradients) * key_row + x.queries * (2 * row + 2 * lse) + x.results * (2 * row + lse)
+            for x in each
+        ]
+    np.testing.assert_array_equal(received(text, case.devices), formula)
+
+
+def check_refusals():
+    case = dataclasses.replace(CASES["chosen"], length=40, chosen=16)
+    chosen = jnp.zeros((1, 3, 1, 1), jnp.int32)
+    with (
+        jax.set_mesh(mesh_of(case)),
+        pytest.raises(ValueError, match="granularity must divide the queries of a device"),
+    ):
+        attend(case, chosen=chosen)(*arrays(case)[:3], None)
+
+
+def main():
+    """Prints what fails on eight devices."""
+    checks = {name: functools.partial(check_case, case) for name, case in CASES.items()}
+    checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
+    checks["refusals"] = check_refusals
+    prices = communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
+    tuned = TUNING["xla"]
+    for name, check in checks.items():
+        case = next(iter(getattr(check, "args", ())), None)
+        free = case is not None and case.by
+        communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
+        TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
+        parts_of.cache_clear()
+        try:
+            if free:
+                found = parts_of(
+                    sl.as_masks(case.mask), case.length, case.devices, "xla", case.heads[0] // case.heads[1]
+                )
+                assert re.search(case.by, ", ".join(str(part.route) for part in found)), found
+            check()
+        except Exception:
+            print(f"--- {name}\n{traceback.format_exc()}")
+
+
+@pytest.mark.parametrize("name", sl.presets())
+def test_devices_share_a_mask(monkeypatch, name):
+    """What all devices compute by all routes is each allowed pair once."""
+    masks = sl.as_masks(sl.preset(name, **TINY.get(name, {})))
+    for devices, length, price in ((2, 64, 0), (3, 48, 0), (4, 61, 12), (8, 64, 0), (8, 5, 12)):
+        monkeypatch.setattr(communication, "READS_PER_RECEIVED_ROW", price)
+        parts_of.cache_clear()
+        found = np.zeros((len(masks), length, length), int)
+        for route, parts in parts_of(masks, length, devices, "xla"):
+            for place in range(devices):
+                orders, sizes = route.orders(place), (route.q_rows, route.kv_rows)
+                q, k = (order.token(np.arange(size)) for order, size in zip(orders, sizes, strict=True))
+                (q_there, q), (k_there, k) = (((x >= 0) & (x < length), x) for x in (q, k))
+                for head, part in enumerate(parts):
+                    pairs = route.mask(part, place).dense(*sizes)[q_there]
+                    assert not pairs[:, ~k_there].any()
+                    np.add.at(found[head], np.ix_(q[q_there], k[k_there]), pairs[:, k_there])
+        np.testing.assert_array_equal(found, [mask.dense(length) for mask in masks])
+    parts_of.cache_clear()
+
+
+def test_what_is_received_is_little_more_than_what_is_needed():
+    """One device's share of the bounds: queries stay, or those of a stride go to their residues and come back."""
+    length, own = 131072, 131072 // 8
+    bounds = {
+        "sliding_window": 1023,
+        "chunked": 0,
+        "sparse_transformer_fixed": (length - own) // 4,
+        "streaming": 1023 + 4,
+        "longformer": 511 + 64,
+    }
+    for name, bound in bounds.items():
+        masks = sl.as_masks(name)
+        routes = [route for route, _ in parts_of(masks, length, 8, "xla")]
+        assert max(sum(route.received(place).keys for route in routes) for place in range(8)) == bound
+        assert bound <= max(needed(masks, length, 8)) <= bound + 32
+    halo, residues = (route for route, _ in parts_of(sl.as_masks("sparse_transformer_strided"), length, 8, "xla"))
+    assert halo.received(7).keys == 128 and set(residues.received(7)) == {own * 7 // 8}
+    documents = sl.Causal() & sl.BlockDiagonal(5000)
+    ((crossing, _),) = parts_of((documents,), length, 8, "xla")
+    assert crossing.received(7).keys == max(needed((documents,), length, 8)) == 7 * own % 5000
+
+
+def test_on_eight_devices():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
+
+
+if __name__ == "__main__":
+    main()
