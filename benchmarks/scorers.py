@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.triton_gpu import choose
-from sparse_layers.scorers import as_scorer, base
+from sparse_layers.ops.kernels.triton_gpu import choose, score
+from sparse_layers.scorers import as_scorer
 
 from . import gpu
 from .record import Record, add_option
@@ -146,7 +146,7 @@ class Run:
         if found["choose"]:
             wrong = self.attempt(method, "check", different, scorer, *scored, found["choose"][0])
             found["choose"] = None, *found["choose"][1:]
-        if scorer.formula not in (None, base.score.Formula.PRODUCT):
+        if scorer.formula not in (None, score.Formula.PRODUCT):
             with mock.patch.object(choose, "by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)):
                 found["scores"] = self.attempt(
                     method, "scores", measured, lambda q, k: scorer.select(q, k).ids, *scored

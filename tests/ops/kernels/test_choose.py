@@ -85,12 +85,13 @@ CASES = [
 
 @pytest.mark.parametrize(("scorer", "length", "heads", "size", "dtype", "packed"), CASES)
 def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
-    """With whole numbers, so that sums are exact in any order, and many are equal; but for exponentials."""
+    """With whole numbers, so that sums are exact in any order, and many are equal; but not where there are weights."""
     monkeypatch.setattr(choose, "LEAST_PART", 64)
     monkeypatch.setattr(base, "_SCORE_BYTES", 1 << 16)
     draw = np.random.default_rng(length)
-    q = jnp.asarray(draw.integers(-2, 3, (2, length, heads[0], size)), dtype)
-    k = jnp.asarray(np.repeat(draw.integers(-2, 3, (2, length // 8 + 1, heads[1], size)), 8, 1)[:, :length], dtype)
+    numbers = (lambda shape: draw.integers(-2, 3, shape)) if scorer.per_query_head else draw.standard_normal
+    q = jnp.asarray(numbers((2, length, heads[0], size)), dtype)
+    k = jnp.asarray(np.repeat(numbers((2, length // 8 + 1, heads[1], size)), 8, 1)[:, :length], dtype)
     ids = jnp.asarray(np.sort(draw.integers(-1, 3, (2, length)), 1)) if packed else None
     monkeypatch.setattr(base, "platform", lambda: "cpu")
     right = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)

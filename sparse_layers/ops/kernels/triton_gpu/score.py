@@ -119,7 +119,7 @@ def by_windows(
         BLOCKS=blocks,
         WEIGHTS=weights,
         TOTAL=formula is Formula.TOTAL_WEIGHT,
-        SCALE=scale * math.log2(math.e) if weights else 1.0,
+        SCALE=float(scale) * math.log2(math.e) if weights else 1.0,
         TILE=COLUMNS // group,
         GROUP=group,
         STEP=STEP,
