@@ -43,8 +43,8 @@ class Scorer(abc.ABC):
 
     Attributes:
       per_query_head: whether each query head chooses for itself, or those of a key head together.
-      formula: what `scores` computes, if it is one of these, so that a kernel may; None, as in a class that has
-        ``scores`` of its own and does not say, for any other.
+      formula: what `scores` computes, if it is a `Formula` that kernels know; None for any other, as in a class that
+        has ``scores`` of its own and does not say.
 
     Raises:
       ValueError: sizes out of range, or more forced blocks than ``count``.
@@ -216,7 +216,7 @@ class Scorer(abc.ABC):
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
         if fused and half and self.formula is score.Formula.PRODUCT:
             return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
-        kernel = fused and score.unsupported(self._scored, query, pooled) is None
+        kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
         each = 4 * max(1, batch) * (groups * blocks if kernel else heads * max(pooled.shape[1], blocks))
         rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
@@ -258,7 +258,7 @@ class Scorer(abc.ABC):
         blocks, (size, stride), places = -(-length // self.block), self.window, (at, start)
         begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        if fused and score.unsupported(self._scored, query, pooled) is None:
+        if fused and score.unsupported(self._scored, query, pooled, scale) is None:
             scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]

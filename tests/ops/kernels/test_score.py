@@ -80,50 +80,47 @@ class Own(sl.MSA):
 def test_what_goes_without_the_kernel(monkeypatch):
     query, pooled = (jax.ShapeDtypeStruct((1, 64, n, 64), "bfloat16") for n in (16, 1))
     scored = sl.InfLLM()._scored
-    assert score.unsupported(scored, query, pooled) is None
+    assert score.unsupported(scored, query, pooled, None) is None
     assert Own().formula is None and Own()._scored.formula is None
-    assert "of windows" in str(score.unsupported(Own()._scored, query, pooled))
-    assert "of windows" in str(score.unsupported(sl.MoBA()._scored, query, pooled))
-    assert "float32" in str(score.unsupported(scored, query.update(dtype="float32"), pooled))
-    assert "fit" in str(score.unsupported(scored._replace(stride=12), query, pooled))
-    assert "fit" in str(score.unsupported(scored._replace(size=80), query, pooled))
-    assert "129" in str(score.unsupported(scored, query.update(shape=(1, 64, 129, 64)), pooled))
-    assert "257" in str(score.unsupported(scored, query.update(shape=(1, 64, 16, 257)), pooled))
+    assert "of windows" in str(score.unsupported(Own()._scored, query, pooled, None))
+    assert "of windows" in str(score.unsupported(sl.MoBA()._scored, query, pooled, None))
+    assert "float32" in str(score.unsupported(scored, query.update(dtype="float32"), pooled, None))
+    assert "scale=0" in str(score.unsupported(scored, query, pooled, 0))
+    assert "fit" in str(score.unsupported(scored._replace(stride=12), query, pooled, None))
+    assert "fit" in str(score.unsupported(scored._replace(size=80), query, pooled, None))
+    assert "129" in str(score.unsupported(scored, query.update(shape=(1, 64, 129, 64)), pooled, None))
+    assert "257" in str(score.unsupported(scored, query.update(shape=(1, 64, 16, 257)), pooled, None))
     monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 1 << 14, 1))
-    assert "shared memory" in str(score.unsupported(scored, query, pooled))
+    assert "shared memory" in str(score.unsupported(scored, query, pooled, None))
     monkeypatch.setattr(launch, "device", lambda: "no GPU")
-    assert score.unsupported(scored, query, pooled) == "no GPU"
+    assert score.unsupported(scored, query, pooled, None) == "no GPU"
 
 
-# (scorer, query and key heads, head size, dtype, GPU, programs of a multiprocessor at a time)
-COMPILED = {
-    "infllm": (sl.InfLLM(), (32, 8), 128, "bfloat16", 90, 3),
-    "msa": (sl.MSA(), (8, 1), 128, "bfloat16", 90, 2),
-    "nsa, an older GPU": (sl.NSA(), (16, 2), 64, "float16", 86, 1),
-}
+# (scorer, query and key heads, programs of a multiprocessor at a time)
+COMPILED = {"nsa": (sl.NSA(), (32, 8), 3), "msa": (sl.MSA(), (8, 1), 2)}
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_and_fits(name, monkeypatch):
-    scorer, heads, size, dtype, target, at_once = COMPILED[name]
-    found = []
+    """As for queries of 131072 tokens; what there are no registers for is next to nothing."""
+    (scorer, heads, at_once), target, found = COMPILED[name], TARGETS[90], []
 
     def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages):
         dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
-        found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, TARGETS[target]))
+        found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, target))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     monkeypatch.setattr(launch, "call", call)
-    monkeypatch.setattr(launch, "device", lambda: TARGETS[target])
+    monkeypatch.setattr(launch, "device", lambda: target)
     rows, length = 4096, 131072
-    q = jax.ShapeDtypeStruct((1, rows, heads[0], size), dtype)
-    pooled = jax.ShapeDtypeStruct((1, scorer.windows(length), heads[1], size), dtype)
+    q = jax.ShapeDtypeStruct((1, rows, heads[0], 128), "bfloat16")
+    pooled = jax.ShapeDtypeStruct((1, scorer.windows(length), heads[1], 128), "bfloat16")
     at = jax.ShapeDtypeStruct((1, rows), "int32")
-    assert score.unsupported(scorer._scored, q, pooled) is None
+    assert score.unsupported(scorer._scored, q, pooled, 1.0) is None
     blocks = length // scorer.block
     jax.eval_shape(lambda *x: score.by_windows(scorer._scored, blocks, *x, 1.0), q, pooled, at, at)
     (one,) = found
     used = resources(compiled(one))
     assert used.shared <= score.shared_memory(one.constants["C"].D, one.num_stages) <= one.device.shared_memory
     assert used.stack <= 128 and used.copies and used.at_once(one) >= at_once
-    assert set(used.products) == {"wgmma.mma_async" if target == 90 else "mma.sync"}
+    assert {*used.products} == {"wgmma.mma_async"}

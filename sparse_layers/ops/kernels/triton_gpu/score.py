@@ -49,8 +49,8 @@ class Scored(NamedTuple):
     stride: int
 
 
-def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array) -> str | None:
-    """Why `by_windows` cannot compute such scores, or None; see there for the arguments."""
+def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
+    """Why `by_windows` cannot compute such scores, or None; see there for the arguments. None is a positive scale."""
     from . import launch
 
     formula, block, size, stride = scored
@@ -63,6 +63,8 @@ def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array) -> str | No
         return f"it multiplies bfloat16 or float16, got {query.dtype} and {pooled.dtype}"
     if size > block or size % stride or block % stride:
         return f"windows must fit into blocks, and strides divide both, got {scored}"
+    if scale is not None and not scale > 0:
+        return f"it takes largest products for largest logits, got scale={scale}"
     if heads > COLUMNS * kv_heads or features > MOST_FEATURES:
         return f"it takes {COLUMNS} query heads of a key head with {MOST_FEATURES} features at most, got {query.shape}"
     needed = shared_memory(launch.padded(features), 1)
@@ -92,7 +94,7 @@ def by_windows(
       pooled: [B, W, K, H] in the same dtype.
       at: int [B or 1, R], positions of the queries.
       start: int [B or 1, R], first tokens of their documents.
-      scale: of products, where these are weights.
+      scale: of products, where these are weights; above 0.
 
     Returns:
       float32 [B, R, K, blocks] of weights, [B, R, N, blocks] of products.

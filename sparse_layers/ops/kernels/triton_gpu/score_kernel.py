@@ -34,7 +34,7 @@ class Score(NamedTuple):
     BLOCKS: int
     WEIGHTS: bool  # whether windows count by softmax(SCALE * product), summed over the heads of a key head
     TOTAL: bool  # whether a block counts its windows by how much of them it holds, and not the largest one
-    SCALE: float  # of products, to base 2
+    SCALE: float  # of products, to base 2; above 0
     TILE: int  # queries of a tile, a power of two, as are:
     GROUP: int  # at least as many as query heads of a key head
     STEP: int  # blocks of a tile, and windows of one of the softmax's sum
@@ -69,13 +69,13 @@ def _log_sums(queries, pooled, first, end, C: tl.constexpr):
     for at in tl.range(begin, last, C.STEP):
         window = at + tl.arange(0, C.STEP)
         some = _windows(pooled, window, window < last, C)
-        logits = tl.dot(queries, tl.trans(some), input_precision="ieee") * C.SCALE
+        products = tl.dot(queries, tl.trans(some), input_precision="ieee")
         if (at < all_from) | (at + C.STEP > all_to):
             seen = (window[None, :] >= first[:, None]) & (window[None, :] < end[:, None])
-            logits = tl.where(seen, logits, float("-inf"))
-        highest = tl.maximum(peak, tl.max(logits, 1))
+            products = tl.where(seen, products, float("-inf"))
+        highest = tl.maximum(peak, tl.max(products, 1) * C.SCALE)
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(logits - base[:, None]), 1)
+        total = total * tl.exp2(peak - base) + tl.sum(tl.exp2(products * C.SCALE - base[:, None]), 1)
         peak = highest
     return tl.where(total > 0, peak + tl.log2(total), float("inf"))
 
