@@ -109,13 +109,9 @@ class NSACache:
         window = (position - size + 1) // stride
         found = self.windows.attend(query, jnp.maximum(window, 0), scale=scale)
         compressed = jnp.where((position >= size - 1)[:, None, None], found, 0)
-        dense = selection is not None or not nsa.chooses(self.seq_len)
-        if not dense:
-            pooled, start = self.windows.keys[0][:, :, 0].swapaxes(1, 2), jnp.zeros((1, 1), jnp.int32)
-            ids = nsa.choice(query[:, None], pooled, position[:, None], start, self.seq_len, scale)
-            selection = Selection(ids, block=nsa.block)
-        selected = self.blocks.attend(query, position, scale=scale, selection=selection)
-        if not dense and nsa.dense_below > nsa.count * nsa.block:
-            whole = self.blocks.attend(query, position, scale=scale)
-            selected = jnp.where((position < nsa.dense_below)[:, None, None], whole, selected)
+        blocks = self.blocks
+        if selection is None and nsa.chooses(self.seq_len):
+            pooled = self.windows.keys[0][:, :, 0].swapaxes(1, 2)
+            blocks = dataclasses.replace(blocks, selection=nsa, pooled=pooled)
+        selected = blocks.attend(query, position, scale=scale, selection=selection)
         return compressed, selected, self.near.attend(query, position, scale=scale)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
 from ..masks.presets import presets
-from ..ops.kernels.triton_gpu import choose
+from ..ops.kernels.triton_gpu import choose, score
 from ..ops.planning.platforms import candidates, platform
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
 
@@ -43,8 +43,8 @@ class Scorer(abc.ABC):
 
     Attributes:
       per_query_head: whether each query head chooses for itself, or those of a key head together.
-      products: whether each query head's scores are the products with what is kept of whole blocks, as `products`
-        computes them, so that a kernel may.
+      formula: what `scores` computes, if it is a `Formula` that kernels know; None for any other, as in a class that
+        has ``scores`` of its own and does not say.
 
     Raises:
       ValueError: sizes out of range, or more forced blocks than ``count``.
@@ -68,11 +68,13 @@ class Scorer(abc.ABC):
     dense_below: int = 0
 
     per_query_head: ClassVar[bool] = False
-    products: ClassVar[bool] = False
+    formula: ClassVar[score.Formula | None] = None
     _named: ClassVar[dict[str, type["Scorer"]]] = {}
 
     def __init_subclass__(cls, name: str | None = None, **options: Any):
         super().__init_subclass__(**options)
+        if "scores" in vars(cls):
+            cls.formula = vars(cls).get("formula")
         if name is None:
             return
         if not isinstance(name, str) or not name.isidentifier() or name in presets():
@@ -210,10 +212,12 @@ class Scorer(abc.ABC):
             start = jnp.where(padding, jax.vmap(_first_tokens)(of_queries), jax.vmap(_first_tokens)(of_keys))
             key = jnp.where(padding[..., None, None], 0, key)
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
-        fused = _has_kernels(batch, -(-length // self.block))
-        if fused and self.products and query.dtype == pooled.dtype and query.dtype in (jnp.bfloat16, jnp.float16):
+        blocks, groups = -(-length // self.block), heads if self.per_query_head else kv_heads
+        fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
+        if fused and half and self.formula is score.Formula.PRODUCT:
             return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
-        each = 4 * max(1, batch) * heads * max(pooled.shape[1], -(-length // self.block))
+        kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
+        each = 4 * max(1, batch) * (groups * blocks if kernel else heads * max(pooled.shape[1], blocks))
         rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
         def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
@@ -222,7 +226,7 @@ class Scorer(abc.ABC):
             found = self.choice(some, pooled, first + jnp.arange(rows)[None], starts, length, scale, fused)
             return jax.lax.dynamic_update_slice_in_dim(ids, found, first, axis=1)
 
-        empty = jnp.zeros((batch, length, heads if self.per_query_head else kv_heads, self.count), jnp.int32)
+        empty = jnp.zeros((batch, length, groups, self.count), jnp.int32)
         # The first turn by itself: what it gives differs by device inside `jax.shard_map`, as a loop has to know.
         ids = jax.lax.fori_loop(1, -(-length // rows), turn, turn(jnp.int32(0), empty))
         return Selection(ids, block=self.block)
@@ -246,7 +250,7 @@ class Scorer(abc.ABC):
           start: int [B or 1, R], the first tokens of their documents.
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
-          fused: whether a kernel chooses by the scores.
+          fused: whether a kernel chooses, and one computes the scores if there is such a one.
 
         Returns:
           ids [B, R, G, count].
@@ -254,7 +258,10 @@ class Scorer(abc.ABC):
         blocks, (size, stride), places = -(-length // self.block), self.window, (at, start)
         begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
+        if fused and score.unsupported(self._scored, query, pooled, scale) is None:
+            scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
+        else:
+            scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(
@@ -277,6 +284,10 @@ class Scorer(abc.ABC):
     @property
     def _rule(self) -> choose.Rule:
         return choose.Rule(self.block, self.count, self.first, self.local)
+
+    @property
+    def _scored(self) -> score.Scored:
+        return score.Scored(self.formula, self.block, *self.window)
 
 
 def _has_kernels(batch: int, blocks: int) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.options import Natural, Positive, checked
+from ..ops.kernels.triton_gpu.score import Formula
 from .base import Scorer, products
 
 
@@ -37,7 +38,7 @@ class MoBA(Scorer, name="moba"):
     """
 
     per_query_head: ClassVar[bool] = True
-    products: ClassVar[bool] = True
+    formula: ClassVar[Formula | None] = Formula.PRODUCT
 
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
         return products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])
@@ -83,6 +84,7 @@ class MSA(Scorer, name="msa"):
     index_size: int = 0
 
     per_query_head: ClassVar[bool] = True  # of the index, which has one for each key head
+    formula: ClassVar[Formula | None] = Formula.LARGEST_PRODUCT
 
     def __post_init__(self):
         super().__post_init__()
@@ -170,6 +172,8 @@ class InfLLM(_Windowed, name="infllm"):
     local: int = 32
     dense_below: int = 8192
 
+    formula: ClassVar[Formula | None] = Formula.LARGEST_WEIGHT
+
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
         before, inside = self.strides
         weights, ends = self.weights(query, pooled, seen, scale), [(0, 0)] * 3 + [(before, inside - 1)]
@@ -212,6 +216,8 @@ class NSA(_Windowed, name="nsa"):
 
     local: int = 2
     sliding: int = 512
+
+    formula: ClassVar[Formula | None] = Formula.TOTAL_WEIGHT
 
     def __post_init__(self):
         super().__post_init__()

@@ -77,17 +77,21 @@ CASES = [
     (sl.MoBA(BLOCK, 8), 1100, (1, 1), 64, "float16", False),  # in two launches
     (sl.MoBA(32, 2), 170, (8, 1), 40, "float32", True),
     (sl.InfLLM(BLOCK, 4, local=2, dense_below=0, pool_size=16, pool_stride=8), 300, (4, 2), 16, "float32", True),
+    (sl.InfLLM(BLOCK, 4, local=1, dense_below=0, pool_size=16, pool_stride=8), 300, (4, 2), 16, "bfloat16", False),
+    (sl.NSA(32, 4, local=1), 250, (4, 1), 16, "float16", True),
+    (sl.MSA(32, 3), 250, (4, 1), 16, "bfloat16", True),
 ]
 
 
 @pytest.mark.parametrize(("scorer", "length", "heads", "size", "dtype", "packed"), CASES)
 def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
-    """With whole numbers, so that sums are exact in any order, and many are equal; but for exponentials."""
+    """With whole numbers, so that sums are exact in any order, and many are equal; but not where there are weights."""
     monkeypatch.setattr(choose, "LEAST_PART", 64)
     monkeypatch.setattr(base, "_SCORE_BYTES", 1 << 16)
     draw = np.random.default_rng(length)
-    q = jnp.asarray(draw.integers(-2, 3, (2, length, heads[0], size)), dtype)
-    k = jnp.asarray(np.repeat(draw.integers(-2, 3, (2, length // 8 + 1, heads[1], size)), 8, 1)[:, :length], dtype)
+    numbers = (lambda shape: draw.integers(-2, 3, shape)) if scorer.per_query_head else draw.standard_normal
+    q = jnp.asarray(numbers((2, length, heads[0], size)), dtype)
+    k = jnp.asarray(np.repeat(numbers((2, length // 8 + 1, heads[1], size)), 8, 1)[:, :length], dtype)
     ids = jnp.asarray(np.sort(draw.integers(-1, 3, (2, length)), 1)) if packed else None
     monkeypatch.setattr(base, "platform", lambda: "cpu")
     right = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
@@ -101,9 +105,11 @@ def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
     monkeypatch.setattr(base, "platform", lambda: "gpu")
     found = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
     same(found, right)
-    products = scorer.products and dtype != "float32"
-    kernels = ["choose_products_kernel"] * (1 + (length > 64 * BLOCK)) if products else ["choose_kernel"] * len(ran)
-    assert ran and [x.fn.__name__ for x in ran] == kernels
+    kernels = ["choose_kernel"]
+    if dtype != "float32":
+        moba = ["choose_products_kernel"] * (1 + (length > 64 * BLOCK))
+        kernels = moba if isinstance(scorer, sl.MoBA) else ["score_kernel", *kernels]
+    assert ran and [x.fn.__name__ for x in ran] == kernels * (len(ran) // len(kernels))
 
 
 def test_who_has_kernels(monkeypatch):

@@ -3,7 +3,8 @@
 Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`,
 `backward_kernel.py` and `by_key_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py`
 strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, `settings.py` has the
-tile sizes, and `launch.py` is the way to the device. For scorers, `choose.py` chooses the blocks of single queries.
+tile sizes, and `launch.py` is the way to the device. For scorers, `score.py` computes how much single queries want each
+block, and `choose.py` chooses.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """

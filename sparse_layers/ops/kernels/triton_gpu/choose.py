@@ -59,12 +59,12 @@ def by_scores(rule: Rule, scores: jax.Array, at: jax.Array, start: jax.Array) ->
     Returns:
       int32 [B, R, G, count], in any order, -1 behind.
     """
+    from . import launch
     from .choose_kernel import choose_kernel
 
-    (batch, rows, heads, blocks), at = scores.shape, at.astype(jnp.int32)
-    at, start = (jnp.broadcast_to(x, (max(len(at), len(start)), rows)) for x in (at, start))
+    batch, rows, heads, blocks = scores.shape
     part, shape = (0, rows, _span(blocks)), (batch, rows, heads, blocks)
-    return _launched(choose_kernel, rule, part, shape, (scores, at, start.astype(jnp.int32)))
+    return _launched(choose_kernel, rule, part, shape, (scores, *launch.places(at, start)))
 
 
 def by_products(rule: Rule, query: jax.Array, pooled: jax.Array, start: jax.Array) -> jax.Array:

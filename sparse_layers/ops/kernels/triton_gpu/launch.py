@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ...planning.platforms import gpu, platform
 
@@ -88,6 +89,12 @@ def call(
     else:
         options |= {"out_shape": tuple(outputs), "enable_fp_fusion": True}
     return jax_triton.triton_call(*arrays, kernel=kernel, **options, **constants)
+
+
+def places(at: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Positions of queries and the first tokens of their documents, int [B or 1, R], as kernels take them: alike."""
+    at, start = jnp.broadcast_arrays(at.astype(jnp.int32), start.astype(jnp.int32))
+    return at, start
 
 
 def padded(size: int) -> int:
