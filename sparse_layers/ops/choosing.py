@@ -1,7 +1,10 @@
-"""What a scorer chooses, on one device or several: each chooses for its own batch entries and heads.
+"""What a scorer chooses, on one device or several: each chooses for its own batch entries, heads and tokens.
 
-Nothing is moved between devices, unless query heads that choose together lie on several of them.
+Nothing is moved between devices, unless query heads that choose together lie on several of them, or they share a
+sequence: then each gets all keys, as it does for attention to what was chosen.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +42,25 @@ def choose(
 
     def ids(share: sharding.Share | None, operands: Operands) -> jax.Array:
         query, key, scored = operands[:3]
-        heads, scored = query.shape[2], None if pooled is None else scored
+        heads, scored, segments, first = query.shape[2], None if pooled is None else scored, operands.segments, None
+        if share is not None and share.spread is not None:
+            first = share.spread.first
+            key, segments = jax.tree.map(share.spread.gathered, (key, segments))
+        select = functools.partial(scorer.select, segment_ids=segments, scale=scale, first=first)
         if share is None or share.splits_keys:
-            return scorer.select(query, key, operands.segments, scale, pooled=scored).ids
+            return select(query, key, pooled=scored).ids
         own = share.own_kv_heads()
         key, scored = jax.tree.map(lambda x: jnp.take(x, own, axis=2), (key, scored))
         if not scorer.per_query_head:  # those of a key head choose together, and lie on several devices
             query = jax.lax.all_gather(query, share.axes, axis=2, tiled=True)
             of_keys = jnp.arange(share.heads).reshape(share.kv_heads, -1)
             query = jnp.take(query, of_keys[own].ravel(), axis=2)
-        found = scorer.select(query, key, operands.segments, scale, pooled=scored).ids
+        found = select(query, key, pooled=scored).ids
         return jnp.repeat(found, heads // found.shape[2], axis=2)
 
     segments = segment_ids if segment_ids is None or isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    if pooled is not None and query_sharding is not None:  # windows, which devices cannot share as they share tokens
+        query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
     arrays = jax.lax.stop_gradient((query, key, key if pooled is None else pooled))
     operands = Operands(*arrays, segments=segments)
     return Selection(sharding.over_known_axes(ids, operands, query_sharding), block=scorer.block)

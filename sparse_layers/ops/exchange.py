@@ -73,8 +73,8 @@ def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:
 
 def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
     """The rows of a route's order, on every device."""
-    if route.order.natural and route.length == route.own * route.devices:
-        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+    if route.order.natural:
+        return jax.lax.all_gather(x, axes, axis=1, tiled=True)[:, : route.length]
     counts, ends = route.counts, np.cumsum(route.counts)
     tokens = np.asarray(route.order.token(np.arange(route.kv_rows)))
     # Which of its own tokens each device gives, in the order of rows; of the last token as often as others have more.

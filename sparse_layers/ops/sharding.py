@@ -52,6 +52,15 @@ class Spread:
     length: int
     keys: bool
 
+    @property
+    def first(self) -> jax.Array:
+        """A device's first token."""
+        return jax.lax.axis_index(self.axes) * -(-self.length // self.devices)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Of all tokens what a device has of its own: [B, n, ...] -> [B, T, ...]."""
+        return jax.lax.all_gather(x, self.axes, axis=1, tiled=True)[:, : self.length]
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:

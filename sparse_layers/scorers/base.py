@@ -189,6 +189,7 @@ class Scorer(abc.ABC):
         scale: float | None = None,
         *,
         pooled: jax.Array | None = None,
+        first: jax.Array | None = None,
     ) -> Selection:
         """The blocks that each query of a sequence chooses.
 
@@ -198,13 +199,14 @@ class Scorer(abc.ABC):
           segment_ids: int [B, T], or a pair of those for queries and keys, as of `block_sparse_attention`.
           scale: as there.
           pooled: [B, windows, K, H], what is scored of the windows, where a layer has learnt it; None for `pool`.
+          first: the position of the first query, where the queries are some of the sequence in a row, T' of them.
 
         Returns:
-          A `Selection` of ids [B, T, N or K, count].
+          A `Selection` of ids [B, T, N or K, count], or [B, T', ...].
         """
         query, key = jax.lax.stop_gradient((query, key))
-        (batch, length, heads, _), kv_heads = query.shape, key.shape[2]
-        start = jnp.zeros((1, length), jnp.int32)
+        (batch, asking, heads, _), (length, kv_heads) = query.shape, key.shape[1:3]
+        start, at = jnp.zeros((1, length), jnp.int32), jnp.arange(asking)
         if segment_ids is not None:
             of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
             # Padding may hold anything, NaN too, and one makes a mean of it.
@@ -214,21 +216,25 @@ class Scorer(abc.ABC):
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         blocks, groups = -(-length // self.block), heads if self.per_query_head else kv_heads
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
-        if fused and half and self.formula is score.Formula.PRODUCT:
+        if first is not None:  # those behind the last token ask as that does
+            at = jnp.minimum(at + first, length - 1)
+            start = jnp.take(start, at, axis=1)
+        elif fused and half and self.formula is score.Formula.PRODUCT:
             return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
         kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
         each = 4 * max(1, batch) * (groups * blocks if kernel else heads * max(pooled.shape[1], blocks))
-        rows = min(length, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
+        rows = min(asking, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
 
         def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
-            first = jnp.minimum(number * rows, length - rows)  # the last ones are done with some before them
-            some, starts = (jax.lax.dynamic_slice_in_dim(x, first, rows, axis=1) for x in (query, start))
-            found = self.choice(some, pooled, first + jnp.arange(rows)[None], starts, length, scale, fused)
-            return jax.lax.dynamic_update_slice_in_dim(ids, found, first, axis=1)
+            begin = jnp.minimum(number * rows, asking - rows)  # the last ones are done with some before them
+            args = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, at[None], start))
+            some, places, starts = args
+            found = self.choice(some, pooled, places, starts, length, scale, fused)
+            return jax.lax.dynamic_update_slice_in_dim(ids, found, begin, axis=1)
 
-        empty = jnp.zeros((batch, length, groups, self.count), jnp.int32)
+        empty = jnp.zeros((batch, asking, groups, self.count), jnp.int32)
         # The first turn by itself: what it gives differs by device inside `jax.shard_map`, as a loop has to know.
-        ids = jax.lax.fori_loop(1, -(-length // rows), turn, turn(jnp.int32(0), empty))
+        ids = jax.lax.fori_loop(1, -(-asking // rows), turn, turn(jnp.int32(0), empty))
         return Selection(ids, block=self.block)
 
     def choice(

@@ -111,7 +111,8 @@ def describe(
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, _ in plans.values():
             _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    return "\n\n".join(f"{which}:\n" * bool(which) + _text(*found, size, block, devices) for which, found in plans.items())
+    texts = {which: _text(*found, size, block, devices) for which, found in plans.items()}
+    return "\n\n".join(f"{which}:\n" * bool(which) + text for which, text in texts.items())
 
 
 def _block(length: int, block: int | None) -> int:

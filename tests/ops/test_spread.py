@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
+from sparse_layers.ops.choosing import choose
 from sparse_layers.ops.planning import communication, plan
 from sparse_layers.ops.planning.communication import needed, parts_of
 from sparse_layers.ops.planning.platforms import TUNING
@@ -209,11 +211,23 @@ def check_refusals():
         attend(case, chosen=chosen)(*arrays(case)[:3], None)
 
 
+def check_choices():
+    """Scorers choose as on one device, of all keys, for documents and lengths that are not shared evenly."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AUTO, AUTO))
+    scorer = sl.InfLLM(block=32, count=3, local=1, dense_below=0, pool_size=16, pool_stride=8)
+    q, k, *_ = arrays(Case(sl.Causal(), 197, batch=2))
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 197)), axis=1).astype(np.int32)
+    want = choose(scorer, q, k, ids).ids
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda q, k: choose(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
+    np.testing.assert_array_equal(np.sort(found, -1), np.sort(want, -1))
+
+
 def main():
     """Prints what fails on eight devices."""
     checks = {name: functools.partial(check_case, case) for name, case in CASES.items()}
     checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-    checks["refusals"] = check_refusals
+    checks |= {"refusals": check_refusals, "choices": check_choices}
     prices = communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
     tuned = TUNING["xla"]
     for name, check in checks.items():
@@ -282,6 +296,34 @@ def test_on_eight_devices():
     environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
+
+
+@pytest.mark.usefixtures("all_passes")
+def test_compiles_for_tpus():
+    """Eight TPUs tell each other keys of neighbors, and the first tokens, and gather nothing; steps overlap."""
+    pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    mesh = Mesh(np.reshape(devices, 8), ("context",), axis_types=(AUTO,))
+    args = [
+        jax.ShapeDtypeStruct((1, 4096, n, 128), "bfloat16", sharding=NamedSharding(mesh, P(None, "context")))
+        for n in (2, 1, 1, 2)
+    ]
+    op = functools.partial(
+        sl.block_sparse_attention,
+        plan_or_mask=sl.preset("streaming", window=128, sinks=4),
+        implementation="pallas_tpu",
+        query_sharding=P(None, "context"),
+    )
+
+    def both(q, k, v, pull):
+        out, pullback = jax.vjp(lambda *x: op(*x), q, k, v)
+        return out, pullback(pull)
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(both).trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
+    kinds = set(re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)[-\w]*\(", text))
+    assert "tpu_custom_call" in text and kinds == {"collective-permute"}
+    assert "collective-permute-start" in text  # and done later: what lies between is computed meanwhile
 
 
 if __name__ == "__main__":
