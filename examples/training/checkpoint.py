@@ -95,10 +95,12 @@ def restore(folder: pathlib.Path, step: int, facts: dict[str, Any], like: Any) -
     """
     if facts["arrays"] != _kinds(like):
         raise Refusal(f"{folder / str(step)} does not hold the weights of this model")
-    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _named(like))
+    named = _named(like)
+    wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, named)
     with _arrays() as arrays:
         leaves = arrays.restore(_checkpoints(folder)[step].absolute() / "state", args=ocp.args.StandardRestore(wanted))
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted])
+    # In the order of `named`: JAX and orbax sort names as text, by which layer 10 comes before layer 2.
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in named])
 
 
 def _checkpoints(folder: pathlib.Path) -> dict[int, pathlib.Path]:

@@ -22,9 +22,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def state_of(step):
-    """A state in which every number is its step."""
+    """A state in which every number is its step, but in layers, the tenth of which comes before the second as text."""
     return {
         "params": [jnp.full((3, 5), step, jnp.bfloat16), jnp.full(70_000, step, jnp.float32)],
+        "layers": [jnp.full(3, step + layer) for layer in range(12)],
         "count": jnp.int32(step),
     }
 
