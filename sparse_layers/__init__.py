@@ -39,12 +39,15 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
     from .modules import IndexLoss as IndexLoss
+    from .modules import LinearScaling as LinearScaling
+    from .modules import Llama3Scaling as Llama3Scaling
     from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
+    from .modules import YarnScaling as YarnScaling
     from .modules import from_gpt2 as from_gpt2
     from .modules import from_linen as from_linen
     from .modules import from_nnx as from_nnx
@@ -86,12 +89,15 @@ _AT_FIRST_USE = {
         "AttentionFn",
         "Decoder",
         "IndexLoss",
+        "LinearScaling",
+        "Llama3Scaling",
         "NativeSparseAttention",
         "Rope",
         "SparseCrossAttention",
         "SparseSelfAttention",
         "SparseTransformer",
         "SparseTransformerBlock",
+        "YarnScaling",
         "from_gpt2",
         "from_linen",
         "from_nnx",
