@@ -21,7 +21,7 @@ from .settings import (
     PROJECTIONS,
     CrossOptions,
     Kernels,
-    SelfOptions,
+    LayerOptions,
     biased,
     check_features,
     check_settings,
@@ -326,7 +326,7 @@ class SparseSelfAttention(SparseAttention):
         dropout_rate: float = 0.0,
         decode: bool | None = None,
         rngs: nnx.Rngs,
-        **options: Unpack[SelfOptions],
+        **options: Unpack[LayerOptions],
     ):
         _refuse_decode(decode)
         super().__init__(

@@ -80,14 +80,14 @@ class InitialValues(TypedDict, total=False):
     out_kernel_init: Initializer | None
 
 
-class SelfOptions(FlaxOptions, InitialValues, total=False):
+class LayerOptions(FlaxOptions, InitialValues, total=False):
     """What `SparseSelfAttention` hands on to ``flax.nnx.MultiHeadAttention``."""
 
     dtype: Dtype | None
     param_dtype: Dtype
 
 
-class CrossOptions(Computation, SelfOptions, total=False):
+class CrossOptions(Computation, LayerOptions, total=False):
     """What `SparseCrossAttention` takes beside sizes, pattern and lengths."""
 
     normalize_qk: bool | str
@@ -118,7 +118,7 @@ class BlockOptions(AttentionOptions, InitialValues, total=False):
     remat: bool
 
 
-class LoadedLayerOptions(Computation, SelfOptions, total=False):
+class LoadedLayerOptions(Computation, LayerOptions, total=False):
     """What `from_nnx` and `from_linen` hand on to `SparseSelfAttention`."""
 
     rope: Rope | None
@@ -126,7 +126,7 @@ class LoadedLayerOptions(Computation, SelfOptions, total=False):
 
 
 class LoadedModelOptions(Computation, FlaxOptions, total=False):
-    """What `from_gpt2` hands on to `SparseTransformer`."""
+    """What `from_huggingface` hands on to `SparseTransformer`."""
 
     dropout_rate: float
     remat: bool

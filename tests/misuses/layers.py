@@ -541,16 +541,18 @@ LOADING = [
         "'use_sink'",
         "use_sinks",
     ),
-    ("sl.from_gpt2(3)", TypeError, "path", "got int: 3", "must be that of a file or a folder"),
+    ("sl.from_huggingface(3)", TypeError, "folder", "got int: 3", "must be that of a model"),
     (
-        "sl.from_gpt2('/nowhere', pattern=mask)",
+        "sl.from_huggingface('/nowhere', pattern=mask)",
         TypeError,
-        "from_gpt2: unknown argument",
+        "from_huggingface: unknown argument",
         "'pattern'",
         "mean 'patterns'?",
     ),
-    ("sl.from_gpt2('/nowhere', num_heads=2.0)", ValueError, "num_heads", "got 2.0", INTEGER),
-    ("sl.from_gpt2('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
+    ("sl.from_huggingface('/nowhere', mlp='gelu')", TypeError, "unknown argument", "'mlp'", "Known: "),
+    ("sl.from_huggingface('/nowhere', seq_len=2.0)", ValueError, "seq_len", "got 2.0", INTEGER),
+    ("sl.from_huggingface('/nowhere', param_dtype=jnp.int8)", ValueError, "param_dtype", "int8", FLOAT),
+    ("sl.from_huggingface('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
     Misuse("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
 ]
 MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN + LOADING]
