@@ -21,7 +21,7 @@ from ..attention_fn import Pattern
 from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from ..settings import LoadedModelOptions, check_settings, check_stream
 from ..transformer import SparseTransformer
-from .dense import refuse_names, refuse_shapes, some
+from .dense import refuse_fixed, refuse_names, refuse_shapes, some
 from .safetensors import Stored, read_json, stored
 
 
@@ -65,7 +65,8 @@ def from_huggingface(
       ValueError: a file that cannot be read; a configuration of an unknown architecture, activation, kind of layer or
         of rotary embeddings, of quantized tensors, or without a setting that it must have; missing or left-over
         tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding that it is said to
-        be; more positions than were learned; and what `SparseTransformer` refuses.
+        be; more positions than were learned; an option that the configuration fixes (Gemma's scale and soft caps); and
+        what `SparseTransformer` refuses.
 
     Example:
       >>> import json, pathlib, tempfile, jax.numpy as jnp, numpy as np, sparse_layers as sl
@@ -95,6 +96,7 @@ def from_huggingface(
     path = pathlib.Path(folder)
     config = Config(path / "config.json")
     family, settings = described(config)
+    refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":
         raise ValueError(f"seq_len={seq_len}: {path} has {positions} positions, and no more can be made of them")
@@ -114,6 +116,7 @@ def from_huggingface(
         raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {some(odd)}")
     if param_dtype is None:
         param_dtype = files[embedding].dtype if embedding in files else jnp.float32
+    param_dtype = jnp.dtype(param_dtype)
 
     # Initial values are replaced, so only dropout's key is the caller's.
     seeds: dict[str, Any] = {"params": 0}
@@ -138,9 +141,10 @@ def from_huggingface(
         nnx.update(model, nnx.jit(lambda rngs: others(make(rngs)))(nnx.Rngs(**seeds)))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for at, several in places.items():
-        arrays = [place.read(files[place.name], param_dtype) for place in several]
-        value = np.stack(arrays) if params[at].shape != arrays[0].shape else arrays[0]
-        nnx.update(model, nnx.from_flat_state([(at, params[at].replace(jnp.asarray(value)))]))
+        value = _read(several, files, param_dtype).reshape(params[at].shape)
+        # Waited for, or the host would hold several twice while they are on their way.
+        nnx.update(model, nnx.from_flat_state([(at, params[at].replace(jnp.asarray(value).block_until_ready()))]))
+        del value
     return model
 
 
@@ -211,7 +215,7 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
     settings = family.settings(config)
     count = settings["num_layers"]
     kinds = config.get("layer_types") or [_SLIDING if family.slides(config, i) else _FULL for i in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {_FULL, _SLIDING}:
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise ValueError(f"{config.file}: layer_types must be {count} times {_FULL!r} or {_SLIDING!r}, got {kinds}")
     # What layers take in turn, once.
     turn = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
@@ -224,12 +228,14 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
 def _rope(config: Config, kind: str) -> Rope:
     """The rotary embeddings of a kind of layer."""
     given, theta = config.get("rope_parameters", {}), config.get("rope_theta", 10000.0)
-    if any(isinstance(value, dict) for value in given.values()):
+    if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
         given = given.get(kind) or {}
     elif not given and kind == _SLIDING and config.get("rope_local_base_freq"):
         theta = config.get("rope_local_base_freq")  # Gemma 3, before rope_parameters
     elif not given:
         given = config.get("rope_scaling", {})
+    if not isinstance(given, dict):
+        raise ValueError(f"{config.file}: rotary embeddings must be an object, got {given!r}")
     given = {word: value for word, value in given.items() if value is not None}
     theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", 1)
     older = given.pop("type", "default")
@@ -397,14 +403,22 @@ class Place:
     turned: bool
     offset: int
 
-    def read(self, tensor: Stored, dtype: Dtype) -> np.ndarray:
-        """The parameter, an array of its own."""
+    def read(self, tensor: Stored, into: np.ndarray) -> None:
+        """Writes the parameter into an array of its shape, without a copy between."""
         x = tensor.read()
         x = x if self.part is None else np.split(x, 3, axis=-1)[self.part]
         x = x.T if self.turned else x
         x = x.astype(np.float32) + self.offset if self.offset else x
-        # Of learned positions, the first ones.
-        return np.asarray(x.reshape(-1)[: math.prod(self.shape)], dtype).reshape(self.shape)
+        rows = into.size // math.prod(x.shape[1:])  # of learned positions, the first ones
+        into.reshape(rows, *x.shape[1:])[...] = x[:rows]
+
+
+def _read(places: list[Place], files: Mapping[str, Stored], dtype: Dtype) -> np.ndarray:
+    """A parameter of one layer, or of all that are scanned over."""
+    value = np.empty((len(places), *places[0].shape), dtype)
+    for layer, place in zip(value, places, strict=True):
+        place.read(files[place.name], layer)
+    return value
 
 
 def _places(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:

@@ -1,6 +1,6 @@
 """Makes the fixtures of test_huggingface.py: tiny models by Hugging Face's own library, and what they compute.
 
-Those in this folder: transformers 5.18.0 with torch 2.13.0 on a CPU, and config_4.json by transformers 4.57.6.
+Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU, and config_4.json by transformers 4.57.6.
 
     python tests/modules/loading/make_fixtures.py   # in an environment with transformers >= 5 and torch
     python tests/modules/loading/make_fixtures.py   # in one with transformers 4: configurations of that generation

@@ -129,6 +129,7 @@ REFUSED = [
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
     ({"rope_parameters": {"rope_type": "linear"}}, "rotary embeddings 'linear': factor is missing"),
     ({"rope_parameters": LLAMA3}, "rotary embeddings 'llama3': unknown mscale"),
+    ({"rope_parameters": [1]}, "rotary embeddings must be an object, got [1]"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be None or True or False, got 'no'"),
     ({"hidden_size": 32.5}, "hidden_size must be an integer >= 1, got 32.5"),
@@ -244,6 +245,8 @@ def test_patterns_of_the_user_and_the_shape_of_the_model():
     assert sl.from_huggingface(FIXTURES / "gpt2", seq_len=10).position_embedding.embedding.shape == (10, 32)
     with pytest.raises(ValueError, match=r"seq_len=129: .* has 128 positions"):
         sl.from_huggingface(FIXTURES / "gpt2", seq_len=129)
+    with pytest.raises(ValueError, match="scale: comes from"):
+        sl.from_huggingface(FIXTURES / "gemma2", scale=1.0)
     assert sl.from_huggingface(FIXTURES / "llama", seq_len=500).seq_len == 500
 
 
