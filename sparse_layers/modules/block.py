@@ -86,6 +86,11 @@ class SparseTransformerBlock(nnx.Module):
       >>> block = sl.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, rngs=nnx.Rngs(0))
       >>> block(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
+      >>> gemma = {"norm": "rms", "norm_placement": "sandwich", "normalize_qk": True, "mlp": "geglu", "use_bias": False}
+      >>> gemma |= {"pattern": sl.Causal() & sl.Window(3), "seq_len": 16, "rope": sl.Rope(1e4)}
+      >>> block = sl.SparseTransformerBlock(2, 8, **gemma, rngs=nnx.Rngs(0))  # a layer of Gemma 3 that has a window
+      >>> block(jnp.ones((1, 16, 8)), positions=jnp.arange(16) % 8).shape  # two documents of 8 tokens
+      (1, 16, 8)
       >>> near, rope = sl.Grid((4, 4), sl.Window(1, 1)), sl.Rope(theta=100.0, shape=(4, 4))  # 4 x 4 patches
       >>> encoder = sl.SparseTransformerBlock(2, 8, pattern=near, seq_len=16, rope=rope, rngs=nnx.Rngs(0))
       >>> patches = jnp.zeros((1, 16, 8)).at[0, 5].set(jnp.arange(8.0))  # what stands in row 1, column 1 ...
