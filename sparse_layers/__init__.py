@@ -39,13 +39,16 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn
     from .modules import Decoder as Decoder
     from .modules import IndexLoss as IndexLoss
+    from .modules import LinearScaling as LinearScaling
+    from .modules import Llama3Scaling as Llama3Scaling
     from .modules import NativeSparseAttention as NativeSparseAttention
     from .modules import Rope as Rope
     from .modules import SparseCrossAttention as SparseCrossAttention
     from .modules import SparseSelfAttention as SparseSelfAttention
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
-    from .modules import from_gpt2 as from_gpt2
+    from .modules import YarnScaling as YarnScaling
+    from .modules import from_huggingface as from_huggingface
     from .modules import from_linen as from_linen
     from .modules import from_nnx as from_nnx
     from .modules import generate as generate
@@ -86,13 +89,16 @@ _AT_FIRST_USE = {
         "AttentionFn",
         "Decoder",
         "IndexLoss",
+        "LinearScaling",
+        "Llama3Scaling",
         "NativeSparseAttention",
         "Rope",
         "SparseCrossAttention",
         "SparseSelfAttention",
         "SparseTransformer",
         "SparseTransformerBlock",
-        "from_gpt2",
+        "YarnScaling",
+        "from_huggingface",
         "from_linen",
         "from_nnx",
         "generate",

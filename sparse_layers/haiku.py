@@ -1,7 +1,8 @@
 """Haiku versions of `SparseSelfAttention` and `SparseTransformerBlock`: Haiku's parameters, the same numbers."""
 
 import functools
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from .masks.options import own_keywords
 from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
 from .modules.rope import Rope
-from .modules.settings import Computation, check_array, check_order, check_settings
+from .modules.settings import GATED, Computation, check_array, check_order, check_settings
 from .modules.step import Extras, attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
@@ -32,7 +33,6 @@ class _AttentionOptions(Computation, total=False):
     value_size: int | None
     rope: Rope | None
     rope_theta: float | None
-    normalize_qk: bool
     w_init: _Initializer | None
     b_init: _Initializer | None
 
@@ -63,7 +63,9 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
         None for none.
       rope_theta: short for ``rope=Rope(rope_theta)``.
-      normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without offset.
+      normalize_qk: norms of q and k (``query_ln``, ``key_ln``): True or "layer", "rms", or "rms_joint", see
+        `sparse_layers.SparseSelfAttention`.
+      norm_epsilon: added to the variance in these norms.
       out_w_init: initial weights of the last linear map; None for w_init.
       **options: how the pattern is computed, see `sparse_layers.SparseSelfAttention`: use_sinks (parameter ``sinks``
         [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection.
@@ -111,7 +113,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         num_kv_heads: int | None = None,
         rope: Rope | None = None,
         rope_theta: float | None = None,
-        normalize_qk: bool = False,
+        normalize_qk: bool | str = False,
+        norm_epsilon: float = 1e-6,
         out_w_init: _Initializer | None = None,
         **options: Unpack[Computation],
     ):
@@ -129,6 +132,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             rope=rope,
             rope_theta=rope_theta,
             normalize_qk=normalize_qk,
+            norm_epsilon=norm_epsilon,
             out_w_init=out_w_init,
             **options,
         )
@@ -147,6 +151,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         )
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.use_sinks, self.normalize_qk = options.pop("use_sinks", False), normalize_qk
+        self.norm_epsilon = norm_epsilon
         # The dtype is that of inputs to come. Every implementation serves bfloat16; the op looks again at the call.
         self.attention_step = attention_step(
             pattern,
@@ -178,6 +183,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """Applies attention; ``layer(x)`` is ``layer(x, x, x)``.
 
@@ -190,6 +196,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             padding, which attends to nothing.
           selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
             leading axes of the query.
+          positions: int [..., T] or [T] for the rotary embeddings, see `sparse_layers.SparseSelfAttention`.
 
         Returns:
           [..., T, model_size].
@@ -205,7 +212,8 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
         size = (0, *query.shape)[-1]
-        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection)
+        given = segment_ids, selection, False, positions
+        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, *given)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -221,19 +229,25 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         def heads(x, name, count, size):
             return linear(count * size, w_init=self.w_init, name=name)(x).reshape(*tokens, count, size)
 
+        def normed(x, name):
+            if self.normalize_qk in (True, "layer"):
+                return hk.LayerNorm(-1, True, False, self.norm_epsilon, name=name)(x)
+            joint = x.reshape(*tokens, -1) if self.normalize_qk == "rms_joint" else x
+            return hk.RMSNorm(-1, self.norm_epsilon, name=name)(joint).reshape(x.shape)
+
         q = heads(query, "query", self.num_heads, self.key_size)
         k = heads(key, "key", self.num_kv_heads, self.key_size)
         v = heads(value, "value", self.num_kv_heads, self.value_size)
         if self.normalize_qk:
-            q, k = (hk.LayerNorm(-1, True, False, 1e-6, name=name)(x) for x, name in ((q, "query_ln"), (k, "key_ln")))
+            q, k = normed(q, "query_ln"), normed(k, "key_ln")
         sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=Extras(ids, sinks, selection))
+        out = self.attention_step(q, k, v, mask=Extras(ids, sinks, selection, positions=positions))
         out = out.reshape(*tokens, self.num_heads * self.value_size)
         return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
 
 
 class SparseTransformerBlock(hk.Module):
-    """The pre-activation residual block of `sparse_layers.SparseTransformerBlock`, for Haiku.
+    """The residual block of `sparse_layers.SparseTransformerBlock`, for Haiku.
 
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last linear maps of both branches start
     1/sqrt(2 * num_layers) times smaller than the others. Norms compute in the dtype of their input, as Haiku's do.
@@ -244,15 +258,18 @@ class SparseTransformerBlock(hk.Module):
       pattern, seq_len: see `SparseSelfAttention`.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
+      mlp: the function between the MLP's linear maps, or the name of one, see `sparse_layers.SparseTransformerBlock`.
+      make_mlp: makes another MLP, ``lambda: Experts(...)``, a module or function that maps [..., F] to [..., F].
       norm: "layer" or "rms".
-      norm_epsilon: added to the variance in both norms.
+      norm_epsilon: added to the variance in all norms.
+      norm_placement, parallel: see `sparse_layers.SparseTransformerBlock`.
+      normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
       dropout_rate: share of values dropped at the branches' ends; needs a key in ``apply``.
       with_bias: whether attention and MLP have biases.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
       key_size: features of one head; defaults to features / num_heads.
       name: of the module.
-      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, normalize_qk, w_init
+      **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, w_init
         and b_init (of attention only), use_sinks, scale, ...
 
     Raises:
@@ -286,9 +303,13 @@ class SparseTransformerBlock(hk.Module):
         seq_len: int,
         num_layers: int = 1,
         mlp_features: int | None = None,
-        mlp: str = "gelu",
+        mlp: str | Callable[[jax.Array], jax.Array] = "gelu",
+        make_mlp: Callable[[], Callable[[jax.Array], jax.Array]] | None = None,
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
+        norm_placement: str = "pre",
+        parallel: bool = False,
+        normalize_qk: bool | str = False,
         dropout_rate: float = 0.0,
         with_bias: bool = True,
         remat: bool = False,
@@ -303,8 +324,11 @@ class SparseTransformerBlock(hk.Module):
             num_layers=num_layers,
             mlp_features=mlp_features,
             mlp=mlp,
+            make_mlp=make_mlp,
             norm=norm,
             norm_epsilon=norm_epsilon,
+            norm_placement=norm_placement,
+            parallel=parallel,
             dropout_rate=dropout_rate,
             with_bias=with_bias,
             remat=remat,
@@ -314,13 +338,15 @@ class SparseTransformerBlock(hk.Module):
         if key_size is None and features % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide features={features}, or say key_size")
         init, out_init = (hk.initializers.VarianceScaling(scale) for scale in (1.0, 1 / (2 * num_layers)))
-        make_norm = {
+        make_norm: Any = {
             "layer": functools.partial(hk.LayerNorm, -1, True, True, norm_epsilon),
             "rms": functools.partial(hk.RMSNorm, -1, norm_epsilon),
         }[norm]
         hidden = 4 * features if mlp_features is None else mlp_features
         # The names are those of the NNX block: its forward function, which all blocks share, goes by them.
-        self.attention_norm = make_norm(name="attention_norm")
+        pre, post = (norm_placement in (placement, "sandwich") for placement in ("pre", "post"))
+        self.attention_norm = make_norm(name="attention_norm") if pre else None
+        self.attention_out_norm = make_norm(name="attention_out_norm") if post else None
         self.attention = SparseSelfAttention(
             num_heads,
             features // num_heads if key_size is None else key_size,
@@ -328,15 +354,22 @@ class SparseTransformerBlock(hk.Module):
             with_bias=with_bias,
             pattern=pattern,
             seq_len=seq_len,
+            normalize_qk=norm if normalize_qk is True else normalize_qk,
+            norm_epsilon=norm_epsilon,
             out_w_init=out_init,
             name="attention",
             **options,
         )
-        self.mlp_norm = make_norm(name="mlp_norm")
-        self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
-        self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp == "swiglu" else None
-        self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
-        self.features, self.mlp, self.dropout_rate, self.remat = features, mlp, dropout_rate, remat
+        self.mlp_norm = make_norm(name="mlp_norm") if pre else None
+        self.mlp_out_norm = make_norm(name="mlp_out_norm") if post else None
+        self.mlp_in = self.mlp_gate = self.mlp_out = None
+        self.mlp_module = None if make_mlp is None else make_mlp()
+        if make_mlp is None:
+            self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
+            self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp in GATED else None
+            self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
+        self.features, self.mlp, self.parallel = features, mlp, parallel
+        self.dropout_rate, self.remat = dropout_rate, remat
         # No method: Haiku would apply a policy of mixed precision to what it returns, in the middle of the block.
         self.dropout = functools.partial(_dropout, dropout_rate)
 
@@ -346,6 +379,7 @@ class SparseTransformerBlock(hk.Module):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
@@ -354,6 +388,7 @@ class SparseTransformerBlock(hk.Module):
           x: [..., T, features] with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`.
           selection: a `Selection`, see `SparseSelfAttention`.
+          positions: int [..., T] or [T], see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; needed with a dropout_rate only.
 
         Returns:
@@ -371,7 +406,12 @@ class SparseTransformerBlock(hk.Module):
                 "whether to drop"
             )
         run = functools.partial(
-            forward, self, segment_ids=segment_ids, deterministic=deterministic, selection=selection
+            forward,
+            self,
+            segment_ids=segment_ids,
+            deterministic=deterministic,
+            selection=selection,
+            positions=positions,
         )
         return (hk.remat(run) if self.remat else run)(x)
 

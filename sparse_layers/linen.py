@@ -6,19 +6,30 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from .masks.algebra import Mask
 from .masks.options import own_keywords
 from .modules.attention_fn import AttentionFn, Index, Pattern
-from .modules.block import check_input, forward
+from .modules.block import IN_BLOCK, check_input, forward
 from .modules.rope import Rope
-from .modules.settings import Kernels, check_array, check_order, check_settings, query_features
+from .modules.settings import (
+    GATED,
+    PROJECTIONS,
+    Kernels,
+    biased,
+    check_array,
+    check_order,
+    check_settings,
+    query_features,
+)
 from .modules.step import Extras, attention_step, check_inputs
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
@@ -41,22 +52,29 @@ class _Settings(nn.Module, kw_only=True):
     bwd_params: BwdParams | None = None
     query_sharding: jax.sharding.PartitionSpec | None = None
     selection: Scorer | str | None = None
-    normalize_qk: bool = False
-    use_bias: bool = True
+    normalize_qk: bool | str = False
+    norm_epsilon: float = 1e-6
+    use_bias: bool | Collection[str] = True
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
-    kernel_init: Initializer = nn.initializers.lecun_normal()
+    kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = nn.initializers.zeros
+    out_kernel_init: Initializer | None = None
     out_bias_init: Initializer | None = None
 
     def __post_init__(self):
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        biases = biased(self.use_bias, self._with_biases)
+        if not isinstance(self.use_bias, bool):  # in one order and hashable
+            self.use_bias = tuple(name for name in self._with_biases if name in biases)
         masks, _ = masks_and_scorer(self.pattern, self.selection, list(self.lengths.values()))
         # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
         if not isinstance(self.pattern, str | Mask | Scorer):
             self.pattern = masks
         super().__post_init__()
+
+    _with_biases = PROJECTIONS
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -114,8 +132,10 @@ class SparseSelfAttention(_OfOneSequence):
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.
       selection: how queries choose key blocks within a causal pattern, see `sparse_layers.SparseSelfAttention`.
-      normalize_qk: layer norms of q and k (``query_ln``, ``key_ln``), without bias.
-      use_bias: whether the four projections have biases.
+      normalize_qk: norms of q and k (``query_ln``, ``key_ln``): True or "layer", "rms", or "rms_joint", see
+        `sparse_layers.SparseSelfAttention`.
+      norm_epsilon: added to the variance in these norms.
+      use_bias: whether the four projections have biases, or the names of those that do.
       dtype: of the computation; None: from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the four projections.
@@ -148,7 +168,6 @@ class SparseSelfAttention(_OfOneSequence):
 
     num_heads: int
     out_features: int | None = dataclasses.field(default=None, kw_only=True)
-    out_kernel_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
 
@@ -159,6 +178,7 @@ class SparseSelfAttention(_OfOneSequence):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Applies attention to the inputs.
@@ -169,6 +189,7 @@ class SparseSelfAttention(_OfOneSequence):
             padding, which attends to nothing.
           selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
             leading axes of the inputs.
+          positions: int [..., T] or [T] for the rotary embeddings, see `sparse_layers.SparseSelfAttention`.
           sow_weights: must be False, see Raises.
 
         Returns:
@@ -187,15 +208,23 @@ class SparseSelfAttention(_OfOneSequence):
                 "have prefill(prompt, lengths) and decode_step(token, cache, position)"
             )
         rope = {"rope": self.rope, "rope_theta": self.rope_theta}
-        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, **rope)
+        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, positions, **rope)
 
 
-def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selection: Any, sow_weights: bool, **rope: Any):
+def _attend(
+    layer: Any,
+    inputs: dict[str, jax.Array],
+    segment_ids: Any,
+    selection: Any,
+    sow_weights: bool,
+    positions: Any = None,
+    **rope: Any,
+):
     """What `SparseSelfAttention` and `SparseCrossAttention` do, whose inputs are one or two, the queries' first."""
     for letter, (name, x) in zip("TS", inputs.items(), strict=False):
         check_array(name, x, f"[..., {letter}, features]")
     sizes = [(0, *x.shape)[-1] for x in inputs.values()]
-    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights)
+    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions)
     features, num_heads = sizes[0], layer.num_heads
     num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
     head_size = query_features(num_heads, features, layer.qkv_features, layer.head_dim) // num_heads
@@ -211,15 +240,26 @@ def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selectio
         **rope,
     )
     shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
-    dense = functools.partial(nn.DenseGeneral, use_bias=layer.use_bias, precision=layer.precision, **shared)
-    project = functools.partial(dense, kernel_init=layer.kernel_init, bias_init=layer.bias_init)
+    biases = biased(layer.use_bias)
+
+    def project(x: jax.Array, name: str, features: Any, **options: Any) -> jax.Array:
+        options = {"kernel_init": layer.kernel_init, "bias_init": layer.bias_init} | shared | options
+        options |= {"use_bias": name in biases, "precision": layer.precision}
+        return nn.DenseGeneral(features, name=name, **options)(x)
+
+    def normed(x: jax.Array, name: str) -> jax.Array:
+        options = {"epsilon": layer.norm_epsilon, "name": name} | shared
+        if layer.normalize_qk in (True, "layer"):
+            return nn.LayerNorm(use_bias=False, **options)(x)
+        joint = x.reshape(*x.shape[:-2], -1) if layer.normalize_qk == "rms_joint" else x
+        return nn.RMSNorm(**options)(joint).reshape(x.shape)
+
     of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
-    query = project((num_heads, head_size), name="query")(of_queries)
-    key = project((num_kv_heads, head_size), name="key")(of_keys)
-    value = project((num_kv_heads, head_size), name="value")(of_keys)
+    query = project(of_queries, "query", (num_heads, head_size))
+    key = project(of_keys, "key", (num_kv_heads, head_size))
+    value = project(of_keys, "value", (num_kv_heads, head_size))
     if layer.normalize_qk:
-        query = nn.LayerNorm(use_bias=False, name="query_ln", **shared)(query)
-        key = nn.LayerNorm(use_bias=False, name="key_ln", **shared)(key)
+        query, key = normed(query, "query_ln"), normed(key, "key_ln")
     index, scorer = None, step.fn.selection
     if scorer is not None and scorer.indexed:
         shared |= {"use_bias": False}
@@ -232,16 +272,17 @@ def _attend(layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selectio
     sinks = None
     if layer.use_sinks:
         sinks = layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype)
-    attended = step(query, key, value, mask=Extras(segment_ids, sinks, selection, index))
+    attended = step(query, key, value, mask=Extras(segment_ids, sinks, selection, index, positions))
     if index is not None and index.losses:
         layer.sow("losses", "index", index.losses[0])
-    return dense(
+    return project(
+        attended,
+        "out",
         features if layer.out_features is None else layer.out_features,
         axis=(-2, -1),
         kernel_init=layer.out_kernel_init or layer.kernel_init,
         bias_init=layer.out_bias_init or layer.bias_init,
-        name="out",
-    )(attended)
+    )
 
 
 @own_keywords
@@ -259,8 +300,8 @@ class SparseCrossAttention(_Settings):
       q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
         corner.
       out_features, dropout_rate, qkv_features, num_kv_heads, head_dim, use_sinks, scale, logits_soft_cap,
-        implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, use_bias, dtype, param_dtype,
-        precision, kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
+        implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, norm_epsilon, use_bias, dtype,
+        param_dtype, precision, kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
 
     Raises:
       ValueError, NotImplementedError: as `SparseSelfAttention`.
@@ -281,7 +322,6 @@ class SparseCrossAttention(_Settings):
     q_len: int = dataclasses.field(kw_only=True)
     kv_len: int = dataclasses.field(kw_only=True)
     out_features: int | None = dataclasses.field(default=None, kw_only=True)
-    out_kernel_init: Initializer | None = dataclasses.field(default=None, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
 
     @property
@@ -319,7 +359,7 @@ class SparseCrossAttention(_Settings):
 
 @own_keywords
 class SparseTransformerBlock(_OfOneSequence):
-    """The pre-activation residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
+    """The residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
 
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
     1/sqrt(2 * num_layers) times smaller than Flax's default. Names, shapes and numbers are those of the NNX block, but
@@ -330,19 +370,26 @@ class SparseTransformerBlock(_OfOneSequence):
       features: features F of the residual stream.
       num_layers: blocks in the whole stack (scales the initial output projections).
       mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: "gelu" (the paper's x * sigmoid(1.702 x)), "gelu_tanh" (GPT-2's) or "swiglu" (silu(gate(x)) * in(x)).
+      mlp: the function between the MLP's matrices, or the name of one, see `sparse_layers.SparseTransformerBlock`.
+      make_mlp: makes another MLP, ``lambda: Experts(...)``: a Linen module that maps [..., F] to [..., F].
       norm: "layer" or "rms".
-      norm_epsilon: added to the variance in both norms.
+      norm_epsilon: added to the variance in all norms.
+      norm_placement: "pre", "post" or "sandwich", see there.
+      parallel: whether the MLP reads what attention reads.
       dropout_rate: share of values dropped at the branches' ends; uses the ``"dropout"`` rng collection.
       deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only. The
         call takes it by keyword only, so a ``flax.linen.remat`` of your own would trace it, and dropout cannot be
         switched by a traced value: set the attribute there, or use remat=True, which takes both.
       remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
-      use_bias: whether attention and MLP projections have biases.
+      use_bias: whether the projections of attention and MLP have biases, or the names of those that do: "query", "key",
+        "value", "out" and "mlp".
+      kernel_init, bias_init: initializers of all projections but the last ones of both branches.
+      out_kernel_init: that of the last ones; None for the scaled default.
+      normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
       pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope, rope_theta, use_sinks, scale,
-        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, dtype,
-        param_dtype, precision, kernel_init, bias_init, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype
-        are those of the whole block, the last four only attention's.
+        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection, dtype, param_dtype,
+        precision, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the
+        last two only attention's.
 
     Raises:
       ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,
@@ -375,12 +422,16 @@ class SparseTransformerBlock(_OfOneSequence):
     features: int
     num_layers: int = dataclasses.field(default=1, kw_only=True)
     mlp_features: int | None = dataclasses.field(default=None, kw_only=True)
-    mlp: str = dataclasses.field(default="gelu", kw_only=True)
+    mlp: str | Callable[[jax.Array], jax.Array] = dataclasses.field(default="gelu", kw_only=True)
+    make_mlp: Callable[[], Callable[[jax.Array], jax.Array]] | None = dataclasses.field(default=None, kw_only=True)
     norm: str = dataclasses.field(default="layer", kw_only=True)
-    norm_epsilon: float = dataclasses.field(default=1e-6, kw_only=True)
+    norm_placement: str = dataclasses.field(default="pre", kw_only=True)
+    parallel: bool = dataclasses.field(default=False, kw_only=True)
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
     remat: bool = dataclasses.field(default=False, kw_only=True)
+
+    _with_biases = IN_BLOCK
 
     def __post_init__(self):
         super().__post_init__()
@@ -391,21 +442,28 @@ class SparseTransformerBlock(_OfOneSequence):
         norm = functools.partial(
             nn.LayerNorm if self.norm == "layer" else nn.RMSNorm, epsilon=self.norm_epsilon, **shared
         )
-        dense = functools.partial(nn.Dense, use_bias=self.use_bias, **shared)
-        out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
-        hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
-        names = {field.name for field in dataclasses.fields(_OfOneSequence)} - {
-            "parent",
-            "name",
-        }  # these two are Linen's
-        settings = {name: getattr(self, name) for name in names}
+        out_init = self.out_kernel_init
+        if out_init is None:
+            out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
+        biases = biased(self.use_bias, IN_BLOCK)
+        names = {field.name for field in dataclasses.fields(_OfOneSequence)} - {"parent", "name"}  # these are Linen's
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"out_kernel_init": out_init}
+        if not isinstance(self.use_bias, bool):
+            settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
+        if self.normalize_qk is True:
+            settings["normalize_qk"] = self.norm
+        pre, post = (self.norm_placement in (name, "sandwich") for name in ("pre", "post"))
         # The names are those of the NNX block: its forward function, which both share, and its parameters go by them.
-        self.attention_norm = norm()
-        self.attention = SparseSelfAttention(self.num_heads, out_kernel_init=out_init, **settings)
-        self.mlp_norm = norm()
-        self.mlp_in = dense(hidden)
-        self.mlp_gate = dense(hidden) if self.mlp == "swiglu" else None
-        self.mlp_out = dense(self.features, kernel_init=out_init)
+        self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
+        self.attention = SparseSelfAttention(self.num_heads, **settings)
+        self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
+        own = self.make_mlp is None
+        hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
+        dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
+        self.mlp_in = dense(hidden, kernel_init=self.kernel_init) if own else None
+        self.mlp_gate = dense(hidden, kernel_init=self.kernel_init) if own and self.mlp in GATED else None
+        self.mlp_out = dense(self.features, kernel_init=out_init) if own else None
+        self.mlp_module = None if self.make_mlp is None else self.make_mlp()
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(
@@ -414,6 +472,7 @@ class SparseTransformerBlock(_OfOneSequence):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
         """Applies the block.
@@ -422,6 +481,7 @@ class SparseTransformerBlock(_OfOneSequence):
           x: [..., T, features] with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`.
           selection: a `Selection`, see `SparseSelfAttention`.
+          positions: int [..., T] or [T], see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; None: as the module's attribute says.
 
         Returns:
@@ -434,7 +494,7 @@ class SparseTransformerBlock(_OfOneSequence):
         check_input(self.features, x, deterministic)
         # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection)
+        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
 
 
 _rematerialized: Any = nn.remat(forward, static_argnums=(3,))

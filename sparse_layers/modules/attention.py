@@ -1,6 +1,6 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Unpack
 
 import jax
@@ -18,9 +18,11 @@ from ..scorers import Scorer
 from .attention_fn import Index, Pattern
 from .rope import Rope
 from .settings import (
+    PROJECTIONS,
     CrossOptions,
     Kernels,
     LayerOptions,
+    biased,
     check_features,
     check_settings,
     check_stream,
@@ -65,6 +67,14 @@ def checked_prompts(inputs: jax.Array, lengths: Any) -> tuple[jax.Array, jax.Arr
     lengths = checked_lengths(lengths, *inputs.shape[:2])
     # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
     return jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0), lengths
+
+
+class JointRMSNorm(nnx.RMSNorm):
+    """RMS norm of heads [..., N, H] over all features of a token together, N * H of them."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The same, normed."""
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
 
 def _refuse_decode(decode: bool | None) -> None:
@@ -146,7 +156,8 @@ class SparseAttention(nnx.MultiHeadAttention):
         check_stream(rngs, "params", "the parameters")
         qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
         flax: dict[str, Any] = dict(options)
-        use_sinks = flax.pop("use_sinks", False)
+        use_sinks, epsilon = flax.pop("use_sinks", False), flax.pop("norm_epsilon", 1e-6)
+        biases, norm = biased(flax.pop("use_bias", True)), flax.pop("normalize_qk", False)
         kernels = {name: flax.pop(name) for name in options.keys() & Kernels.__optional_keys__}
         step = attention_step(
             pattern,
@@ -169,9 +180,24 @@ class SparseAttention(nnx.MultiHeadAttention):
             in_kv_features,
             attention_fn=step,
             decode=False,
+            use_bias=bool(biases),
+            normalize_qk=bool(norm),
             rngs=rngs,
             **flax,
         )
+        for name in PROJECTIONS if biases else ():
+            if name not in biases:
+                projection = getattr(self, name)
+                projection.use_bias, projection.bias = False, nnx.data(None)
+        for name, heads in (("query_ln", self.num_heads), ("key_ln", self.num_kv_heads)) if norm else ():
+            if norm in ("rms", "rms_joint"):
+                make, size = (nnx.RMSNorm, 1) if norm == "rms" else (JointRMSNorm, heads)
+                shared: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+                shared |= {"promote_dtype": self.ln_promote_dtype}
+                shared["scale_metadata"] = flax.get(f"{name}_scale_metadata", {})
+                setattr(self, name, make(size * self.head_dim, epsilon=epsilon, **shared))
+            else:
+                getattr(self, name).epsilon = epsilon
         # An array is kept as masks: by itself it would count as state, not as part of the layer's definition.
         self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks
         for name, length in lengths.items():
@@ -220,6 +246,12 @@ class SparseSelfAttention(SparseAttention):
       rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
         None for none.
       rope_theta: short for ``rope=Rope(rope_theta)``.
+      normalize_qk: norms of q and k before they turn (``query_ln``, ``key_ln``), with scales and no biases: True, or
+        "layer", is Flax's layer norm of each head, "rms" the RMS norm of each head (Qwen 3, Gemma 3), "rms_joint" that
+        over all heads of a token together (OLMo 2).
+      norm_epsilon: added to the variance in these norms.
+      use_bias: whether the four projections have biases, or the names of those that do: ("query", "key", "value") in
+        Qwen 2.5, ("query", "value", "out") in Whisper.
       use_sinks: give each head a learned logit (``sinks``, float param [N], zero at first) that joins every softmax
         and adds nothing to the output, so that a query may attend to nothing.
       scale: factor of the logits; None for head size ** -0.5.
@@ -235,9 +267,9 @@ class SparseSelfAttention(SparseAttention):
       dropout_rate: must be 0, see Raises.
       decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
       rngs: random number generators of the initial parameters.
-      **options: all other arguments of ``flax.nnx.MultiHeadAttention``: ``dtype``, ``param_dtype``, ``use_bias``,
-        ``normalize_qk``, ``kernel_init``, ... (``precision`` is that of the four projections), but for
-        ``in_kv_features`` and ``attention_fn``, which self-attention over a pattern has no use for.
+      **options: all other arguments of ``flax.nnx.MultiHeadAttention``: ``dtype``, ``param_dtype``, ``kernel_init``,
+        ``out_kernel_init``, ... (``precision`` is that of the four projections), but for ``in_kv_features`` and
+        ``attention_fn``, which self-attention over a pattern has no use for.
 
     Attributes:
       pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
@@ -280,6 +312,9 @@ class SparseSelfAttention(SparseAttention):
         seq_len: int,
         rope: Rope | None = None,
         rope_theta: float | None = None,
+        normalize_qk: bool | str = False,
+        norm_epsilon: float = 1e-6,
+        use_bias: bool | Collection[str] = True,
         use_sinks: bool = False,
         scale: float | None = None,
         logits_soft_cap: float | None = None,
@@ -306,6 +341,9 @@ class SparseSelfAttention(SparseAttention):
             dropout_rate=dropout_rate,
             rope=rope,
             rope_theta=rope_theta,
+            normalize_qk=normalize_qk,
+            norm_epsilon=norm_epsilon,
+            use_bias=use_bias,
             use_sinks=use_sinks,
             scale=scale,
             logits_soft_cap=logits_soft_cap,
@@ -332,6 +370,7 @@ class SparseSelfAttention(SparseAttention):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
         out_sharding: Any = None,
@@ -345,6 +384,9 @@ class SparseSelfAttention(SparseAttention):
             padding, which attends to nothing.
           selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
             leading axes of the inputs.
+          positions: int [..., T] or [T], by which `Rope` turns the tokens, where they do not count from the input's
+            first one: packed documents that each begin at 0, prompts padded on the left, pieces of a longer text. The
+            pattern goes by the places of the tokens in the input all the same.
           sow_weights: must be False, see Raises.
           decode: must be False or None, see Raises.
           out_sharding, qkv_sharding: handed to Flax's projections.
@@ -354,15 +396,16 @@ class SparseSelfAttention(SparseAttention):
 
         Raises:
           ValueError: inputs that are no floats or of another shape, longer than seq_len among them; segment_ids of
-            another shape than the tokens'; a selection of other axes or blocks than the inputs'; sow_weights=True (the
-            probabilities are never formed).
+            another shape than the tokens', positions too; a selection of other axes or blocks than the inputs';
+            sow_weights=True (the probabilities are never formed).
           TypeError: what is no array, or a selection that is none.
           NotImplementedError: decode=True.
         """
         _refuse_decode(decode or self.decode)
-        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, segment_ids, selection, sow_weights)
+        given = segment_ids, selection, sow_weights, positions
+        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *given)
         index = self._index(inputs, None if self.deterministic else [])
-        extras = Extras(segment_ids, self._sinks, selection, index)
+        extras = Extras(segment_ids, self._sinks, selection, index, positions)
         out = super().__call__(
             inputs,
             mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)

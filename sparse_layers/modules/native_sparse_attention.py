@@ -1,7 +1,7 @@
 """`NativeSparseAttention`: compressed, selected and near keys, in three branches that gates merge."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from .attention_fn import AttentionFn
 from .compression import Compression
 from .native_sparse_cache import NSACache
 from .rope import Rope, resolved
-from .settings import check_settings, check_stream, query_features
+from .settings import PROJECTIONS, biased, check_settings, check_stream, query_features
 from .step import check_inputs
 
 
@@ -54,7 +54,7 @@ class NativeSparseAttention(nnx.Module):
       seq_len: the longest input, in tokens.
       head_dim: features of a head, instead of qkv_features.
       rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as in `SparseSelfAttention`.
-      use_bias: whether projections have biases; phi always has.
+      use_bias: whether projections have biases, or the names of those that do, "gate" among them; phi always has.
       dtype: of the computation; None: from inputs and parameters.
       param_dtype: of the parameters.
       precision: of the projections and of phi.
@@ -100,7 +100,7 @@ class NativeSparseAttention(nnx.Module):
         fwd_params: FwdParams | None = None,
         bwd_params: BwdParams | None = None,
         query_sharding: jax.sharding.PartitionSpec | None = None,
-        use_bias: bool = True,
+        use_bias: bool | Collection[str] = True,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         precision: PrecisionLike = None,
@@ -120,7 +120,6 @@ class NativeSparseAttention(nnx.Module):
             rope=rope,
             rope_theta=rope_theta,
             scale=scale,
-            use_bias=use_bias,
             dtype=dtype,
             param_dtype=param_dtype,
             precision=precision,
@@ -130,6 +129,7 @@ class NativeSparseAttention(nnx.Module):
             rngs=rngs,
         )
         check_stream(rngs, "params", "the parameters")
+        biases = biased(use_bias, (*PROJECTIONS, "gate"))
         nsa = as_nsa(pattern)
         if nsa is None:
             raise ValueError(f"pattern must be NSA, as sl.NSA(count=8), or its name, 'nsa:count=8', got {pattern!r}")
@@ -155,15 +155,24 @@ class NativeSparseAttention(nnx.Module):
             )
             jax.eval_shape(fn.attend, query, key, key)
 
-        shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
-        biased = {"use_bias": use_bias, "bias_init": bias_init, **shared}
-        self.query = nnx.LinearGeneral(in_features, (num_heads, size), kernel_init=kernel_init, **biased)
-        self.key = nnx.LinearGeneral(in_features, (3, kv_heads, size), kernel_init=kernel_init, **biased)
-        self.value = nnx.LinearGeneral(in_features, (3, kv_heads, size), kernel_init=kernel_init, **biased)
-        self.compress_key, self.compress_value = (Compression(nsa.window, size, **shared) for _ in range(2))
-        self.gate = nnx.LinearGeneral(in_features, (3, num_heads), kernel_init=kernel_init, **biased)
+        compression: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
+        shared: dict[str, Any] = compression | {"bias_init": bias_init}
+
+        def projection(name: str, out: tuple[int, ...]) -> nnx.LinearGeneral:
+            return nnx.LinearGeneral(in_features, out, kernel_init=kernel_init, use_bias=name in biases, **shared)
+
+        self.query = projection("query", (num_heads, size))
+        self.key = projection("key", (3, kv_heads, size))
+        self.value = projection("value", (3, kv_heads, size))
+        self.compress_key, self.compress_value = (Compression(nsa.window, size, **compression) for _ in range(2))
+        self.gate = projection("gate", (3, num_heads))
         self.out = nnx.LinearGeneral(
-            (num_heads, size), self.out_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init, **biased
+            (num_heads, size),
+            self.out_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+            use_bias="out" in biases,
+            **shared,
         )
 
     @property
@@ -184,6 +193,7 @@ class NativeSparseAttention(nnx.Module):
         *,
         segment_ids: jax.Array | None = None,
         selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> jax.Array:
         """Applies attention to the inputs.
 
@@ -193,6 +203,7 @@ class NativeSparseAttention(nnx.Module):
             that holds tokens of several. Negative ids are padding, which attends to nothing.
           selection: the key blocks of the selected branch, with the leading axes of the inputs; None for the choice of
             `NSA`.
+          positions: int [..., T] or [T], see `SparseSelfAttention`.
 
         Returns:
           [..., T, out_features] in the layer's dtype.
@@ -200,14 +211,17 @@ class NativeSparseAttention(nnx.Module):
         Raises:
           ValueError, TypeError: as `SparseSelfAttention`'s.
         """
-        check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, segment_ids, selection)
+        given = segment_ids, selection, False, positions
+        check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, *given)
         *batch, length, _ = inputs.shape
         rows = math.prod(batch)  # not -1: a batch may be empty
         inputs = inputs.reshape(rows, *inputs.shape[-2:])
         ids: Any = None if segment_ids is None else segment_ids.reshape(rows, length)
         selection = jax.tree.map(lambda x: x.reshape(rows, *x.shape[-3:]), selection)
 
-        out, *_ = self._forward(inputs, ids, selection)
+        if positions is not None and positions.ndim > 1:
+            positions = positions.reshape(rows, length)
+        out, *_ = self._forward(inputs, ids, selection, positions)
         return out.reshape(*batch, length, self.out_features)
 
     def prefill(
@@ -247,10 +261,13 @@ class NativeSparseAttention(nnx.Module):
         compressed, selected, sliding = cache.attend(query, position, self.selected.scale, selection)
         return self._merged(inputs, compressed[:, None], selected[:, None], sliding[:, None])[:, 0], cache
 
-    def _forward(self, inputs: jax.Array, ids: Any, selection: Selection | None) -> tuple[jax.Array, ...]:
+    def _forward(
+        self, inputs: jax.Array, ids: Any, selection: Selection | None, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, ...]:
         """Outputs [B, T, out_features], keys and values of each branch, [B, T, K, H], and those of windows."""
-        (query, keys, values), nsa = self._heads(inputs), self.pattern
+        (query, keys, values), nsa = self._heads(inputs, positions), self.pattern
         first = jnp.arange(max(1, nsa.windows(inputs.shape[1]))) * nsa.pool_stride
+        first = first if positions is None else positions[..., first]
         pooled, value = self._windows(self._whole(keys[0]), self._whole(values[0]), first)
         if selection is None:
             shared: Any = {"scale": self.selected.scale, "query_sharding": self.selected.query_sharding}

@@ -1,16 +1,169 @@
-"""`Rope`: rotary position embeddings, of positions in a sequence or of coordinates on a grid."""
+"""`Rope`: rotary position embeddings, of positions in a sequence or of coordinates on a grid, and their scalings."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..masks.grids import grid_shape
-from ..masks.options import Natural, checked, real, whole
+from ..masks.options import Natural, Positive, checked, real, whole
 from ..ops.kernels.call import accumulator
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: all pairs of a `Rope` turn ``factor`` times slower, as positions divided by it.
+
+    Args:
+      factor: a number > 0.
+
+    Raises:
+      ValueError: factor is none.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.LinearScaling(8.0).frequencies(10000.0, 2).tolist()
+      [0.125, 0.00125]
+
+    References:
+      Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; Gemma 3.
+    """
+
+    factor: float
+
+    # What cosines and sines are multiplied by.
+    attention_factor: ClassVar[float] = 1.0
+
+    def __post_init__(self):
+        _check_numbers(self, factor=0.0)
+
+    def frequencies(self, theta: float, pairs: int) -> np.ndarray:
+        """Radians a token of each pair, float64 [pairs]."""
+        return _frequencies(theta, pairs) / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """The scaling of Llama 3.1: pairs with long wavelengths turn ``factor`` times slower, those with short ones do not.
+
+    With n turns of a pair within ``original_length`` tokens, a share ``(n - low) / (high - low)``, in [0, 1], of its
+    frequency stays, and the rest is divided by the factor.
+
+    Args:
+      factor: a number > 0.
+      original_length: tokens that the model was trained with first, >= 1.
+      low, high: numbers of turns, low < high.
+
+    Raises:
+      ValueError: numbers out of their range.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> scaled = sl.Llama3Scaling(8.0).frequencies(500000.0, 64)  # Llama 3.1
+      >>> [round(float(x), 4) for x in scaled[[0, 30, 63]] / sl.Rope(500000.0).frequencies(64)[[0, 30, 63]]]
+      [1.0, 0.6437, 0.125]
+
+    References:
+      Grattafiori et al. 2024, "The Llama 3 Herd of Models", and the code that Llama 3.1 came with.
+    """
+
+    factor: float
+    original_length: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+
+    attention_factor: ClassVar[float] = 1.0
+
+    def __post_init__(self):
+        _check_numbers(self, factor=0.0, low=0.0, high=0.0)
+        checked("Llama3Scaling: original_length", self.original_length, Positive)
+        if self.low >= self.high:
+            raise ValueError(f"Llama3Scaling: low must be less than high={self.high}, got {self.low}")
+
+    def frequencies(self, theta: float, pairs: int) -> np.ndarray:
+        """Radians a token of each pair, float64 [pairs]."""
+        plain = _frequencies(theta, pairs)
+        turns = self.original_length * plain / (2 * math.pi)
+        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: as `Llama3Scaling`, but the share that stays falls linearly with a pair's number; logits grow a little.
+
+    Pairs that turn more than ``fast`` times within ``original_length`` tokens stay, those that turn less than ``slow``
+    times become ``factor`` times slower. Between them, the share falls from pair to pair.
+
+    Args:
+      factor: a number > 0.
+      original_length: tokens that the model was trained with first, >= 1.
+      fast, slow: numbers of turns, slow < fast.
+      attention_factor: what cosines and sines are multiplied by, so that logits grow by its square; None for the
+        paper's ``0.1 * log(factor) + 1``, and 1 for factors up to 1.
+      rounded: whether the first and the last pair between the two are rounded to whole numbers, outwards.
+
+    Raises:
+      ValueError: numbers out of their range, flags that are no bools.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> scaling = sl.YarnScaling(4.0, original_length=32768)  # Qwen 2.5 and Qwen 3 beyond 32k
+      >>> scaled = scaling.frequencies(1e6, 64) / sl.Rope(1e6).frequencies(64)
+      >>> [round(float(x), 4) for x in scaled[[0, 30, 63]]], round(scaling.attention_factor, 4)
+      ([1.0, 0.6912, 0.25], 1.1386)
+
+    References:
+      Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
+    """
+
+    factor: float
+    original_length: int
+    fast: float = 32.0
+    slow: float = 1.0
+    attention_factor: float = None  # pyright: ignore[reportAssignmentType] (a number once the value is made)
+    rounded: bool = True
+
+    def __post_init__(self):
+        if self.attention_factor is None:
+            object.__setattr__(self, "attention_factor", 0.1 * math.log(max(1.0, real(self.factor) or 1.0)) + 1)
+        _check_numbers(self, factor=0.0, fast=0.0, slow=0.0, attention_factor=0.0)
+        checked("YarnScaling: original_length", self.original_length, Positive)
+        checked("YarnScaling: rounded", self.rounded, bool)
+        if self.slow >= self.fast:
+            raise ValueError(f"YarnScaling: slow must be less than fast={self.fast}, got {self.slow}")
+
+    def frequencies(self, theta: float, pairs: int) -> np.ndarray:
+        """Radians a token of each pair, float64 [pairs]."""
+        plain = _frequencies(theta, pairs)
+        # The pair, counted from 0 and in fractions, that turns so many times within original_length tokens.
+        first, last = (
+            pairs * math.log(self.original_length / (2 * math.pi * turns), theta) for turns in (self.fast, self.slow)
+        )
+        if self.rounded:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        slower = np.clip((np.arange(pairs) - first) / max(last - first, 1e-3), 0, 1)
+        return plain * (1 - slower + slower / self.factor)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def _frequencies(theta: float, pairs: int) -> np.ndarray:
+    return float(theta) ** -(np.arange(pairs) / pairs)
+
+
+def _check_numbers(scaling: Scaling, **above: float) -> None:
+    for name, least in above.items():
+        number = real(getattr(scaling, name))
+        if number is None or number <= least:
+            what = f"{type(scaling).__name__}: {name}"
+            raise ValueError(f"{what} must be a number > {least:g}, got {getattr(scaling, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +185,13 @@ class Rope:
       shape: lengths of the grid's axes, the slowest first; None for positions in the sequence.
       offset: position of the grid's first token.
       sizes: features of a head for each axis, even numbers that add up to the head size; None for equal shares.
+      rotary_dim: features of a head that turn, the first ones; None for all.
+      scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for none.
 
     Raises:
-      ValueError: theta is no number > 0; lengths, an offset or sizes that are no integers of their range; sizes that
-        are odd or not one for each axis; offset or sizes without a shape.
-      TypeError: shape or sizes are no sequences.
+      ValueError: theta is no number > 0; lengths, an offset, sizes or rotary_dim that are no integers of their range;
+        sizes that are odd or not one for each axis; offset or sizes without a shape.
+      TypeError: shape or sizes are no sequences, scaling is none.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -47,17 +202,23 @@ class Rope:
       >>> [round(float(x), 2) for x in pixels[4].ravel()]  # row 1, column 0: the first of two pairs turned
       [-0.3, 1.0, 1.38, 1.0]
       >>> video = sl.Rope(theta=256.0, shape=(33, 45, 80), sizes=(16, 56, 56))  # HunyuanVideo's shares of 128 features
+      >>> llama = sl.Rope(theta=500000.0, scaling=sl.Llama3Scaling(8.0))  # Llama 3.1
+      >>> half = sl.Rope(rotary_dim=2)(jnp.ones((2, 1, 4)))[1].ravel()  # GPT-J and GPT-NeoX turn a part of a head
+      >>> [round(float(x), 2) for x in half]
+      [-0.3, 1.38, 1.0, 1.0]
 
     References:
       Su et al. 2021, "RoFormer" (the rotation); GPT-NeoX (the pairs); Heo et al. 2024, "Rotary Position Embedding for
       Vision Transformer" (axial, with theta=100); Qwen2-VL's image encoder (axial with these pairs); Kong et al. 2024,
-      "HunyuanVideo" (uneven shares, with theta=256).
+      "HunyuanVideo" (uneven shares, with theta=256); GPT-J (partial).
     """
 
     theta: float = 10000.0
     shape: tuple[int, ...] | None = None
     offset: int = 0
     sizes: tuple[int, ...] | None = None
+    rotary_dim: int | None = None
+    scaling: Scaling | None = None
 
     def __init__(
         self,
@@ -65,6 +226,8 @@ class Rope:
         shape: Sequence[int] | None = None,
         offset: int = 0,
         sizes: Sequence[int] | None = None,
+        rotary_dim: int | None = None,
+        scaling: Scaling | None = None,
     ):
         base = real(theta)
         if base is None or base <= 0:
@@ -82,7 +245,11 @@ class Rope:
                 raise ValueError(
                     f"Rope: sizes must be even integers >= 2, one for each of the {len(lengths)} axes, got {sizes!r}"
                 )
-        for name, value in (("theta", base), ("shape", lengths), ("offset", place), ("sizes", shares)):
+        turned = None if rotary_dim is None else checked("Rope: rotary_dim", rotary_dim, Positive)
+        if not isinstance(scaling, Scaling | None):
+            raise TypeError(f"Rope: scaling must be one, as sl.LinearScaling(8.0), or None, got {scaling!r}")
+        fields = {"theta": base, "shape": lengths, "offset": place, "sizes": shares}
+        for name, value in (fields | {"rotary_dim": turned, "scaling": scaling}).items():
             object.__setattr__(self, name, value)
 
     def pairs(self, head_size: int, name: str = "head size") -> tuple[int, ...]:
@@ -91,6 +258,10 @@ class Rope:
         Raises:
           ValueError: they cannot be divided so; ``name`` is what the error calls the head size.
         """
+        if self.rotary_dim is not None:
+            if self.rotary_dim > head_size:
+                raise ValueError(f"rope={self}: rotary_dim must be at most {name}={head_size}, got {self.rotary_dim}")
+            head_size, name = self.rotary_dim, "rotary_dim"
         if self.sizes is not None:
             if sum(self.sizes) != head_size:
                 raise ValueError(f"rope={self}: sizes must add up to {name}={head_size}, got {sum(self.sizes)}")
@@ -102,6 +273,10 @@ class Rope:
                 f"got {head_size}; sizes= says other shares"
             )
         return (head_size // (2 * axes),) * axes
+
+    def frequencies(self, pairs: int) -> np.ndarray:
+        """Radians by which each of an axis's pairs turns with each step on it, float64 [pairs]."""
+        return _frequencies(self.theta, pairs) if self.scaling is None else self.scaling.frequencies(self.theta, pairs)
 
     def coordinates(self, positions: jax.Array) -> list[jax.Array]:
         """The coordinate of each token on each axis, arrays like ``positions``, integers of any shape."""
@@ -136,20 +311,23 @@ class Rope:
         positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
         if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")
-        half, dtype = x.shape[-1] // 2, accumulator(x.dtype)
-        of_axes = zip(self.coordinates(positions), self.pairs(x.shape[-1]), strict=True)
+        dtype, of_axes = accumulator(x.dtype), self.pairs(x.shape[-1])
+        half = sum(of_axes)
         angles = jnp.concatenate(
-            [at.astype(dtype)[..., None] * self.theta ** (-jnp.arange(n, dtype=dtype) / n) for at, n in of_axes], -1
+            [
+                at.astype(dtype)[..., None] * jnp.asarray(self.frequencies(n), dtype)
+                for at, n in zip(self.coordinates(positions), of_axes, strict=True)
+            ],
+            -1,
         )[..., None, :]
-        first, second = x[..., :half], x[..., half:]
-        turned = (
-            first * jnp.cos(angles) - second * jnp.sin(angles),
-            second * jnp.cos(angles) + first * jnp.sin(angles),
-        )
+        factor = 1.0 if self.scaling is None else self.scaling.attention_factor
+        cosines, sines = factor * jnp.cos(angles), factor * jnp.sin(angles)
+        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        turned = (first * cosines - second * sines, second * cosines + first * sines, rest.astype(dtype))
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def resolved(rope: Rope | None, rope_theta: float | None) -> Rope | None:
+def resolved(rope: Any, rope_theta: float | None) -> Rope | None:
     """The embeddings that two arguments of a layer say: ``rope_theta=x`` is short for ``rope=Rope(x)``.
 
     Raises:

@@ -1,6 +1,7 @@
 """What layers of all libraries are told: options that one layer hands on to the next, and the rules for all."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypedDict
 
 import jax
@@ -15,6 +16,9 @@ from ..scorers import Scorer
 from .rope import Rope
 
 # --- options that are handed on --------------------------------------------------------------------------------------
+
+
+PROJECTIONS = "query", "key", "value", "out"  # of attention, by the names of their parameters
 
 
 class Kernels(TypedDict, total=False):
@@ -49,8 +53,6 @@ class FlaxOptions(TypedDict, total=False):
     """
 
     precision: PrecisionLike
-    kernel_init: Initializer
-    bias_init: Initializer
     out_bias_init: Initializer | None
     qkv_promote_dtype: PromoteDtypeFn
     out_promote_dtype: PromoteDtypeFn
@@ -70,18 +72,27 @@ class FlaxOptions(TypedDict, total=False):
     keep_rngs: bool
 
 
-class LayerOptions(FlaxOptions, total=False):
+class InitialValues(TypedDict, total=False):
+    """Initializers of projections; see `SparseTransformerBlock`."""
+
+    kernel_init: Initializer
+    bias_init: Initializer
+    out_kernel_init: Initializer | None
+
+
+class LayerOptions(FlaxOptions, InitialValues, total=False):
     """What `SparseSelfAttention` hands on to ``flax.nnx.MultiHeadAttention``."""
 
-    normalize_qk: bool
-    use_bias: bool
     dtype: Dtype | None
     param_dtype: Dtype
-    out_kernel_init: Initializer | None
 
 
 class CrossOptions(Computation, LayerOptions, total=False):
     """What `SparseCrossAttention` takes beside sizes, pattern and lengths."""
+
+    normalize_qk: bool | str
+    norm_epsilon: float
+    use_bias: bool | Collection[str]
 
 
 class AttentionOptions(Computation, FlaxOptions, total=False):
@@ -90,36 +101,51 @@ class AttentionOptions(Computation, FlaxOptions, total=False):
     num_kv_heads: int | None
     qkv_features: int | None
     head_dim: int | None
-    normalize_qk: bool
 
 
-class BlockOptions(AttentionOptions, total=False):
+class BlockOptions(AttentionOptions, InitialValues, total=False):
     """What `SparseTransformer` hands on to `SparseTransformerBlock`."""
 
-    mlp: str
+    normalize_qk: bool | str
+
+    mlp: str | Callable[[jax.Array], jax.Array]
     mlp_features: int | None
+    make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None
+    norm_placement: str
+    parallel: bool
     dropout_rate: float
-    use_bias: bool
+    use_bias: bool | Collection[str]
     remat: bool
 
 
-class LoadedLayerOptions(Computation, FlaxOptions, total=False):
+class LoadedLayerOptions(Computation, LayerOptions, total=False):
     """What `from_nnx` and `from_linen` hand on to `SparseSelfAttention`."""
 
     rope: Rope | None
     rope_theta: float | None
-    dtype: Dtype | None
-    param_dtype: Dtype
-    out_kernel_init: Initializer | None
 
 
 class LoadedModelOptions(Computation, FlaxOptions, total=False):
-    """What `from_gpt2` hands on to `SparseTransformer`."""
+    """What `from_huggingface` hands on to `SparseTransformer`."""
 
     dropout_rate: float
     remat: bool
     scan_layers: bool
     residual_sharding: jax.sharding.PartitionSpec | None
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+# Of an MLP ``out(f(in(x)))``.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+# Of an MLP ``out(f(gate(x)) * in(x))``.
+GATED: dict[str, Callable[[jax.Array], jax.Array]] = {"geglu": ACTIVATIONS["gelu_tanh"], "swiglu": jax.nn.silu}
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -206,6 +232,24 @@ def query_features(num_heads: int, features: int, qkv_features: int | None, head
     return size
 
 
+def biased(use_bias: bool | Collection[str], names: Collection[str] = PROJECTIONS) -> frozenset[str]:
+    """The maps among ``names`` that have biases: all, none, or those that ``use_bias`` names.
+
+    Raises:
+      ValueError: use_bias is neither a bool nor names of these.
+
+    Example:
+      >>> sorted(biased(("query", "key", "value"))), sorted(biased(False))  # those of Qwen 2.5, and none
+      (['key', 'query', 'value'], [])
+    """
+    if isinstance(use_bias, bool):
+        return frozenset(names if use_bias else ())
+    if isinstance(use_bias, str) or not isinstance(use_bias, Collection) or not set(use_bias) <= set(names):
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"use_bias must be true or false, or names out of {known}, got {use_bias!r}")
+    return frozenset(use_bias)
+
+
 Rule = Callable[[str, Any], object]
 
 
@@ -234,6 +278,16 @@ def _one_of(*names: str) -> Rule:
             raise ValueError(f"{name} must be {rule}, got {value!r}")
 
     return check
+
+
+def _qk_norm(name: str, value: Any) -> None:
+    if not isinstance(value, bool) and value not in ("layer", "rms", "rms_joint"):
+        raise ValueError(f"{name} must be true or false, or 'layer', 'rms' or 'rms_joint', got {value!r}")
+
+
+def _mlp(name: str, value: Any) -> None:
+    if not callable(value):
+        _one_of(*ACTIVATIONS, *GATED)(name, value)
 
 
 def _dtype(name: str, value: Any) -> None:
@@ -296,7 +350,7 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            *("use_sinks", "use_bias", "normalize_qk", "remat", "tie_embeddings", "scan_layers"),
+            *("use_sinks", "parallel", "remat", "tie_embeddings", "scan_layers"),
             *("recompute", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
         _of(bool),
@@ -305,20 +359,25 @@ _RULES: dict[str, Rule] = {
     "deterministic": _optional(_of(bool)),
     "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
     "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
+    "norm_placement": _one_of("pre", "post", "sandwich"),
+    "normalize_qk": _qk_norm,
+    "embedding_scale": _optional(_number("", lambda x: True)),
+    "final_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
     "rope": _optional(_rope),
     "rope_theta": _optional(_number(" > 0", lambda x: x > 0)),
     "scale": _optional(_number("", lambda x: True)),
     "logits_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
     "temperature": _number(" >= 0", lambda x: x >= 0),
     "top_p": _optional(_number(" in (0, 1]", lambda x: 0 < x <= 1)),
-    "mlp": _one_of("gelu", "gelu_tanh", "swiglu"),
+    "mlp": _mlp,
+    "make_mlp": _optional(_callable("a function that makes the MLP")),
     "norm": _one_of("layer", "rms"),
     "positions": _one_of("row_column", "learned", "rope", "none"),
     "dtype": _optional(_dtype),
     "param_dtype": _dtype,
     "precision": _optional(_precision),
     **dict.fromkeys(("kernel_init", "bias_init"), _INITIALIZER),
-    **dict.fromkeys(("out_kernel_init", "out_bias_init"), _optional(_INITIALIZER)),
+    **dict.fromkeys(("out_kernel_init", "out_bias_init", "embedding_init", "head_init"), _optional(_INITIALIZER)),
     **dict.fromkeys(("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype"), _callable("a function")),
     **dict.fromkeys(
         ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls"),

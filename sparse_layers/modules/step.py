@@ -23,6 +23,7 @@ class Extras(NamedTuple):
     sinks: jax.Array | None
     selection: Selection | None = None
     index: Index | None = None
+    positions: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,11 @@ class AttentionStep:
 
     def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
-        if mask.index is not None:
-            mask = mask._replace(index=self.placed_index(mask.index, dtype))
-        query, key, value = self.placed(query, key, value, dtype)
-        return self.fn.attend(query, key, value, **mask._asdict())
+        ids, sinks, selection, index, positions = mask
+        if index is not None:
+            index = self.placed_index(index, dtype, positions)
+        query, key, value = self.placed(query, key, value, dtype, positions)
+        return self.fn.attend(query, key, value, segment_ids=ids, sinks=sinks, selection=selection, index=index)
 
     def placed_index(self, index: Index, dtype, positions=None) -> Index:
         """The same of an index."""
@@ -127,6 +129,7 @@ def check_inputs(
     segment_ids: Any,
     selection: Selection | None = None,
     sow_weights: bool = False,
+    positions: Any = None,
 ) -> None:
     """Refuses a call that a layer of any library cannot serve.
 
@@ -134,7 +137,8 @@ def check_inputs(
       inputs: one array by the name of the argument, or two, of queries and of keys.
       features: of each, its last axis.
       lengths: the most tokens of each, see `attention_step`.
-      segment_ids, selection, sow_weights: see `SparseSelfAttention.__call__`, and `SparseCrossAttention.__call__`.
+      segment_ids, selection, sow_weights, positions: see `SparseSelfAttention.__call__`, and
+        `SparseCrossAttention.__call__`.
 
     Raises:
       ValueError, TypeError: see there.
@@ -169,6 +173,8 @@ def check_inputs(
             check_array(name, ids, "[..., T]")
             if ids.shape != x.shape[:-1]:
                 raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}")
+    if positions is not None:
+        check_positions(positions, query.shape[:-1])
     if selection is not None:
         if not isinstance(selection, Selection):
             raise TypeError(f"selection must be a Selection or None, got {type(selection).__name__}")
@@ -177,3 +183,16 @@ def check_inputs(
                 f"selection: ids must have the leading axes of {first}, {query.shape[:-2]}, and then rows, heads "
                 f"and blocks, got shape {selection.ids.shape}"
             )
+
+
+def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
+    """Refuses positions that are not integers [..., T] or [T] of tokens [..., T].
+
+    Raises:
+      ValueError, TypeError: see above.
+    """
+    check_array("positions", positions, "[..., T] or [T]")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"positions must be integers, got {positions.dtype}")
+    if positions.shape not in (tokens, tokens[-1:]):
+        raise ValueError(f"positions must have shape {tokens} or {tokens[-1:]}, got {positions.shape}")

@@ -10,38 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.typing import Dtype
+from flax.typing import Dtype, Initializer
 
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
-from .attention_fn import Pattern, Patterns
+from .attention_fn import Patterns
 from .block import SparseTransformerBlock, make_norm
 from .embedding import Embed
 from .rope import Rope, resolved
 from .settings import BlockOptions, check_array, check_order, check_settings, check_stream
+from .step import check_positions
 
 
-def _of_layers(
-    patterns: Patterns, selection: Any, num_layers: int, seq_len: int, scan_layers: bool
-) -> tuple[Pattern, ...]:
-    """The patterns that the layers take in turn, checked."""
-    layers = (
-        tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str | bytes) else (patterns,)
-    )
+def _in_turn(name: str, given: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
+    """The patterns or ropes that the layers take in turn."""
+    layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else (given,)
     if not 1 <= len(layers) <= num_layers:
         raise ValueError(
-            f"patterns: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
-            f"got {len(layers)}; for heads that differ, nest it: patterns=((head0, head1),)"
+            f"{name}: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
+            f"got {len(layers)}{'; for heads that differ, nest it: patterns=((head0, head1),)' * (name == 'patterns')}"
         )
     if scan_layers and num_layers % len(layers):
         raise ValueError(
-            f"scan_layers: the number of patterns must divide num_layers={num_layers}, got {len(layers)} patterns"
+            f"scan_layers: the number of {name} must divide num_layers={num_layers}, got {len(layers)} {name}"
         )
-    for pattern in layers:
-        if as_nsa(pattern) is None:
-            masks_and_scorer(pattern, selection, [seq_len], "patterns")
     return layers
 
 
@@ -63,15 +57,20 @@ class SparseTransformer(nnx.Module):
         t % position_stride of token t; "learned": one learned table (GPT-2); "rope": rotary embeddings in every layer;
         "none".
       position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
-      rope: the rotary embeddings, with positions="rope" only, see `Rope`; None for ``Rope()``.
+      rope: the rotary embeddings, with positions="rope" only, see `Rope`; None for ``Rope()``. Of a tuple, layer i uses
+        entry i % len: Gemma 3's ``(sl.Rope(1e4),) * 5 + (sl.Rope(1e6),)``; None in it for a layer without (Llama 4).
       rope_theta: short for ``rope=Rope(rope_theta)``.
+      embedding_scale: what the tokens' embeddings are multiplied by (Gemma: the square root of features); None for 1.
+        A tied head is not.
+      final_soft_cap: None, or c > 0: the logits of tokens become c * tanh(logits / c) (Gemma 2).
+      embedding_init, head_init: initializers of the tables, and of a head of its own; None for the defaults.
       tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
         starts at zero (as in the paper), so that the first loss is log(V).
       norm: "layer" or "rms", of the blocks and before the head.
       norm_epsilon: added to the variance in all norms.
       scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
-        along a first axis: compile time and program size do not grow with the depth. The number of patterns must
-        divide num_layers.
+        along a first axis: compile time and program size do not grow with the depth. The numbers of
+        patterns and of ropes must divide num_layers.
       residual_sharding: how the residual stream [..., T, features] lies on the mesh in force if its axes are Auto, told
         to the partitioner after the embedding and after each block; axes that do not divide are left out. Weights that
         are split along features (FSDP) need it, ``PartitionSpec("data")``, say: left alone, the partitioner may split
@@ -110,8 +109,12 @@ class SparseTransformer(nnx.Module):
         seq_len: int,
         positions: str = "row_column",
         position_stride: int | None = None,
-        rope: Rope | None = None,
+        rope: Rope | Sequence[Rope | None] | None = None,
         rope_theta: float | None = None,
+        embedding_scale: float | None = None,
+        final_soft_cap: float | None = None,
+        embedding_init: Initializer | None = None,
+        head_init: Initializer | None = None,
         tie_embeddings: bool = False,
         norm: str = "layer",
         norm_epsilon: float = 1e-6,
@@ -130,8 +133,11 @@ class SparseTransformer(nnx.Module):
             seq_len=seq_len,
             positions=positions,
             position_stride=position_stride,
-            rope=rope,
             rope_theta=rope_theta,
+            embedding_scale=embedding_scale,
+            final_soft_cap=final_soft_cap,
+            embedding_init=embedding_init,
+            head_init=head_init,
             tie_embeddings=tie_embeddings,
             norm=norm,
             norm_epsilon=norm_epsilon,
@@ -144,7 +150,13 @@ class SparseTransformer(nnx.Module):
         check_order(num_heads, features, options.get("head_dim"))
         check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
-        layers = _of_layers(patterns, options.get("selection"), num_layers, seq_len, scan_layers)
+        of_layers = _in_turn("patterns", patterns, num_layers, scan_layers)
+        for pattern in of_layers:
+            if as_nsa(pattern) is None:
+                masks_and_scorer(pattern, options.get("selection"), [seq_len], "patterns")
+        ropes = _in_turn("rope", rope, num_layers, scan_layers)
+        for each in ropes:
+            check_settings(rope=each)
         if position_stride is not None and positions != "row_column":
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
@@ -154,12 +166,13 @@ class SparseTransformer(nnx.Module):
         for name, value in (("rope", rope), ("rope_theta", rope_theta)):
             if value is not None and positions != "rope":
                 raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
-        if positions == "rope":
-            rope = resolved(rope, rope_theta) or Rope()
-        shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        if positions == "rope" and (rope is None or rope_theta is not None):
+            ropes = (resolved(rope, rope_theta) or Rope(),)
+        shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
         def table(size: int, variance: float) -> Embed:
-            return Embed(size, features, embedding_init=nnx.initializers.normal(variance**0.5), **shared)
+            init = embedding_init or nnx.initializers.normal(variance**0.5)
+            return Embed(size, features, embedding_init=init, **shared)
 
         self.token_embedding = table(vocab_size, 1 / features)
         self.position_embedding = table(seq_len, 1 / features) if positions == "learned" else nnx.data(None)
@@ -170,7 +183,7 @@ class SparseTransformer(nnx.Module):
             self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
             self.column_embedding = table(stride, 1 / (2 * features))
 
-        def block(pattern: Any, rngs: nnx.Rngs) -> SparseTransformerBlock:
+        def block(pattern: Any, rope: Rope | None, rngs: nnx.Rngs) -> SparseTransformerBlock:
             return SparseTransformerBlock(
                 num_heads,
                 features,
@@ -188,27 +201,38 @@ class SparseTransformer(nnx.Module):
 
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding = residual_sharding
+        self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
+        turn = math.lcm(len(of_layers), len(ropes))
+        layers = tuple((of_layers[i % len(of_layers)], ropes[i % len(ropes)]) for i in range(turn))
         if scan_layers:
             turns = num_layers // len(layers)
-            stacked = (nnx.vmap(functools.partial(block, pattern))(rngs.split(turns)) for pattern in layers)
-            self.blocks = nnx.List(stacked)
+            self.blocks = nnx.List(nnx.vmap(functools.partial(block, *each))(rngs.split(turns)) for each in layers)
         else:
-            self.blocks = nnx.List(block(layers[layer % len(layers)], rngs) for layer in range(num_layers))
+            self.blocks = nnx.List(block(*layers[layer % len(layers)], rngs) for layer in range(num_layers))
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.head = (
             nnx.data(None)
             if tie_embeddings
-            else nnx.Linear(features, vocab_size, use_bias=False, kernel_init=nnx.initializers.zeros, **shared)
+            else nnx.Linear(
+                features, vocab_size, use_bias=False, kernel_init=head_init or nnx.initializers.zeros, **shared
+            )
         )
 
     def __call__(
-        self, tokens: jax.Array, *, segment_ids: jax.Array | None = None, deterministic: bool | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """Computes the logits of the next token at every position.
 
         Args:
           tokens: int [..., T] in 0..V-1 with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`. Positions still count from the input's first token.
+          positions: int [..., T] or [T], where they shall count otherwise: what `Rope` turns by, and the rows of
+            learned tables, 0..seq_len - 1. The patterns go by the places of the tokens in the input all the same.
           deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
 
         Returns:
@@ -216,15 +240,18 @@ class SparseTransformer(nnx.Module):
 
         Raises:
           ValueError: tokens are no integers, more than seq_len of them, or numpy's and beyond what JAX keeps of them
-            (int32); segment_ids of another shape.
+            (int32); segment_ids or positions of another shape, or positions that are no integers.
           TypeError: what is no array.
         """
         self._check_tokens(tokens, "[..., T]")
-        x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1])))
+        if positions is not None:
+            check_positions(positions, tokens.shape)
+        x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
         def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
-                x = self._placed(block(x, segment_ids=segment_ids, deterministic=deterministic))
+                made = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
+                x = self._placed(made)
             return x
 
         if self.scan_layers:
@@ -315,6 +342,8 @@ class SparseTransformer(nnx.Module):
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)
+        if self.embedding_scale is not None:
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         if self.row_embedding is not None and self.column_embedding is not None:
@@ -329,4 +358,6 @@ class SparseTransformer(nnx.Module):
         x = self.final_norm(x)
         kernel = self.token_embedding.embedding[...].T if self.head is None else self.head.kernel[...]
         # Products in the compute dtype, sums and logits in float32: the loss needs the digits.
-        return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        cap = self.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

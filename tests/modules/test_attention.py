@@ -221,7 +221,7 @@ def test_options_that_are_handed_on_are_taken_where_they_go():
     assert settings.LoadedLayerOptions.__optional_keys__ <= layer
     assert settings.LoadedModelOptions.__optional_keys__ <= model
     # What a block does not let through it sets itself.
-    assert layer - block == {"in_features", "out_features", "out_kernel_init", "decode"}
+    assert layer - block == {"in_features", "out_features", "decode"}
     assert block - model == {"pattern"}
 
 

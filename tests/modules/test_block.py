@@ -146,7 +146,7 @@ def test_bfloat16_compute_keeps_float32_parameters():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"mlp": "relu"}, ["mlp", "relu", "swiglu"]),
+        ({"mlp": "tanh"}, ["mlp", "tanh", "swiglu"]),
         ({"norm": "batch"}, ["norm", "batch", "rms"]),
         ({"num_layers": 0}, ["num_layers", "0"]),
         ({"dropout_rate": 1.0}, ["dropout_rate", "1.0"]),

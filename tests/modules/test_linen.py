@@ -230,7 +230,7 @@ def test_attributes_and_their_defaults_are_those_of_nnx(name):
         default = options[option].default
         assert fields[option].default == (dataclasses.MISSING if default is inspect.Parameter.empty else default)
     more = inspect.signature(nnx.MultiHeadAttention.__init__).parameters.keys() & fields.keys() - options.keys()
-    assert more >= {"normalize_qk", "precision", "kernel_init", "bias_init", "out_bias_init"}
+    assert more >= {"precision", "out_bias_init"}
     assert fields.keys() - options.keys() - more <= inspect.signature(sl.SparseSelfAttention.__init__).parameters.keys()
     documentation = getattr(linen, name).__doc__
     for field in fields:
@@ -254,13 +254,15 @@ def test_all_settings_of_the_block_reach_its_attention():
         "bwd_params": sl.BwdParams(num_warps=2),
         "query_sharding": jax.sharding.PartitionSpec("data"),
         "selection": sl.MoBA(block=16, count=1),
-        "normalize_qk": True,
-        "use_bias": False,
+        "normalize_qk": "rms",
+        "norm_epsilon": 1e-3,
+        "use_bias": ("query", "out"),
         "dtype": jnp.bfloat16,
         "param_dtype": jnp.float16,
         "precision": "highest",
         "kernel_init": nn.initializers.ones,
         "bias_init": nn.initializers.ones,
+        "out_kernel_init": nn.initializers.ones,
         "out_bias_init": nn.initializers.ones,
     }
     shared = {f.name for c in (attention, block) for f in dataclasses.fields(c())} - {"parent", "name"}
@@ -487,7 +489,7 @@ def test_a_bad_pattern_or_number_is_refused_at_construction(make, options, words
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"mlp": "relu"}, ["mlp", "relu", "swiglu"]),
+        ({"mlp": "tanh"}, ["mlp", "tanh", "swiglu"]),
         ({"norm": "batch"}, ["norm", "batch", "rms"]),
         ({"num_layers": 0}, ["num_layers", "0"]),
         ({"dropout_rate": 1.0}, ["dropout_rate", "1.0"]),

@@ -1,13 +1,11 @@
 """Dense weights in sparse layers: equal to the dense model where the pattern is dense, to the formula where not."""
 
-import builtins
 import json
 import re
 
 import flax
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -17,7 +15,7 @@ from flax.nnx.nn import dtypes
 import sparse_layers as sl
 import sparse_layers.linen
 from sparse_layers.modules.loading.dense import from_linen, from_nnx
-from sparse_layers.modules.loading.gpt2 import from_gpt2
+from sparse_layers.modules.loading.huggingface import from_huggingface
 from tests.arrays import inputs, perturbed
 
 T, F, N, V = 24, 16, 4, 40
@@ -374,15 +372,19 @@ def tokens(length=T):
     return np.random.default_rng(5).integers(0, V, (2, length))
 
 
-def write(folder, tensors, **config):
+def write(folder, tensors):
+    layers, sizes = (
+        sum(name.endswith("ln_1.bias") for name in tensors),
+        {"vocab_size": V, "n_positions": T, "n_embd": G},
+    )
+    config = sizes | {"n_layer": layers, "n_head": 2, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | config))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if config:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder / "model.safetensors"
+    return folder
 
 
-def load(path, **options):
-    return from_gpt2(path, **{"num_heads": 2, "fwd_params": BLOCKS} | options)
+def load(path, patterns="all", **options):
+    return from_huggingface(path, patterns, **{"fwd_params": BLOCKS} | options)
 
 
 def test_gpt2_logits_are_the_dense_models(tmp_path):
@@ -421,52 +423,6 @@ def test_gpt2_gradients_are_the_dense_models(name, tmp_path):
     found, expected = nnx.to_pure_dict(found), pure(expected)
     assert all(np.abs(g).max() > 1e-4 for path, g in nnx.traversals.flatten_mapping(found).items() if "key" not in path)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_gpt2_half_precision_files(dtype, tmp_path):
-    tensors = {name: tensor.astype(dtype) for name, tensor in gpt2_file(layers=1).items()}
-    file = write(tmp_path, tensors)
-    np.testing.assert_allclose(run(load(file), tokens()), oracle(tensors, tokens(), (CAUSAL,)), atol=5e-5)
-    model = load(file, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)  # no run: that of float32 has shown the values
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"bfloat16"}
-    assert model.blocks[0].mlp_in.dtype == jnp.bfloat16
-    if dtype is ml_dtypes.bfloat16:
-        np.testing.assert_array_equal(model.token_embedding.embedding[...], tensors["wte.weight"])
-
-
-def test_gpt2_prefix_buffers_and_tied_head_change_nothing(tmp_path):
-    tensors = gpt2_file()
-    more = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    for i in range(LAYERS):
-        more[f"transformer.h.{i}.attn.bias"] = np.tril(np.ones((1, 1, T, T), bool))
-        more[f"transformer.h.{i}.attn.masked_bias"] = np.asarray(-1e4, np.float32)
-    more["lm_head.weight"] = tensors["wte.weight"]
-    model = load(write(tmp_path, more))
-    assert model.head is None
-    np.testing.assert_allclose(run(model, tokens()), oracle(tensors, tokens()), atol=5e-5)
-
-
-def test_gpt2_head_of_its_own(tmp_path):
-    tensors = gpt2_file() | {"lm_head.weight": inputs(V, G, seed=9)}
-    model = load(write(tmp_path, tensors))
-    expected = oracle(tensors, tokens())
-    assert np.abs(expected - oracle(gpt2_file(), tokens())).max() > 1
-    np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
-
-
-def test_gpt2_head_and_what_the_configuration_says_of_it(tmp_path):
-    tensors = gpt2_file(layers=1)
-    other = tensors["wte.weight"].copy()
-    other[3, 5] *= 1 + 2**-20  # bfloat16 would not tell
-    same, differs = tensors | {"lm_head.weight": tensors["wte.weight"]}, tensors | {"lm_head.weight": other}
-    for file, said, own in ((same, True, False), (same, False, True), (differs, False, True), (tensors, True, False)):
-        model = load(write(tmp_path, file, tie_word_embeddings=said))
-        assert (model.head is not None) == own
-    write(tmp_path, differs, tie_word_embeddings=True)
-    for param_dtype in (jnp.float32, jnp.bfloat16):
-        with pytest.raises(ValueError, match=r"lm_head.weight differs .* tie_word_embeddings=true"):
-            load(tmp_path, param_dtype=param_dtype)
 
 
 @pytest.mark.parametrize("names", [("window",), ("window", "strided")])
@@ -512,170 +468,3 @@ def test_gpt2_draws_from_rngs_for_dropout_only(scan_layers, tmp_path):
     load(file, rngs=nnx.Rngs(params=2), **options)
     with pytest.raises(ValueError, match="rngs must have a stream 'dropout'"):
         load(file, rngs=nnx.Rngs(params=2), dropout_rate=0.5, **options)
-
-
-def test_gpt2_configuration(tmp_path):
-    tensors = gpt2_file(hidden=40, layers=1)
-    sizes = {"n_embd": G, "vocab_size": V, "n_positions": T, "n_inner": None}
-    write(tmp_path, tensors, n_head=4, layer_norm_epsilon=0.1, activation_function="gelu_new", n_layer=1, **sizes)
-    # The folder or the file, which find the configuration alike; what is asked for counts more than it.
-    for path, heads, options in ((tmp_path, 4, {}), (str(tmp_path / "model.safetensors"), 8, {"num_heads": 8})):
-        expected = oracle(tensors, tokens(), (CAUSAL,), heads=heads, epsilon=0.1)
-        np.testing.assert_allclose(run(from_gpt2(path, **options), tokens()), expected, atol=5e-5)
-
-
-def test_gpt2_heads_of_64_and_options(tmp_path):
-    tensors = gpt2_file(features=128, layers=1)
-    file = write(tmp_path, tensors)
-    model = from_gpt2(file, dropout_rate=0.5, use_sinks=True, rngs=nnx.Rngs(1))
-    assert model.blocks[0].attention.num_heads == 2
-    np.testing.assert_array_equal(model.blocks[0].attention.sinks[...], np.zeros(2))
-    assert np.abs(run(model, tokens()) - run(model, tokens())).max() > 0, "dropout is on and draws anew"
-    with pytest.raises(ValueError, match="rope_theta"):
-        from_gpt2(file, rope_theta=1e4)
-
-
-def test_gpt2_fewer_positions(tmp_path):
-    tensors = gpt2_file()
-    model = load(write(tmp_path, tensors), seq_len=10)
-    assert model.position_embedding.num_embeddings == 10
-    np.testing.assert_allclose(
-        run(model, tokens(10)), oracle(tensors, tokens(10), (CAUSAL[:10, :10],) * LAYERS), atol=5e-5
-    )
-    with pytest.raises(ValueError, match="11 tokens"):
-        run(model, tokens(11))
-
-
-@pytest.mark.parametrize(
-    "name, tensor, reason",
-    [
-        ("wte.weight", None, "missing wte.weight"),
-        ("h.1.mlp.c_proj.bias", None, "missing h.1.mlp.c_proj.bias"),
-        ("h.3.ln_1.bias", (32,), r"missing h.2.ln_1.weight, .* and \d+ more"),
-        ("h.0.crossattention.c_attn.weight", (32, 64), "unknown h.0.crossattention.c_attn.weight"),
-        ("transformer.wpe.weight", (24, 32), r"unknown h.0.*bias \(without transformer.\).*missing wte.weight"),
-        ("score.weight", (2, 32), "unknown score.weight"),
-        ("wte.weight", (32,), "wte.weight must have two axes"),
-        ("wpe.weight", (24, 16), r"wpe.weight \(24, 16\), not \(24, 32\)"),
-        ("h.1.attn.c_attn.weight", (96, 32), r"h.1.attn.c_attn.weight \(96, 32\), not \(32, 96\)"),
-        ("h.1.mlp.c_fc.bias", (64,), r"h.1.mlp.c_fc.bias \(64,\), not \(128,\)"),
-        ("ln_f.bias", (16,), r"ln_f.bias \(16,\), not \(32,\)"),
-        ("lm_head.weight", (41, 32), r"lm_head.weight \(41, 32\), not \(40, 32\)"),
-        ("ln_f.bias", np.zeros(32, np.int32), r"float32, float16 or bfloat16, got ln_f.bias \(I32\)"),
-    ],
-)
-def test_gpt2_refuses_tensors_by_name(name, tensor, reason, tmp_path, monkeypatch):
-    def no_model(*_, **__):
-        raise AssertionError("refused before any model is built")
-
-    monkeypatch.setattr("sparse_layers.modules.loading.gpt2.SparseTransformer", no_model)
-    tensors = changed_file(gpt2_file(), name, tensor)
-    with pytest.raises(ValueError, match=f"model.safetensors: .*{reason}"):
-        load(write(tmp_path, tensors))
-
-
-def changed_file(tensors, name, tensor):
-    tensors.pop(name, None)
-    if tensor is not None:
-        tensors[name] = np.ones(tensor, np.float32) if isinstance(tensor, tuple) else tensor
-    return tensors
-
-
-@pytest.mark.parametrize(
-    "config, reason",
-    [
-        ({"activation_function": "relu"}, "activation_function='relu' is not served, only 'gelu_new' or"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not served"),
-        ({"scale_attn_weights": False}, "scale_attn_weights=False is not served"),
-        ({"model_type": "llama"}, "model_type='llama' is not served"),
-        ({"n_layer": 3}, "missing h.2.ln_1.weight"),
-        ({"n_layer": 1}, "unknown h.1.attn.c_attn.bias"),
-        ({"n_layer": 0}, "n_layer must be an integer >= 1, got 0"),
-        ({"tie_word_embeddings": False}, "missing lm_head.weight"),
-        ({"n_head": 5}, "num_heads=5 must divide the 32 features"),
-        ({"n_head": True}, "n_head must be an integer >= 1, got True"),
-        ({"n_head": 2.0}, "n_head must be an integer >= 1, got 2.0"),
-        ({"n_head": None}, "n_head must be an integer >= 1, got None"),
-        ({"add_cross_attention": True}, "add_cross_attention=True is not served, only False"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not served"),
-        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon must be a number > 0, got 0"),
-        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon must be a number > 0, got '1e-5'"),
-        ({"layer_norm_epsilon": True}, "layer_norm_epsilon must be a number > 0, got True"),
-        ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon must be a number > 0, got nan"),
-        ({"vocab_size": 41}, "vocab_size=41 in config.json, but the tensors have 40"),
-        ({"n_embd": 64}, "n_embd=64 in config.json, but the tensors have 32"),
-        ({"n_positions": 1024}, "n_positions=1024 in config.json, but the tensors have 24"),
-        ({"n_inner": 64}, "n_inner=64 in config.json, but the tensors have 128"),
-    ],
-)
-def test_gpt2_refuses_configurations(config, reason, tmp_path):
-    write(tmp_path, gpt2_file(), **config)
-    with pytest.raises(ValueError, match=reason):
-        from_gpt2(tmp_path, num_heads=None if "n_head" in config else 2)
-
-
-@pytest.mark.parametrize(
-    "options, reason",
-    [
-        ({"seq_len": 25}, "seq_len=25: .* has 24 positions"),
-        ({"seq_len": 0}, "seq_len"),
-        ({"num_heads": 3}, "num_heads=3 must divide"),
-        ({"num_heads": 0}, "num_heads must be an integer >= 1, got 0"),
-        ({"num_heads": True}, "num_heads must be an integer >= 1, got True"),
-        ({"num_heads": 2.0}, "num_heads must be an integer >= 1, got 2.0"),
-        ({"seq_len": True}, "seq_len must be an integer >= 1, got True"),
-        ({"seq_len": 16.0}, "seq_len must be an integer >= 1, got 16.0"),
-        ({"param_dtype": jnp.int32}, "param_dtype must be a floating-point dtype"),
-        ({"param_dtype": "floaty"}, "param_dtype must be a floating-point dtype, got 'floaty'"),
-        ({"param_dtype": None}, "param_dtype must be a floating-point dtype, got None"),
-        ({"qkv_features": 16}, "qkv_features: comes from the file"),
-        ({"out_features": 16}, "out_features: comes from the file"),
-        ({"position_stride": 4}, "position_stride: comes from the file"),
-        ({"num_heads": None}, "32 features are no multiple of 64; pass num_heads"),
-        ({"mlp": "gelu"}, "mlp: comes from the file"),
-        ({"patterns": ("all",) * 3}, "patterns: a tuple is cycled over the layers"),
-    ],
-)
-def test_gpt2_refuses_options(options, reason, tmp_path):
-    with pytest.raises(ValueError, match=reason):
-        load(write(tmp_path, gpt2_file()), **options)
-
-
-@pytest.mark.parametrize("name", ["qkv_features", "out_features", "num_kv_heads", "attention_fn", "tie_embeddings"])
-def test_gpt2_refuses_what_the_file_fixes_before_reading_it(name, tmp_path):
-    with pytest.raises(ValueError, match=f"{name}: comes from the file"):
-        from_gpt2(tmp_path / "nowhere", **{name: None})
-
-
-def test_gpt2_missing_and_damaged_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere: no such file$"):
-        load(tmp_path / "nowhere")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors: no such file; .* several files"):
-        load(tmp_path)
-    with pytest.raises(ValueError, match=r"index\.json: says that the model is in several files"):
-        load(tmp_path / "model.safetensors.index.json")
-    file = write(tmp_path, gpt2_file())
-    whole = file.read_bytes()
-    for damaged in (b"", b"no tensors here, only words", whole[: len(whole) // 2], b"\xff" * 8 + whole[8:]):
-        file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as a safetensors file: "):
-            load(file)
-    file.write_bytes(whole)
-    for text, reason in (("{", "cannot be read as JSON"), ("[]", "must hold an object, got list")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=rf"config\.json: {reason}"):
-            load(file)
-
-
-def test_gpt2_says_how_to_get_safetensors(tmp_path, monkeypatch):
-    file, real = write(tmp_path, gpt2_file()), builtins.__import__
-
-    def without(name, *rest, **options):
-        if name.partition(".")[0] == "safetensors":
-            raise ImportError(name)
-        return real(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match="pip install safetensors"):
-        load(file)

@@ -90,7 +90,7 @@ def test_it_is_a_value_in_the_dtype_of_what_it_turns():
     rope = sl.Rope(100, [5, 6], np.int64(3), sizes=np.array([4, 8]))
     assert rope == sl.Rope(100.0, (5, 6), 3, (4, 8)) == pickle.loads(pickle.dumps(rope))
     assert hash(rope) == hash(sl.Rope(100.0, (5, 6), 3, (4, 8))) and rope != sl.Rope(100.0, (5, 6), 3)
-    assert repr(rope) == "Rope(theta=100.0, shape=(5, 6), offset=3, sizes=(4, 8))"
+    assert repr(rope).startswith("Rope(theta=100.0, shape=(5, 6), offset=3, sizes=(4, 8), ")
     half = rope(inputs(T, N, 12).astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(half.astype(np.float32), turned(rope, inputs(T, N, 12)), atol=0.03)
@@ -134,3 +134,56 @@ def test_calls_are_checked(shape, positions, error, says):
 def test_integers_are_refused():
     with pytest.raises(TypeError, match=r"x must be floats .*got int32"):
         sl.Rope()(jnp.ones((3, 1, 4), jnp.int32))
+
+
+# --- scalings --------------------------------------------------------------------------------------------------------
+
+
+def llama3(frequency, factor, length, low, high):
+    """One pair's, in the three cases of Llama 3.1's own code."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def yarn(pairs, theta, factor, length, fast, slow, rounded=True):
+    """The paper's: a pair whose number of turns within length lies between slow and fast is a mixture."""
+    first, last = (pairs * math.log(length / (2 * math.pi * turns)) / math.log(theta) for turns in (fast, slow))
+    first, last = (math.floor(first), math.ceil(last)) if rounded else (first, last)
+    found = []
+    for i in range(pairs):
+        share = min(max((i - max(first, 0)) / (min(last, 2 * pairs - 1) - max(first, 0)), 0), 1)
+        found.append(theta ** (-i / pairs) * (share / factor + 1 - share))
+    return found
+
+
+@pytest.mark.parametrize("pairs", [4, 32, 64])
+def test_scaled_frequencies_are_those_of_their_definitions(pairs):
+    plain = [500000.0 ** (-i / pairs) for i in range(pairs)]
+    np.testing.assert_allclose(sl.Rope(500000.0).frequencies(pairs), plain, rtol=1e-12)
+    linear = sl.LinearScaling(8).frequencies(500000.0, pairs)
+    np.testing.assert_allclose(linear, [x / 8 for x in plain], rtol=1e-12)
+    scaled = sl.Llama3Scaling(32.0, 4096, 2.0, 5.0).frequencies(500000.0, pairs)
+    np.testing.assert_allclose(scaled, [llama3(x, 32.0, 4096, 2.0, 5.0) for x in plain], rtol=1e-12)
+    for rounded in (True, False):
+        scaled = sl.YarnScaling(4.0, 32768, fast=20.0, slow=2.0, rounded=rounded).frequencies(500000.0, pairs)
+        np.testing.assert_allclose(scaled, yarn(pairs, 500000.0, 4.0, 32768, 20.0, 2.0, rounded), rtol=1e-12)
+    assert len({round(a / b, 6) for a, b in zip(scaled, plain, strict=True)}) > 2
+
+
+def test_scaled_embeddings_turn_by_them_and_grow():
+    x, positions = inputs(3, N, 12), np.array([5, 40, 7])
+    scaling = sl.YarnScaling(16.0, 64)
+    assert scaling.attention_factor == pytest.approx(0.1 * math.log(16) + 1)
+    rope, size = sl.Rope(100.0, rotary_dim=8, scaling=scaling), 8
+    found = np.asarray(rope(x, jnp.asarray(positions)))
+    np.testing.assert_array_equal(found[..., size:], x[..., size:])
+    pairs = found[..., : size // 2] + 1j * found[..., size // 2 : size]
+    original = x[..., : size // 2] + 1j * x[..., size // 2 : size]
+    angles = positions[:, None, None] * np.array(yarn(4, 100.0, 16.0, 64, 32.0, 1.0))
+    np.testing.assert_allclose(pairs, scaling.attention_factor * original * np.exp(1j * angles), atol=1e-5)
+    assert sl.YarnScaling(0.5, 64).attention_factor == 1 and sl.YarnScaling(4, 64, attention_factor=2).rounded

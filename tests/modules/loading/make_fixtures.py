@@ -1,0 +1,141 @@
+"""Makes the fixtures of test_huggingface.py: tiny models by Hugging Face's own library, and what they compute.
+
+Those in this folder: transformers 5.23.0 with torch 2.13.0 on a CPU, and config_4.json by transformers 4.57.6.
+
+    python tests/modules/loading/make_fixtures.py   # in an environment with transformers >= 5 and torch
+    python tests/modules/loading/make_fixtures.py   # in one with transformers 4: configurations of that generation
+
+Names of cases as arguments make these alone. Weights are random and kept in bfloat16; logits and greedy tokens are
+those of these weights in float32.
+"""
+
+import pathlib
+import shutil
+import sys
+
+FOLDER = pathlib.Path(__file__).parent / "fixtures"
+TOKENS, PROMPT, STEPS = 64, 12, 100
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+# The class, its settings, and rotary embeddings as (theta, scaling), by the kind of layer where they differ.
+CASES = {
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 64, "n_embd": 32, "n_inner": 48, "n_layer": 3, "n_head": 4, "n_positions": 128}
+        | {"bos_token_id": None, "eos_token_id": None},
+        None,
+    ),
+    "llama": ("Llama", SIZES | {"head_dim": 12, "rms_norm_eps": 1e-5}, (500000.0, LLAMA3)),
+    "mistral": ("Mistral", SIZES | {"sliding_window": 10, "rms_norm_eps": 1e-5}, (1e4, None)),
+    "qwen2": (
+        "Qwen2",
+        SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        (1e6, YARN),
+    ),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 8, "tie_word_embeddings": True}, (1e6, None)),
+    "gemma2": (
+        "Gemma2",
+        SIZES
+        | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 11}
+        # So low that they show.
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0},
+        (1e4, None),
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        SIZES | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 11, "layer_types": KINDS},
+        {"sliding_attention": (1e4, None), "full_attention": (1e6, {"rope_type": "linear", "factor": 8.0})},
+    ),
+    "olmo2": ("Olmo2", SIZES, (500000.0, None)),
+}
+
+
+def rope(given, new):
+    """The settings of rotary embeddings, in the words of the new or the old generation."""
+    if given is None:
+        return {}
+    if isinstance(given, dict):
+        if new:
+            return {"rope_parameters": {kind: rope(each, new)["rope_parameters"] for kind, each in given.items()}}
+        (local, _), (theta, scaling) = given["sliding_attention"], given["full_attention"]
+        return {"rope_theta": theta, "rope_local_base_freq": local, "rope_scaling": scaling}
+    theta, scaling = given
+    if new:
+        return {"rope_parameters": {"rope_theta": theta, "rope_type": "default"} | (scaling or {})}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def main():
+    import transformers
+
+    new = int(transformers.__version__.partition(".")[0]) >= 5
+    for seed, (name, (kind, settings, given)) in enumerate(CASES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        folder = FOLDER / name
+        of_text = "TextConfig" if kind == "Gemma3" else "Config"
+        config = getattr(transformers, f"{kind}{of_text}")(**settings, **rope(given, new))
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+            make(folder, kind, config, seed, sharded=name == "llama")
+        else:
+            config.architectures = [f"{kind}ForCausalLM"]
+            config.to_json_file(folder / "config_4.json")
+
+
+def make(folder, kind, config, seed, sharded):
+    import numpy as np
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)  # such small products are slower by several
+    torch.manual_seed(seed)
+    config._attn_implementation = "eager"
+    of_kind = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model = of_kind(config)
+    with torch.no_grad():
+        for path, tensor in model.named_parameters():
+            tensor.normal_()
+            if "norm" in path or ".ln_" in path or path.endswith("bias"):
+                tensor.mul_(0.3)
+                if path.endswith("weight") and not kind.startswith("Gemma"):  # its scales are 1 + weight
+                    tensor.add_(1)
+                elif "post_" in path:
+                    tensor.add_(2)  # or the token's own embedding wins, which a tied head repeats
+            elif not ("embed" in path or ".wte" in path or ".wpe" in path):
+                tensor.mul_(min(tensor.shape) ** -0.5)
+            else:
+                tensor.mul_(0.15 if kind.startswith("Gemma") else 0.3)  # Gemma's are scaled
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    # Read anew: the conversion has rounded what is not among the weights, too.
+    model = of_kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.randint(64, (1, TOKENS))
+    with torch.no_grad():
+        logits = model(tokens).logits[0]
+        row = tokens[:, :PROMPT]
+        for _ in range(STEPS):
+            row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    np.savez_compressed(
+        folder / "expected.npz", tokens=tokens[0].numpy(), logits=logits.numpy(), greedy=row[0, PROMPT:].numpy()
+    )
+    print(folder.name, "logits of", float(logits.std()), "tokens", row[0, PROMPT:].tolist()[:20])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Decoders of Hugging Face's library in this one: logits and greedy tokens are its own, by fixtures it has made."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers.modules.loading.huggingface import Config, described
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+WINDOWS = {"mistral": [10] * 3, "qwen2": [None, 9, 9], "gemma2": [8, None, 8], "gemma3_text": [8, 8, None]}
+ROPES = {
+    "llama": sl.Rope(5e5, scaling=sl.Llama3Scaling(8.0, 32)),
+    "qwen2": sl.Rope(1e6, scaling=sl.YarnScaling(4.0, 32)),
+    "qwen3": sl.Rope(1e6),
+    "olmo2": sl.Rope(5e5),
+    "mistral": sl.Rope(1e4),
+    "gemma2": sl.Rope(1e4),
+}
+run = nnx.jit(lambda model, tokens: model(tokens))
+
+
+def expected(name):
+    with np.load(FIXTURES / name / "expected.npz") as found:
+        return {key: found[key] for key in found.files}
+
+
+def tensors(name):
+    files = sorted((FIXTURES / name).glob("*.safetensors"))
+    return {key: tensor for file in files for key, tensor in safetensors.numpy.load_file(file).items()}
+
+
+def write(folder, name, change=None, extra=None, **config):
+    """A fixture in another folder and in one file, with tensors or settings changed; None takes one away."""
+    folder.mkdir(exist_ok=True)
+    found = json.loads((FIXTURES / name / "config.json").read_text()) | config
+    found = {key: value for key, value in found.items() if key not in config or value is not ...}
+    (folder / "config.json").write_text(json.dumps(found))
+    arrays = {key: tensor for key, tensor in (tensors(name) | (change or {})).items() if tensor is not None}
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
+    known = expected(name)
+    # The implementations agree, which other tests see to; this one compiles soonest.
+    model = sl.from_huggingface(FIXTURES / name, param_dtype=jnp.float32, implementation="reference")
+    logits = run(model, known["tokens"])
+    assert known["logits"].std() > 0.5, "logits that are nearly nothing would prove nothing"
+    np.testing.assert_allclose(logits, known["logits"], atol=2e-5)
+    steps = len(known["greedy"])
+    assert steps == 100
+    np.testing.assert_array_equal(sl.generate(model, known["tokens"][None, :12], steps)[0], known["greedy"])
+
+
+def test_windows_by_block_lists():
+    known = expected("gemma3_text")
+    blocks = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
+    model = sl.from_huggingface(FIXTURES / "gemma3_text", param_dtype=jnp.float32, fwd_params=blocks)
+    np.testing.assert_allclose(run(model, known["tokens"]), known["logits"], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_generations_of_configurations_say_the_same(name):
+    new, old = (described(Config(FIXTURES / name / file))[1] for file in ("config.json", "config_4.json"))
+    assert new == old
+    windows = WINDOWS.get(name, [None] * 3)
+    masks = [sl.Causal() if width is None else sl.Causal() & sl.Window(width - 1) for width in windows]
+    turn = len(new["patterns"])
+    assert [new["patterns"][i % turn] for i in range(3)] == masks
+    assert turn == (3 if name in ("qwen2", "gemma3_text") else len(set(windows)))
+    if name == "gemma3_text":
+        local, far = sl.Rope(1e4), sl.Rope(1e6, scaling=sl.LinearScaling(8.0))
+        assert new["rope"] == (local, local, far)
+    elif name != "gpt2":
+        assert set(new["rope"]) == {ROPES[name]}
+
+
+def settings(folder, name, drop=(), **config):
+    file = folder / "config.json"
+    found = json.loads((FIXTURES / name / "config_4.json").read_text())
+    file.write_text(json.dumps({key: value for key, value in (found | config).items() if key not in drop}))
+    return described(Config(file))[1]
+
+
+def test_configurations_without_layer_types(tmp_path):
+    for name in ("qwen2", "gemma2"):
+        known = described(Config(FIXTURES / name / "config.json"))[1]
+        assert settings(tmp_path, name, drop=("layer_types",)) == known
+    known = settings(tmp_path, "gemma3_text", drop=("layer_types",), sliding_window_pattern=3)
+    assert known == described(Config(FIXTURES / "gemma3_text" / "config.json"))[1]
+    assert settings(tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=False)["patterns"] == (sl.Causal(),)
+    assert settings(tmp_path, "mistral", sliding_window=None)["patterns"] == (sl.Causal(),)
+
+
+def test_what_configurations_may_say_beside(tmp_path):
+    found = settings(tmp_path, "llama", attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5)
+    assert found["use_bias"] == ("query", "key", "value", "out", "mlp")
+    assert {rope.rotary_dim for rope in found["rope"]} == {6}
+    found = settings(tmp_path, "llama", drop=("rope_theta", "num_key_value_heads", "head_dim"), rope_scaling=None)
+    assert (found["rope"], found["num_kv_heads"], found["head_dim"]) == ((sl.Rope(1e4),), 4, 8)
+    named = {"type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": 1.5, "truncate": False}
+    found = settings(tmp_path, "qwen3", rope_scaling=named)["rope"][0].scaling
+    assert found == sl.YarnScaling(2.0, 128, fast=16, attention_factor=1.5, rounded=False)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "mscale": 1.0}
+REFUSED = [
+    (
+        {"model_type": "mixtral"},
+        "model_type: 'mixtral', did you mean 'mistral'? Known: gemma2, gemma3_text, gpt2, llama, ",
+    ),
+    ({"model_type": "qwen2_moe"}, "did you mean 'qwen2'"),
+    ({"model_type": None}, "model_type: None"),
+    ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'gelu_pytorch_tanh', got 'relu'"),
+    ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types must be 3 times"),
+    ({"layer_types": ["full_attention"]}, "layer_types must be 3 times 'full_attention' or 'sliding_attention'"),
+    ({"layer_types": ["sliding_attention"] * 3}, "sliding_window must be an integer >= 1, got None"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rotary embeddings 'linear': factor is missing"),
+    ({"rope_parameters": LLAMA3}, "rotary embeddings 'llama3': unknown mscale"),
+    ({"rope_parameters": [1]}, "rotary embeddings must be an object, got [1]"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be None or True or False, got 'no'"),
+    ({"hidden_size": 32.5}, "hidden_size must be an integer >= 1, got 32.5"),
+    ({"rms_norm_eps": 0}, "rms_norm_eps must be a number > 0, got 0"),
+    ({"vocab_size": None}, "vocab_size must be an integer >= 1, got None"),
+    ({"num_hidden_layers": 4}, "missing model.layers.3."),
+    ({"num_hidden_layers": 2}, "unknown model.layers.2."),
+    ({"intermediate_size": 40}, "gate_proj.weight (48, 32), not (40, 32)"),
+    ({"num_key_value_heads": 4}, "self_attn.k_proj.weight (24, 32), not (48, 32)"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=[str(config) for config, _ in REFUSED])
+def test_configurations_that_are_refused(config, reason, tmp_path):
+    shutil.copytree(FIXTURES / "llama", tmp_path / "model")
+    found = json.loads((FIXTURES / "llama" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(found | config))
+    with pytest.raises(ValueError) as caught:
+        sl.from_huggingface(tmp_path / "model")
+    assert reason in str(caught.value) and str(tmp_path / "model") in str(caught.value)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+TENSORS = [
+    ({Q: None}, f"missing {Q}"),
+    ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, "unknown model.layers.0.self_attn.q_proj.bias"),
+    ({Q: np.ones((32, 31), np.float32)}, f"{Q} (32, 31), not (32, 32)"),
+    ({Q: np.ones((32, 32), np.int8)}, f"must be float32, float16 or bfloat16, not so: {Q}"),
+    ({"lm_head.weight": np.ones((64, 32), np.float32)}, "lm_head.weight differs from model.embed_tokens.weight"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), TENSORS, ids=[reason for _, reason in TENSORS])
+def test_tensors_that_are_refused(change, reason, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        sl.from_huggingface(write(tmp_path / "model", "qwen3", change))
+    assert reason in str(caught.value)
+
+
+def test_files_that_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        sl.from_huggingface(tmp_path)
+    folder = write(tmp_path / "model", "qwen3")
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for cut in (whole[:-1], whole[:100], whole[:4], b"", whole[:8] + b"[" + whole[9:]):
+        file.write_bytes(cut)
+        with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as a safetensors file"):
+            sl.from_huggingface(folder)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        sl.from_huggingface(folder)
+    index = folder / "model.safetensors.index.json"
+    for where, reason in (({"x": "../model.safetensors"}, "files beside it"), ({}, "missing"), ([], "files beside it")):
+        index.write_text(json.dumps({"weight_map": where}))
+        with pytest.raises(ValueError, match=reason):
+            sl.from_huggingface(folder)
+    file.with_name("a.safetensors").write_bytes(whole)
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    with pytest.raises(ValueError, match=r"x is not in a\.safetensors"):
+        sl.from_huggingface(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: cannot be read as JSON"):
+        sl.from_huggingface(folder)
+
+
+def pure(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def test_prefix_buffers_and_a_head_that_is_the_embedding_change_nothing(tmp_path):
+    plain = tensors("gpt2")
+    more = {key.removeprefix("transformer."): tensor for key, tensor in plain.items()}
+    more |= {"h.0.attn.bias": np.ones((1, 1, 9, 9), bool), "h.0.attn.masked_bias": np.ones((), np.int32)}
+    more |= {"lm_head.weight": more["wte.weight"]} | dict.fromkeys(plain)
+    found = sl.from_huggingface(write(tmp_path / "model", "gpt2", more))
+    assert found.head is None
+    jax.tree.map(np.testing.assert_array_equal, pure(found), pure(sl.from_huggingface(FIXTURES / "gpt2")))
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    sl.from_huggingface(write(tmp_path / "qwen3", "qwen3", buffer))
+
+
+def test_a_configuration_that_does_not_say_whether_the_head_is_tied(tmp_path):
+    for name, own in (("qwen3", False), ("olmo2", True)):
+        assert (sl.from_huggingface(write(tmp_path / name, name, tie_word_embeddings=...)).head is not None) == own
+
+
+def test_dtypes_are_those_of_the_files_or_as_asked(tmp_path):
+    def dtypes(model):
+        return {leaf.dtype.name for leaf in jax.tree.leaves(pure(model))}
+
+    model = sl.from_huggingface(FIXTURES / "gemma2")
+    assert dtypes(model) == {"bfloat16"}
+    stored = np.asarray(tensors("gemma2")["model.norm.weight"], np.float32)
+    np.testing.assert_array_equal(model.final_norm.scale[...], (1 + stored).astype(jnp.bfloat16))
+    assert dtypes(sl.from_huggingface(FIXTURES / "gemma2", param_dtype="float16")) == {"float16"}
+    half = {key: tensor.astype(np.float16) for key, tensor in tensors("qwen3").items()}
+    model = sl.from_huggingface(write(tmp_path / "model", "qwen3", half), dtype=jnp.float32)
+    assert dtypes(model) == {"float16"} and model.blocks[0].mlp_in.dtype == jnp.float32
+
+
+def test_patterns_of_the_user_and_the_shape_of_the_model():
+    patterns = ("sliding_window:window=7", "causal", "moba:block=16,count=2")
+    options = {"use_sinks": True, "dropout_rate": 0.5, "seq_len": 64, "rngs": nnx.Rngs(3)}
+    options["implementation"] = "reference"
+    model = sl.from_huggingface(FIXTURES / "qwen3", patterns, **options)
+    assert [block.attention.pattern for block in model.blocks] == list(patterns)
+    np.testing.assert_array_equal(model.blocks[0].attention.sinks[...], np.zeros(4))
+    first, second = run(model, np.arange(9)[None]), run(model, np.arange(9)[None])
+    assert np.abs(first - second).max() > 0, "dropout is on and draws anew"
+    model = sl.from_huggingface(FIXTURES / "qwen3", "msa:block=16,count=2", seq_len=64)
+    assert np.asarray(model.blocks[2].attention.index_key.kernel[...], np.float32).std() > 0, "drawn: no file has it"
+    assert sl.from_huggingface(FIXTURES / "gpt2", seq_len=10).position_embedding.embedding.shape == (10, 32)
+    with pytest.raises(ValueError, match=r"seq_len=129: .* has 128 positions"):
+        sl.from_huggingface(FIXTURES / "gpt2", seq_len=129)
+    with pytest.raises(ValueError, match="scale: comes from"):
+        sl.from_huggingface(FIXTURES / "gemma2", scale=1.0)
+    assert sl.from_huggingface(FIXTURES / "llama", seq_len=500).seq_len == 500
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
+def test_scanned_layers(name):
+    plain = sl.from_huggingface(FIXTURES / name)
+    scanned = sl.from_huggingface(FIXTURES / name, scan_layers=True)
+    assert len(scanned.blocks) == {"gpt2": 1, "gemma3_text": 3}[name]
+    for layer, block in zip(scanned.layers, plain.blocks, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, pure(layer), pure(block))
