@@ -67,7 +67,7 @@ class Run(Generic[C]):
       config: its settings.
 
     Attributes:
-      mesh: the devices; axes "data", "fsdp" and "tensor".
+      mesh: the devices; axes "data", "fsdp", "context" and "tensor".
       shardings: where each array of a state lies, a pytree like it.
 
     Raises:
@@ -182,7 +182,7 @@ class Run(Generic[C]):
 def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], State, dict[str, Any]]:
     """A saved run, its newest state on the devices, and the facts saved with it.
 
-    Where there are fewer devices than weights were split over, each holds all of them.
+    Where there are fewer devices than weights or sequences were split over, each holds all of them.
 
     Args:
       kind: of config, that of the example.
@@ -197,8 +197,8 @@ def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], Sta
         step, facts = checkpoint.latest(folder)
         config = dataclasses.replace(kind.load(facts["config"], {"out": out}), device=device, data_parallel=0)
         use_device(device)
-        if config.fsdp * config.tensor_parallel > len(jax.devices(platform())):
-            config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
+        if config.fsdp * config.context_parallel * config.tensor_parallel > len(jax.devices(platform())):
+            config = dataclasses.replace(config, fsdp=1, context_parallel=1, tensor_parallel=1)
         run = Run(config)
         return run, checkpoint.restore(folder, step, facts, run.like), facts
 
