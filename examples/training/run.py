@@ -42,7 +42,7 @@ def use_device(name: str) -> None:
     if name == "auto":
         return
     try:
-        device = jax.devices(name)[0]
+        device = jax.local_devices(backend=name)[0]
     except RuntimeError as error:
         raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
     if device.platform != jax.default_backend():
@@ -129,8 +129,9 @@ class Run(Generic[C]):
             return jax.jit(fresh, out_shardings=self.shardings)()
 
     def place(self, batch: Batch) -> Batch:
-        """A batch on the devices, split by sequences."""
-        return jax.device_put(batch, NamedSharding(self.mesh, SEQUENCES))
+        """A batch on the devices, split by sequences; each process hands its own devices what is theirs."""
+        lies = NamedSharding(self.mesh, SEQUENCES)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, lies, x.__getitem__), batch)
 
     def batch(self, source: Source, number: int) -> Batch:
         """What the ``number``-th step learns, from 1 on, on the devices."""

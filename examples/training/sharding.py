@@ -36,7 +36,7 @@ def make_mesh(config: Config, platform: str) -> Mesh:
     """The mesh of ``config`` over the devices of a platform; axes are `AXES`.
 
     Raises:
-      Refusal: there are too few devices.
+      Refusal: there are too few devices, or so many that a process would be left without.
     """
     devices = jax.devices(platform)
     shape = (config.fsdp, config.context_parallel, config.tensor_parallel)
@@ -51,6 +51,8 @@ def make_mesh(config: Config, platform: str) -> Mesh:
             f"--tensor-parallel {config.tensor_parallel} needs {data * rest} devices, JAX sees {len(devices)} "
             f"({platform}); a run may go on with others"
         )
+    if data * rest < len(devices) and jax.process_count() > 1:
+        raise Refusal(f"{data * rest} of {len(devices)} devices would compute, several processes must use all")
     return jax.make_mesh((data, *shape), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: data * rest])
 
 
