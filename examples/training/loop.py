@@ -276,9 +276,9 @@ def compare(kind: type[Config], patterns: list[str], given: dict[str, Any], resu
     for config in configs:
         begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
         results.append(train(_saved_config(kind, dataclasses.asdict(config)) if begun else config, begun))
-    with _writing(out), own_folder(out) as own:
-        report.save(results, own / "compare.json", jax.devices(platform())[0].device_kind)
-        report.draw_comparison(results, own / "compare.png")
+    with _writing(out), own_folder(out) as folder:
+        report.save(results, folder / "compare.json", jax.devices(platform())[0].device_kind)
+        report.draw_comparison(results, folder / "compare.png")
     return results
 
 

@@ -23,12 +23,14 @@ def join(given: list[str]) -> None:
     Raises:
       Refusal: it is something else, or JAX knows no such cluster.
     """
-    address, *numbers = given or [None]
     if given and (len(given) != 3 or not all(map(str.isdecimal, given[1:])) or int(given[2]) >= int(given[1])):
         raise Refusal(f"--processes must be HOST:PORT COUNT NUMBER, NUMBER below COUNT, got {' '.join(given)}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(address, *map(int, numbers))
+        if given:
+            jax.distributed.initialize(given[0], int(given[1]), int(given[2]))
+        else:
+            jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
         raise Refusal(f"--processes {' '.join(given)}: JAX does not find them: {error}") from error
 

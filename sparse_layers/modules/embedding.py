@@ -31,9 +31,11 @@ class Embed(nnx.Embed):
         # Where shardings are part of types, JAX asks how the result of a look-up by what is sharded lies.
         out = jax.sharding.PartitionSpec(*axes, None) if any(axes) else None
         if not (1 < self.num_embeddings <= _FEW and jnp.issubdtype(inputs.dtype, jnp.integer)):
-            return super().__call__(inputs, out)
-        rows = functools.partial(_rows, self.dtype)
-        return (rows if out is None else jax.sharding.auto_axes(rows, out_sharding=out))(self.embedding[...], inputs)
+            return super().__call__(inputs, out_sharding=out)
+        rows: Any = functools.partial(_rows, self.dtype)
+        if out is not None:
+            rows = jax.sharding.auto_axes(rows, out_sharding=out)
+        return rows(self.embedding[...], inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
