@@ -29,7 +29,7 @@ SETTINGS = {
     "dropout": 0.1,
     "pattern": "fixed:local_attn_ctx=8,num_verts=2,blocksize=2",
 }
-PATTERNS = f"{SETTINGS['pattern']}+strided:local_attn_ctx=8"
+PATTERNS = "sliding_window:window=6+strided:local_attn_ctx=8"
 DEEP = {"layers": 2, "pattern": PATTERNS, "packed": True, "scan": True, "recompute": True}
 MESHES = {
     "data": {},
