@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from .config import Refusal
+from .processes import is_first
 
 # Written into a finished checkpoint, last of all. Damage is found by it and not by orbax, whose readers work in threads
 # that report a bad file in many lines of their own.
@@ -27,6 +29,8 @@ _FACTS = pathlib.Path("facts", "metadata")
 
 def save(folder: pathlib.Path, step: int, state: Any, facts: dict[str, Any], keep: int = 2) -> None:
     """Writes ``state`` (a pytree of arrays) and ``facts`` (JSON) as the checkpoint of ``step``, on disk at the return.
+
+    Of several processes that train together all call this: each writes its arrays, the first one all else.
 
     A process that is killed in here leaves the older checkpoints and perhaps this one, whole; the next save tidies up.
 
@@ -41,10 +45,17 @@ def save(folder: pathlib.Path, step: int, state: Any, facts: dict[str, Any], kee
       Refusal: the disk is full or cannot be written; the message says what is left.
     """
     partial = folder / f"{step}.partial"
+    first = is_first()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _tidy(folder)
-        _write(partial, state, facts)
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            _tidy(folder)
+            _begin(partial, state, facts)
+        multihost_utils.sync_global_devices("begun")
+        _write(partial, state)
+        if not first:
+            return
+        _seal(partial)
         if (folder / str(step)).exists():
             os.rename(folder / str(step), folder / f"{step}.replaced")
         os.rename(partial, folder / str(step))
@@ -129,15 +140,23 @@ def _tidy(folder: pathlib.Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(checkpoint: pathlib.Path, state: Any, facts: dict[str, Any]) -> None:
-    """Writes a checkpoint with its seal, down to the disk.
+def _begin(checkpoint: pathlib.Path, state: Any, facts: dict[str, Any]) -> None:
+    """Writes what a checkpoint has beside its arrays.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: it cannot be written, or there is no room for the arrays.
     """
     (checkpoint / _FACTS).parent.mkdir(parents=True)
     _require_room(checkpoint, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
     (checkpoint / _FACTS).write_text(json.dumps({**facts, "arrays": _kinds(state)}))
+
+
+def _write(checkpoint: pathlib.Path, state: Any) -> None:
+    """Writes the arrays of a checkpoint; each process those that its devices hold.
+
+    Raises:
+      OSError: they cannot be written.
+    """
     try:
         with _arrays() as arrays:
             arrays.save(checkpoint.absolute() / "state", args=ocp.args.StandardSave(_named(state)))
@@ -147,6 +166,10 @@ def _write(checkpoint: pathlib.Path, state: Any, facts: dict[str, Any]) -> None:
         raise (
             OSError(int(code[1]), os.strerror(int(code[1]))) if code else OSError(f"{error}".split("\n")[0])
         ) from error
+
+
+def _seal(checkpoint: pathlib.Path) -> None:
+    """Seals a checkpoint that has been written, down to the disk."""
     (checkpoint / _SEAL).write_text(_digest(checkpoint))
     for path in (checkpoint, *checkpoint.rglob("*")):
         _sync(path)

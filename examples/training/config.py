@@ -78,6 +78,7 @@ class Config:
     )
     data_parallel: int = option(0, "devices that split the sequences; 0: as many as there are and divide them", least=0)
     fsdp: int = option(1, "devices that split the sequences, and weights and optimiser state along features")
+    context_parallel: int = option(1, "devices that split each sequence; must divide its length")
     tensor_parallel: int = option(1, "devices that split the heads and the hidden layers; must divide heads")
     recompute: bool = option(False, "keep only each layer's input, compute the rest again in the backward pass")
     scan: bool = option(False, "compile one layer and loop over it: deep models compile in the time of shallow ones")
@@ -114,6 +115,8 @@ class Config:
                 raise Refusal(f"{flag(name)} must be below 1, got {getattr(self, name)}")
         if self.features % self.heads:
             raise Refusal(f"--heads must divide --features, got {self.heads} and {self.features}")
+        if self.seq_len % self.context_parallel:
+            raise Refusal(f"--context-parallel must divide the length, got {self.context_parallel} and {self.length}")
         if self.heads % self.tensor_parallel:
             raise Refusal(f"--tensor-parallel must divide --heads, got {self.tensor_parallel} and {self.heads}")
         if self.batch_size % (max(self.data_parallel, 1) * self.fsdp):
@@ -156,7 +159,7 @@ class Config:
         Raises:
           Refusal: a flag contradicts the saved run, or the saved run has other fields.
         """
-        if set(saved) != {field.name for field in dataclasses.fields(cls)}:
+        if set(saved) | MOVABLE != {field.name for field in dataclasses.fields(cls)}:
             raise Refusal("the checkpoint was not written by this version of the example")
         # What this example called "dense" was made causal, as any pattern is here, and has that name now.
         parts = ["causal" if part == "dense" else part for part in saved["pattern"].split("+")]
@@ -167,11 +170,12 @@ class Config:
             raise Refusal(
                 f"{flag(changed[0])} {now} contradicts the run to resume, which has {then}: leave the flag out"
             )
-        return cls(**{field.name: {**saved, **given}[field.name] for field in options(cls)})
+        # What says where it is computed may have been added since then.
+        return cls(**{field.name: {**saved, **given}.get(field.name, field.default) for field in options(cls)})
 
 
 # What may differ when a run goes on: where it lies and which devices compute it, not what it computes.
-MOVABLE = {"out", "data_parallel", "fsdp", "tensor_parallel", "peak_tflops", "tensorboard"}
+MOVABLE = {"out", "data_parallel", "fsdp", "context_parallel", "tensor_parallel", "peak_tflops", "tensorboard"}
 
 
 def with_default(name: str, default: Any) -> Any:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from .config import Config, Refusal
 from .data import bits
 from .model import step_flops
+from .processes import is_first
 
 METRICS = "metrics.jsonl"
 
@@ -39,7 +40,7 @@ class Log(contextlib.ExitStack):
     """The rows of a run, as a context manager that closes what they are written to.
 
     A row has step, loss (nats a byte), grad_norm, seconds (of training so far: no compiling, evaluating or saving),
-    step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of the first device since the process
+    step_ms, input_ms (waiting for data), tokens_per_second, memory_gb (peak of one device since the process
     began; of the process on a CPU), mfu (where the device's peak is known); where it was evaluated heldout_bpb, and
     of data with answers accuracy, the share of the held-out ones that are predicted exactly.
 
@@ -56,7 +57,7 @@ class Log(contextlib.ExitStack):
     def __init__(self, folder: pathlib.Path, config: Config, rows: list[dict[str, Any]], devices: list[Any]):
         super().__init__()
         self.rows = rows
-        self._device = devices[0]
+        self._device = next(device for device in devices if device.process_index == jax.process_index())
         self._tokens = config.batch_size * config.seq_len
         self._flops = step_flops(config)
         self._peak = len(devices) * (config.peak_tflops or _peak(devices[0])) * 1e12
@@ -64,7 +65,7 @@ class Log(contextlib.ExitStack):
         self._write = self._tensorboard(folder, len(rows)) if config.tensorboard else lambda row: None
         self._file = self.enter_context((folder / METRICS).open("a", buffering=1))
         steps = {"initial": len(rows), "total": config.steps, "unit": "step", "desc": config.pattern}
-        self._bar = self.enter_context(tqdm(**steps, dynamic_ncols=True))
+        self._bar = self.enter_context(tqdm(**steps, dynamic_ncols=True, disable=not is_first()))
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -152,7 +153,7 @@ def read_rows(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
             raise ValueError("steps are missing")
     except (ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{path} is damaged: {error}") from error
-    if len(lines) > step:
+    if len(lines) > step and is_first():
         shorter = path.with_suffix(".tmp")
         shorter.write_text("".join(lines[:step]))
         shorter.replace(path)

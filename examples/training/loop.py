@@ -25,6 +25,7 @@ from . import checkpoint, data, report
 from .config import Config, Refusal, add_options, settings
 from .log import METRICS, Log, read_rows, summary_writer
 from .model import build, counted
+from .processes import is_first, join, own_folder
 from .run import CHECKPOINTS, Run, State, fitting, reading, used
 
 
@@ -63,9 +64,9 @@ def train(config: Config, resume: bool) -> report.Result:
         asked = heldout.tokens[:, 1:][counted(heldout)].astype(np.uint8)
         tokens, gzip, order0 = config.batch_size * config.seq_len, data.gzip_bits(asked), data.order0_bits(asked)
         result = report.Result(config.pattern, run.num_params, rows, tokens, memory, gzip, order0)
-        with _writing(out):
-            report.draw_run(result, out / "loss.png")
-            config.write_sample(run.model(state), heldout, out)
+        with _writing(out), own_folder(out) as own:
+            report.draw_run(result, own / "loss.png")
+            config.write_sample(run.model(state), heldout, own)
     return result
 
 
@@ -112,7 +113,8 @@ def _steps(
     with (
         _noted_interrupt() as pressed,
         _writing(out),
-        Log(out, config, rows, devices) as log,
+        own_folder(out) as own,
+        Log(own, config, rows, devices) as log,
         data.Prefetch(make, numbers) as batches,
     ):
         ahead, waited = None, 0.0
@@ -164,6 +166,9 @@ def _locked(out: pathlib.Path):
     Raises:
       Refusal: one does.
     """
+    if not is_first():
+        yield
+        return
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         folder = os.open(out, os.O_RDONLY)
@@ -209,8 +214,14 @@ def _require_new(out: pathlib.Path, runs: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def _noted_interrupt():
-    """Yields a list that Ctrl-C makes non-empty, so that a step is never cut in two; a second Ctrl-C acts at once."""
+    """Yields a list that Ctrl-C makes non-empty, so that a step is never cut in two; a second Ctrl-C acts at once.
+
+    So does the first where several processes train together, which would have to agree on a step.
+    """
     pressed: list[int] = []
+    if jax.process_count() > 1:
+        yield pressed
+        return
     usual = signal.getsignal(signal.SIGINT)
 
     def note(number, frame):
@@ -265,9 +276,9 @@ def compare(kind: type[Config], patterns: list[str], given: dict[str, Any], resu
     for config in configs:
         begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
         results.append(train(_saved_config(kind, dataclasses.asdict(config)) if begun else config, begun))
-    with _writing(out):
-        report.save(results, out / "compare.json", jax.devices(platform())[0].device_kind)
-        report.draw_comparison(results, out / "compare.png")
+    with _writing(out), own_folder(out) as folder:
+        report.save(results, folder / "compare.json", jax.devices(platform())[0].device_kind)
+        report.draw_comparison(results, folder / "compare.png")
     return results
 
 
@@ -302,11 +313,22 @@ def main(kind: type[Config], prog: str, description: str, argv: list[str] | None
         const=kind.compared or None,
         help=f"train each of these patterns and draw them in one figure{most}",
     )
+    parser.add_argument(
+        "--processes",
+        nargs="*",
+        metavar="HOST:PORT COUNT NUMBER",
+        help="train together with other processes, started with the same flags: where the first one listens, how many "
+        "there are, and which of them this is, from 0 on; nothing after it where JAX can ask the cluster (Slurm, Open "
+        "MPI, Kubernetes, Cloud TPUs); all see one --out",
+    )
     add_options(parser, kind)
     given = vars(parser.parse_args(argv))
-    resume, patterns, name = given.pop("resume"), given.pop("compare"), given.get("config")
+    resume, patterns, processes = (given.pop(name) for name in ("resume", "compare", "processes"))
+    name = given.get("config")
     out = pathlib.Path(given.get("out", kind.out))
     try:
+        if processes is not None:
+            join(processes)
         if patterns is not None and ("pattern" in given or not patterns):
             raise Refusal("--compare names the patterns, one at least: leave out --pattern")
         given = settings(kind, given)
@@ -319,6 +341,12 @@ def main(kind: type[Config], prog: str, description: str, argv: list[str] | None
     except (Refusal, PermissionError) as refusal:
         print(f"train: {refusal}", file=sys.stderr)
         return 2
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"train: has another process ended? start them all again with --resume: {reason}", file=sys.stderr)
+        return 2
     except Interrupted as interrupted:
         again = f" --compare {patterns}" if patterns else ""
         command = kind.command.format(f"--resume --out {out}{again}")
@@ -327,6 +355,8 @@ def main(kind: type[Config], prog: str, description: str, argv: list[str] | None
     except KeyboardInterrupt:
         print("train: interrupted", file=sys.stderr)
         return 130
+    if not is_first():
+        return 0
     print(report.table(results))
     print(f"\nwritten to {out}: " + ", ".join(sorted(file.name for file in out.iterdir())))
     if not patterns and (out / "sample.txt").exists():

@@ -12,7 +12,7 @@ import sparse_layers as sl
 
 from .config import Config, Refusal
 from .data import Batch
-from .sharding import QUERIES, SEQUENCES
+from .sharding import QUERIES, TOKENS
 
 _ROWS = 512  # of a mask, looked at to count its pairs
 
@@ -40,7 +40,7 @@ def build(config: Config) -> sl.SparseTransformer:
             dropout_rate=config.dropout,
             remat=config.recompute,
             scan_layers=config.scan,
-            residual_sharding=SEQUENCES,
+            residual_sharding=TOKENS,
             query_sharding=QUERIES,
             dtype=None if config.dtype == "auto" else jnp.dtype(config.dtype),
             rngs=nnx.Rngs(config.seed),

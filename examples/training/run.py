@@ -42,7 +42,7 @@ def use_device(name: str) -> None:
     if name == "auto":
         return
     try:
-        device = jax.devices(name)[0]
+        device = jax.local_devices(backend=name)[0]
     except RuntimeError as error:
         raise Refusal(f"--device {name}: JAX sees none here, it computes on {jax.default_backend()}") from error
     if device.platform != jax.default_backend():
@@ -67,7 +67,7 @@ class Run(Generic[C]):
       config: its settings.
 
     Attributes:
-      mesh: the devices; axes "data", "fsdp" and "tensor".
+      mesh: the devices; axes "data", "fsdp", "context" and "tensor".
       shardings: where each array of a state lies, a pytree like it.
 
     Raises:
@@ -129,8 +129,9 @@ class Run(Generic[C]):
             return jax.jit(fresh, out_shardings=self.shardings)()
 
     def place(self, batch: Batch) -> Batch:
-        """A batch on the devices, split by sequences."""
-        return jax.device_put(batch, NamedSharding(self.mesh, SEQUENCES))
+        """A batch on the devices, split by sequences; each process hands its own devices what is theirs."""
+        lies = NamedSharding(self.mesh, SEQUENCES)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, lies, x.__getitem__), batch)
 
     def batch(self, source: Source, number: int) -> Batch:
         """What the ``number``-th step learns, from 1 on, on the devices."""
@@ -182,7 +183,7 @@ class Run(Generic[C]):
 def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], State, dict[str, Any]]:
     """A saved run, its newest state on the devices, and the facts saved with it.
 
-    Where there are fewer devices than weights were split over, each holds all of them.
+    Where there are fewer devices than weights or sequences were split over, each holds all of them.
 
     Args:
       kind: of config, that of the example.
@@ -197,8 +198,8 @@ def open_run(kind: type[C], out: str, device: str = "auto") -> tuple[Run[C], Sta
         step, facts = checkpoint.latest(folder)
         config = dataclasses.replace(kind.load(facts["config"], {"out": out}), device=device, data_parallel=0)
         use_device(device)
-        if config.fsdp * config.tensor_parallel > len(jax.devices(platform())):
-            config = dataclasses.replace(config, fsdp=1, tensor_parallel=1)
+        if config.fsdp * config.context_parallel * config.tensor_parallel > len(jax.devices(platform())):
+            config = dataclasses.replace(config, fsdp=1, context_parallel=1, tensor_parallel=1)
         run = Run(config)
         return run, checkpoint.restore(folder, step, facts, run.like), facts
 

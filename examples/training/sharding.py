@@ -1,7 +1,9 @@
-"""Which device holds what: a mesh of three axes, and Flax's annotations of the parameters by these axes.
+"""Which device holds what: a mesh of four axes, and Flax's annotations of the parameters by these axes.
 
 No collective is written here: JAX's partitioner inserts them, and the attention op maps itself over the mesh.
 """
+
+import math
 
 import jax
 from flax import nnx
@@ -9,10 +11,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .config import Config, Refusal
 
-AXES = ("data", "fsdp", "tensor")
-# Sequences are split by both of the first two axes, and so is all that has them in front; queries by heads, too.
+AXES = ("data", "fsdp", "context", "tensor")
+# A batch is split by sequences over both of the first two axes, and so is all that has them in front; what has
+# features, tokens of a sequence too; queries by heads as well.
 SEQUENCES = PartitionSpec(("data", "fsdp"))
-QUERIES = PartitionSpec(("data", "fsdp"), None, "tensor")
+TOKENS = PartitionSpec(("data", "fsdp"), "context")
+QUERIES = PartitionSpec(("data", "fsdp"), "context", "tensor")
 
 # The axis of the mesh for each axis of a layer's kernel; a bias lies as its layer's results do. What is not listed
 # (scales, the tables of 256 bytes and of positions) is small and lies on all devices; so does what an axis of the mesh
@@ -32,21 +36,24 @@ def make_mesh(config: Config, platform: str) -> Mesh:
     """The mesh of ``config`` over the devices of a platform; axes are `AXES`.
 
     Raises:
-      Refusal: there are too few devices.
+      Refusal: there are too few devices, or so many that a process would be left without.
     """
     devices = jax.devices(platform)
-    rest = config.fsdp * config.tensor_parallel
+    shape = (config.fsdp, config.context_parallel, config.tensor_parallel)
+    rest = math.prod(shape)
     most = len(devices) // rest
     data = config.data_parallel or max(
         (d for d in range(1, most + 1) if config.batch_size % (d * config.fsdp) == 0), default=1
     )
     if data > most:
         raise Refusal(
-            f"--data-parallel {data} --fsdp {config.fsdp} --tensor-parallel {config.tensor_parallel} needs "
-            f"{data * rest} devices, JAX sees {len(devices)} ({platform}); a run may go on with others"
+            f"--data-parallel {data} --fsdp {config.fsdp} --context-parallel {config.context_parallel} "
+            f"--tensor-parallel {config.tensor_parallel} needs {data * rest} devices, JAX sees {len(devices)} "
+            f"({platform}); a run may go on with others"
         )
-    shape = (data, config.fsdp, config.tensor_parallel)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: data * rest])
+    if data * rest < len(devices) and jax.process_count() > 1:
+        raise Refusal(f"{data * rest} of {len(devices)} devices would compute, several processes must use all")
+    return jax.make_mesh((data, *shape), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[: data * rest])
 
 
 def param_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:

@@ -26,18 +26,24 @@ class Embed(nnx.Embed):
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The rows of ``inputs``, int [...]: an array [..., features] in the layer's dtype."""
+        """The rows of ``inputs``, int [...]: an array [..., features] in the layer's dtype, sharded as inputs are."""
+        axes = jax.typeof(inputs).sharding.spec
+        # Where shardings are part of types, JAX asks how the result of a look-up by what is sharded lies.
+        out = jax.sharding.PartitionSpec(*axes, None) if any(axes) else None
         if not (1 < self.num_embeddings <= _FEW and jnp.issubdtype(inputs.dtype, jnp.integer)):
-            return super().__call__(inputs)
-        return _rows(self.embedding[...], inputs, self.dtype)
+            return super().__call__(inputs, out_sharding=out)
+        rows: Any = functools.partial(_rows, self.dtype)
+        if out is not None:
+            rows = jax.sharding.auto_axes(rows, out_sharding=out)
+        return rows(self.embedding[...], inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take(table.astype(dtype), tokens, axis=0)
 
 
-def _rows_fwd(table, tokens, dtype):
+def _rows_fwd(dtype, table, tokens):
     # Not `_rows` itself, which has no derivative forward.
     return jnp.take(table.astype(dtype), tokens, axis=0), (table, tokens)
 

@@ -230,6 +230,23 @@ def check_layer(mesh):
     agree(mesh, step, [x, state], [DATA, P()], told=SUM)
 
 
+def check_model(mesh):
+    """All that a model does with tokens that are sharded along their sequence, too, and no more moved than a window."""
+    options: dict[str, Any] = {"scan_layers": True, "remat": True, "dropout_rate": 0.1, "tie_embeddings": True}
+    options |= {"patterns": NEAR, "seq_len": T, "positions": "rope", "rngs": nnx.Rngs(0, dropout=1)}
+    model = sl.SparseTransformer(9, 4, 16, 2, **options)
+    definition, params, keys = nnx.split(model, nnx.Param, ...)
+    tokens, ids = jnp.arange(B * T).reshape(B, T) % 9, jnp.arange(B * T).reshape(B, T) % T // 10
+
+    @jax.grad
+    def step(params, keys, tokens, ids):
+        model = nnx.merge(definition, params, jax.tree.map(jnp.copy, keys))
+        return (model(tokens, segment_ids=ids) ** 2).mean()
+
+    specs = [P(), P(), P("data", "tensor"), P("data", "tensor")]
+    agree(mesh, step, [params, keys, tokens, ids], specs, told=SUM | {"collective-permute"})
+
+
 def check_key_heads(mesh):
     """An implementation that JAX differentiates gets the key heads of its query heads, too."""
     program, right = (functools.partial(attend, mask=CAUSAL, implementation=name) for name in ("cudnn", "xla"))
@@ -327,6 +344,7 @@ ONLY = {
         "types": check_types,
         "mixed": check_mixed,
         "layer": check_layer,
+        "model": check_model,
         "replicated keys": functools.partial(
             check_transformed, transform=lambda f: f, specs=(BOTH, P(), P(), BOTH), told=ANYTHING
         ),

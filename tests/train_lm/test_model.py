@@ -64,6 +64,7 @@ def test_what_the_library_refuses_is_one_line(options, message):
         ({"lr": float("inf")}, "--lr must be at least 0 and finite"),
         ({"tensor_parallel": 4}, "--tensor-parallel must divide --heads"),
         ({"fsdp": 3}, "--batch-size must be a multiple"),
+        ({"context_parallel": 3}, "--context-parallel must divide the length, got 3 and --seq-len 32"),
         ({"device": "abacus"}, "--device must be one of"),
         ({"prompt": ""}, "--prompt"),
     ],
