@@ -102,7 +102,7 @@ class IndexLoss(nnx.Variable):
       >>> def loss(layer, x):
       ...     found = (layer(x) ** 2).mean()
       ...     return found + sum(jax.tree.leaves(nnx.state(layer, sl.IndexLoss)))
-      >>> gradients = nnx.grad(loss)(layer, jax.random.normal(jax.random.key(0), (1, 64, 8)))
+      >>> gradients = nnx.jit(nnx.grad(loss))(layer, jax.random.normal(jax.random.key(0), (1, 64, 8)))
       >>> bool((gradients["index_query"]["kernel"][...] != 0).any())
       True
     """

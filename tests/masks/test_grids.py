@@ -107,7 +107,7 @@ def test_what_is_refused(make, error, message):
         make()
 
 
-def test_a_million_tokens_are_planned_in_closed_form(monkeypatch):
+def test_long_grids_are_planned_in_closed_form(monkeypatch):
     """Also where blocks are not whole rows: few pairs are looked at."""
     looked_at = 0
 
@@ -117,9 +117,9 @@ def test_a_million_tokens_are_planned_in_closed_form(monkeypatch):
         return call(self, q, k)
 
     monkeypatch.setattr(sl.Grid, "__call__", counted)
-    mask = sl.Grid((61, 127, 131), [sl.Neighborhood(61, 5), sl.Neighborhood(127, 15), sl.Neighborhood(131, 15)])
+    mask = sl.Grid((31, 63, 131), [sl.Neighborhood(31, 5), sl.Neighborhood(63, 15), sl.Neighborhood(131, 15)])
     (passes,) = sl.make_plan(mask, mask.size, implementation="triton").chains
-    assert sum(one.fwd_blocks for one in passes) < 2**21 and looked_at < 2**26 < mask.size**2 // 2**13
+    assert sum(one.fwd_blocks for one in passes) < 2**19 and looked_at < 2**24 < mask.size**2 // 2**11
 
 
 def test_any_dilation_is_graded_alike():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from tests.ops.cases import IMPLEMENTATIONS
+from tests.ops.cases import IMPLEMENTATIONS, compiled
 
 Q = jax.random.normal(jax.random.key(0), (2, 40, 2, 8))
 
@@ -78,7 +78,7 @@ def test_nothing_comes_of_rows_that_attend_to_nothing(implementation):
 def test_strict_promotion_of_dtypes_and_ranks(implementation, dtype):
     options = {"segment_ids": jnp.zeros((2, 40), int), "sinks": jnp.zeros(2, dtype), "logits_soft_cap": 5.0}
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise" if implementation == "xla" else "allow"):
-        slope = jax.grad(lambda q: attend(q, sl.Causal(), implementation=implementation, **options).sum())(
+        slope = compiled(jax.grad(lambda q: attend(q, sl.Causal(), implementation=implementation, **options).sum()))(
             Q.astype(dtype)
         )
     assert slope.dtype == dtype and np.all(np.isfinite(slope))

@@ -1,6 +1,7 @@
 """Scorers choose what their papers' formulas say, in layers, in models and in decoding."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -13,6 +14,12 @@ import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.scorers import base
 from sparse_layers.scorers.methods import MSA, InfLLM, MoBA
+from tests.arrays import inputs
+from tests.ops.cases import compiled
+
+# Operation by operation, each is a program of its own to compile.
+select = compiled(lambda scorer, *operands: scorer.select(*operands), static_argnums=0)
+apply = nnx.jit(lambda made, *operands: made(*operands))
 
 # --- the formulas once more, query by query, in float64 --------------------------------------------------------------
 
@@ -81,9 +88,8 @@ def attention(q, k, v, selection_ids, block, group):
 
 
 def arrays(length, heads, size=16, batch=1, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
     numbers = heads[0], heads[1], heads[1]
-    return [jax.random.normal(x, (batch, length, n, size)) for x, n in zip(keys, numbers, strict=True)]
+    return [jnp.asarray(inputs(batch, length, n, size, seed=3 * seed + i)) for i, n in enumerate(numbers)]
 
 
 CASES = {
@@ -113,7 +119,7 @@ def test_choices_are_those_of_the_formulas(name, packed):
     scorer, length, heads = CASES[name]
     q, k, _ = arrays(length, heads)
     ids = documents(length) if packed else None
-    found = np.asarray(scorer.select(q, k, None if ids is None else jnp.asarray(ids)).ids)
+    found = np.asarray(select(scorer, q, k, None if ids is None else jnp.asarray(ids)).ids)
     assert found.shape == (1, length, heads[0] if scorer.per_query_head else heads[1], scorer.count)
     q, k = (np.asarray(x[0], np.float64) for x in (q, k))
     for t in np.unique(np.r_[np.arange(0, length, 7), np.arange(length - 40, length)]):
@@ -129,15 +135,19 @@ def test_choices_are_those_of_the_formulas(name, packed):
 def test_attention_and_gradients_are_those_of_dense_attention_over_the_choice(name):
     scorer, length, heads = CASES[name]
     q, k, v = arrays(length, heads)
-    dout = jax.random.normal(jax.random.key(9), q.shape)
+    dout = inputs(*q.shape, seed=9)
     fn = sl.make_attention_fn(scorer, length)
-    out, pull = jax.vjp(fn, q, k, v)
-    ids = np.asarray(scorer.select(q, k).ids)
+
+    def answers(fn, dout, *operands):
+        out, pull = jax.vjp(fn, *operands)
+        return out, *pull(dout)
+
+    answers, ids = compiled(answers, static_argnums=0), np.asarray(select(scorer, q, k).ids)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (q, k, v, dout)]
-        exact, exact_pull = jax.vjp(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1]), *wide[:3])
-        exact = [np.asarray(x) for x in (exact, *exact_pull(wide[3]))]
-    for found, right in zip([out, *pull(dout)], exact, strict=True):
+        wide = [np.asarray(x, np.float64) for x in (dout, q, k, v)]
+        exact = answers(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1]), *wide)
+        exact = [np.asarray(x) for x in exact]
+    for found, right in zip(answers(fn, dout, q, k, v), exact, strict=True):
         np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
 
 
@@ -146,7 +156,7 @@ def test_a_budget_that_covers_everything_is_dense_attention(scorer):
     q, k, v = arrays(128, (4, 2))
     dense = sl.block_sparse_attention(q, k, v, "causal")
     np.testing.assert_array_equal(sl.make_attention_fn(scorer, 128)(q, k, v), dense)
-    everything = scorer.select(q, k)  # which layers do not even ask for
+    everything = select(scorer, q, k)  # which layers do not even ask for
     assert (np.sort(everything.ids[0, -1], axis=-1) == np.arange(4)).all()
     chosen = sl.block_sparse_attention(q, k, v, "causal", selection=everything)
     np.testing.assert_allclose(chosen, dense, atol=1e-6)
@@ -157,10 +167,10 @@ def test_nothing_of_later_tokens_matters(name):
     scorer, length, heads = CASES[name]
     q, k, v = arrays(length, heads)
     fn, t = sl.make_attention_fn(scorer, length), 200
-    gradients = jax.grad(lambda *x: fn(*x)[:, :t].sum(), (0, 1, 2))(q, k, v)
+    gradients = compiled(jax.grad(lambda *x: fn(*x)[:, :t].sum(), (0, 1, 2)))(q, k, v)
     assert all((x[:, t:] == 0).all() and (x[:, :t] != 0).any() for x in gradients)
-    later = (x.at[:, t:].set(jnp.nan) for x in (q, k))
-    np.testing.assert_array_equal(scorer.select(*later).ids[:, :t], scorer.select(q, k).ids[:, :t])
+    later = (jnp.where(np.arange(length)[:, None, None] < t, x, jnp.nan) for x in (q, k))
+    np.testing.assert_array_equal(select(scorer, *later).ids[:, :t], select(scorer, q, k).ids[:, :t])
 
 
 @pytest.mark.parametrize("name", ["moba", "infllm"])
@@ -168,25 +178,26 @@ def test_queries_take_turns_where_scores_were_too_large(name, monkeypatch):
     scorer, length, heads = CASES[name]
     q, k, _ = arrays(length, heads, batch=2)
     ids = jnp.tile(jnp.asarray(documents(length)), (2, 1))
-    whole = scorer.select(q, k, ids)
+    whole = select(scorer, q, k, ids)
     monkeypatch.setattr(base, "_SCORE_BYTES", 100_000)
-    assert "while" in str(jax.make_jaxpr(scorer.select)(q, k)) or "scan" in str(jax.make_jaxpr(scorer.select)(q, k))
-    np.testing.assert_array_equal(scorer.select(q, k, ids).ids, whole.ids)
+    in_turn = str(jax.make_jaxpr(scorer.select)(q, k))
+    assert "while" in in_turn or "scan" in in_turn
+    np.testing.assert_array_equal(compiled(scorer.select)(q, k, ids).ids, whole.ids)
 
 
 def test_ties_go_to_the_first_and_padding_may_hold_anything():
     q, k = jnp.ones((1, 128, 2, 8)), jnp.ones((1, 128, 1, 8))
-    assert sl.MoBA(16, 3).select(q, k).ids[0, 127, 0].tolist() == [7, 0, 1]
+    assert select(sl.MoBA(16, 3), q, k).ids[0, 127, 0].tolist() == [7, 0, 1]
     ids = jnp.where(jnp.arange(128) < 100, 0, -1)[None]
     poisoned = k.at[:, 100:].set(jnp.nan)
     np.testing.assert_array_equal(
-        sl.MoBA(16, 3).select(q, poisoned, ids).ids[:, :100], sl.MoBA(16, 3).select(q, k, ids).ids[:, :100]
+        select(sl.MoBA(16, 3), q, poisoned, ids).ids[:, :100], select(sl.MoBA(16, 3), q, k, ids).ids[:, :100]
     )
 
 
 def test_padding_on_the_left_is_not_chosen():
     q, k, v = arrays(256, (2, 2))
-    fn, mask = sl.make_attention_fn(sl.MoBA(32, 2, first=1), 256), jnp.arange(256) >= 128
+    fn, mask = compiled(sl.make_attention_fn(sl.MoBA(32, 2, first=1), 256)), jnp.arange(256) >= 128
     found = fn(q, k, v, mask=mask[None, None, None])
     np.testing.assert_allclose(found[:, 128:], fn(q[:, 128:], k[:, 128:], v[:, 128:]), atol=1e-6)
 
@@ -208,26 +219,26 @@ def layer(**options):
 
 @pytest.mark.parametrize("name", SCORERS)
 def test_a_scorer_is_an_option_a_pattern_or_a_name(name):
-    scorer, x = SCORERS[name], jax.random.normal(jax.random.key(1), (2, T, 32))
+    scorer, x = SCORERS[name], inputs(2, T, 32)
     settings = ",".join(f"{field.name}={getattr(scorer, field.name)}" for field in dataclasses.fields(scorer))
     made = layer(selection=scorer)
-    right = made(x)
-    assert jnp.abs(right - layer()(x)).max() > 1e-3
+    right = apply(made, x)
+    assert jnp.abs(right - apply(layer(), x)).max() > 1e-3
     for options in ({"pattern": scorer}, {"pattern": f"{name}:{settings}"}, {"selection": f"{name}:{settings}"}):
-        np.testing.assert_array_equal(layer(**options)(x), right)
+        np.testing.assert_array_equal(apply(layer(**options), x), right)
     of_linen = linen.SparseSelfAttention(4, pattern=scorer, seq_len=T, num_kv_heads=2, rope_theta=1e4)
     parameters = nnx.to_pure_dict(nnx.state(made, nnx.Param))
-    np.testing.assert_allclose(of_linen.apply({"params": parameters}, x), right, atol=1e-6)
+    np.testing.assert_allclose(compiled(of_linen.apply)({"params": parameters}, x), right, atol=1e-6)
     few = x[:, : scorer.count * scorer.block]
-    np.testing.assert_array_equal(layer(selection=scorer)(few), layer()(few))
+    np.testing.assert_array_equal(apply(layer(selection=scorer), few), apply(layer(), few))
 
 
 def test_a_pattern_limits_what_is_chosen():
     q, k, v = arrays(T, (2, 2))
     fn = sl.make_attention_fn(sl.Causal() & sl.Window(40), T, selection=SCORERS["moba"])
-    selection = SCORERS["moba"].select(q, k)
+    selection = select(SCORERS["moba"], q, k)
     right = sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(40), selection=selection)
-    np.testing.assert_allclose(fn(q, k, v), right, atol=1e-6)
+    np.testing.assert_allclose(compiled(fn)(q, k, v), right, atol=1e-6)
     assert fn(q[:0], k[:0], v[:0]).shape == (0, T, 2, 16)
 
 
@@ -241,7 +252,7 @@ def index_loss(made):
     return sum(x.sum() for x in jax.tree.leaves(nnx.state(made, sl.IndexLoss)))
 
 
-TOKENS = jax.random.randint(jax.random.key(2), (2, T), 0, 40)
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 40, (2, T)))
 
 
 def test_a_model_mixes_them_with_masks_rematerialises_and_scans():
@@ -250,38 +261,40 @@ def test_a_model_mixes_them_with_masks_rematerialises_and_scans():
         return (made(TOKENS) ** 2).sum() + index_loss(made)
 
     differentiated = nnx.jit(nnx.value_and_grad(loss))
-    right, gradients = differentiated(model())
-    assert all(jnp.isfinite(x).all() and (x != 0).any() for x in jax.tree.leaves(gradients))
-    again, others = differentiated(model(remat=True))
+    (right, gradients), (again, others) = (differentiated(model(remat=remat)) for remat in (False, True))
     np.testing.assert_allclose(again, right, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3 * float(jnp.abs(a).max())), gradients, others)
-    scanned, forward = model(scan_layers=True, patterns=(SCORERS["msa"], "causal")), nnx.jit(lambda m: m(TOKENS))
+    for a, b in zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (gradients, others)), strict=True):
+        assert np.isfinite(a).all() and a.any()
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max())
+    scanned = model(scan_layers=True, patterns=(SCORERS["msa"], "causal"))
     one_by_one = scanned.unrolled()
-    np.testing.assert_allclose(forward(scanned), forward(one_by_one), atol=1e-5)
+    np.testing.assert_allclose(apply(scanned, TOKENS), apply(one_by_one, TOKENS), atol=1e-5)
     np.testing.assert_allclose(index_loss(scanned), index_loss(one_by_one), rtol=1e-5)
+
+
+step = nnx.jit(lambda made, *operands: made.decode_step(*operands))
 
 
 @pytest.mark.parametrize("prompt", [1, 70])
 def test_decoding_is_the_forward_pass_token_by_token(prompt):
     made = model()
-    right = made(TOKENS)
+    right = np.asarray(apply(made, TOKENS))
     lengths = jnp.array([prompt, max(1, prompt - 9)])
     poison = jnp.where(jnp.arange(prompt) < lengths[:, None], TOKENS[:, :prompt], 0)
-    logits, caches = made.prefill(poison, lengths)
-    step = nnx.jit(lambda m, *x: m.decode_step(*x))
-    position = lengths
+    logits, caches = nnx.jit(lambda m, *x: m.prefill(*x))(made, poison, lengths)
+    tokens, position = np.asarray(TOKENS), np.asarray(lengths)
     for _ in range(T - prompt):
-        np.testing.assert_allclose(logits, right[jnp.arange(2), position - 1], atol=1e-4)
-        logits, caches = step(made, TOKENS[jnp.arange(2), position], caches, position)
+        np.testing.assert_allclose(logits, right[np.arange(2), position - 1], atol=1e-4)
+        logits, caches = step(made, tokens[np.arange(2), position], caches, position)
         position = position + 1
-    np.testing.assert_allclose(logits, right[jnp.arange(2), position - 1], atol=1e-4)
+    np.testing.assert_allclose(logits, right[np.arange(2), position - 1], atol=1e-4)
 
 
 def test_a_step_reads_the_chosen_blocks_only():
     scorer = SCORERS["moba"]
     q, k, v = arrays(T, (4, 2))
     cache = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16).filled(k, v)
-    row = scorer.select(q, k).ids[:, -1:]
+    row = select(scorer, q, k).ids[:, -1:]
     unread = ~np.isin(np.arange(T) // 16, np.asarray(row))
     hidden = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16)
     hidden = dataclasses.replace(
@@ -294,15 +307,14 @@ def test_a_step_reads_the_chosen_blocks_only():
 
 def test_infllm_is_dense_below_a_length():
     scorer = dataclasses.replace(SCORERS["infllm"], dense_below=100)
-    x = jax.random.normal(jax.random.key(1), (2, T, 32))
+    x = inputs(2, T, 32)
     dense, sparse, both = layer(), layer(selection=SCORERS["infllm"]), layer(selection=scorer)
-    np.testing.assert_array_equal(both(x[:, :100]), dense(x[:, :100]))
-    np.testing.assert_array_equal(both(x), sparse(x))
-    _, cache = both.prefill(x[:, :99])
-    step = nnx.jit(lambda m, *rest: m.decode_step(*rest))
+    np.testing.assert_array_equal(apply(both, x[:, :100]), apply(dense, x[:, :100]))
+    np.testing.assert_array_equal(apply(both, x), apply(sparse, x))
+    _, cache = nnx.jit(lambda m, x: m.prefill(x))(both, x[:, :99])
     for t in (99, 100):
-        out, cache = step(both, x[:, t], cache, jnp.array([t, t]))
-        right = (dense if t < 100 else sparse)(x[:, : t + 1])[:, -1]
+        out, cache = step(both, x[:, t], cache, np.array([t, t]))
+        right = apply(dense if t < 100 else sparse, x[:, : t + 1])[:, -1]
         np.testing.assert_allclose(out, right, atol=1e-5)
 
 
@@ -310,8 +322,7 @@ def test_a_dense_model_takes_a_scorer_with_its_weights():
     state = nnx.state(nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(3)), nnx.Param)
     made = layer(num_kv_heads=None, rope_theta=None, selection=SCORERS["infllm"])
     nnx.update(made, state)
-    x = jax.random.normal(jax.random.key(1), (2, T, 32))
-    assert jnp.isfinite(made(x)).all()
+    assert jnp.isfinite(apply(made, inputs(2, T, 32))).all()
 
 
 def test_bfloat16_chooses_by_rounded_means():
@@ -320,10 +331,11 @@ def test_bfloat16_chooses_by_rounded_means():
     means = np.asarray(k[0, :112].astype(jnp.float32)).reshape(7, 16, 2, 16).mean(1)
     means = np.asarray(jnp.asarray(means).astype(jnp.bfloat16), np.float64)
     scores = np.einsum("nh,bnh->nb", np.asarray(q[0, -1], np.float64), np.repeat(means, 2, axis=1))
+    ids = np.asarray(select(scorer, q, k).ids)
     for head in range(4):
         best = np.argsort(-scores[head], kind="stable")[:2]
-        assert {*np.asarray(scorer.select(q, k).ids[0, -1, head])} == {7, *best}
-    assert sl.make_attention_fn(scorer, T)(q, k, v).dtype == jnp.bfloat16
+        assert {*ids[0, -1, head]} == {7, *best}
+    assert jax.eval_shape(sl.make_attention_fn(scorer, T), q, k, v).dtype == jnp.bfloat16
 
 
 # --- what MSA's index learns -----------------------------------------------------------------------------------------
@@ -353,20 +365,21 @@ def exact_index_loss(kernels, made, x, ids, segments):
 @pytest.mark.parametrize("options", [{}, {"dense_below": 500}], ids=["sparse", "dense warm-up"])
 def test_the_loss_of_the_index_and_its_gradient_are_those_of_the_formula(options):
     scorer = dataclasses.replace(SCORERS["msa"], index_size=8, **options)
-    made, x = layer(selection=scorer, rope_theta=None), jax.random.normal(jax.random.key(1), (2, T, 32))
+    made, x = layer(selection=scorer, rope_theta=None), jnp.asarray(inputs(2, T, 32))
     segments = np.tile(np.arange(T) // 70, (2, 1))
 
     def loss(made):
         out = made(x, segment_ids=jnp.asarray(segments))
         return index_loss(made) + 0 * out.sum()
 
-    found, gradients = nnx.value_and_grad(loss)(made)
+    found, gradients = nnx.jit(nnx.value_and_grad(loss))(made)
     kernels = [np.asarray(p.kernel[...]) for p in (made.index_query, made.index_key)]
     scored = (made.index_query(x), made.index_key(x), jnp.asarray(segments))
-    ids = np.asarray(scorer.select(*scored).ids) if not options else np.tile(np.arange(8), (2, T, 2, 1))
+    ids = np.asarray(select(scorer, *scored).ids) if not options else np.tile(np.arange(8), (2, T, 2, 1))
     with jax.enable_x64(True):
         wide = [jnp.asarray(kernel, jnp.float64) for kernel in kernels]
-        right, exact = jax.value_and_grad(exact_index_loss)(wide, made, np.asarray(x), ids, segments)
+        formula = compiled(jax.value_and_grad(lambda wide: exact_index_loss(wide, made, np.asarray(x), ids, segments)))
+        right, exact = formula(wide)
         right, exact = float(right), [np.asarray(g) for g in exact]
     assert abs(float(found) - right) < 1e-5 * right
     for name, g in zip(("index_query", "index_key"), exact, strict=True):
@@ -378,13 +391,13 @@ def test_the_loss_of_the_index_and_its_gradient_are_those_of_the_formula(options
 def test_the_loss_of_the_index_is_computed_in_training_only():
     made, x = layer(selection=SCORERS["msa"]), jnp.ones((1, T, 32))
     made.eval()
-    made(x)
+    apply(made, x)
     assert index_loss(made) == 0
     made.train()
-    made(x)
+    apply(made, x)
     assert index_loss(made) > 0
     of_linen = linen.SparseSelfAttention(4, pattern=SCORERS["msa"], seq_len=T)
-    variables = of_linen.init(jax.random.key(0), x)
-    _, state = of_linen.apply({"params": variables["params"]}, x, mutable=["losses"])
+    variables = compiled(of_linen.init)(jax.random.key(0), x)
+    _, state = compiled(functools.partial(of_linen.apply, mutable=["losses"]))({"params": variables["params"]}, x)
     assert state["losses"]["index"][0] > 0
-    assert of_linen.apply({"params": variables["params"]}, x).shape == x.shape
+    assert jax.eval_shape(of_linen.apply, {"params": variables["params"]}, x).shape == x.shape

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops.choosing import choose
 from sparse_layers.scorers import base
+from tests.arrays import inputs
 
 T, SPEC = 192, P("data", None, "tensor")
 SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0, pool_size=16, pool_stride=8)
@@ -23,11 +23,9 @@ SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0, pool_size=16,
 
 def check(scorer, kv_heads, kind):
     """Asserts that results are those of one device, and that only what must is moved."""
-    keys = jax.random.split(jax.random.key(kv_heads), 3)
-    numbers = 12, kv_heads, kv_heads
-    arrays = [jax.random.normal(key, (2, T, heads, 16)) for key, heads in zip(keys, numbers, strict=True)]
-    ids = jnp.asarray(np.arange(T) // 70, jnp.int32) * jnp.ones((2, 1), jnp.int32)
-    right = sl.make_attention_fn(scorer, T, segment_ids=ids)(*arrays)
+    arrays = [inputs(2, T, heads, 16, seed=seed) for seed, heads in enumerate((12, kv_heads, kv_heads))]
+    ids = np.tile(np.arange(T, dtype=np.int32) // 70, (2, 1))
+    right = jax.jit(sl.make_attention_fn(scorer, T, segment_ids=ids))(*arrays)
     named = SPEC if kind == AxisType.Auto else None
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
@@ -39,17 +37,17 @@ def check(scorer, kv_heads, kind):
         def attend(ids, *arrays):
             return sl.make_attention_fn(scorer, T, query_sharding=named, segment_ids=ids)(*arrays)
 
-        np.testing.assert_allclose(attend(ids, *arrays), right, atol=1e-5)
-        moved = {*re.findall(r"all-\w+|collective-permute", attend.lower(ids, *arrays).compile().as_text())}
+        program = attend.lower(ids, *arrays).compile()
+        np.testing.assert_allclose(program(ids, *arrays), right, atol=1e-5)
+        moved = {*re.findall(r"all-\w+|collective-permute", program.as_text())}
         together = not scorer.per_query_head and kv_heads % 4
         assert moved <= ({"all-gather"} if together else set()), moved
 
 
 def check_index(kind):
     """The same of the choices of an index, whose queries lie on several devices, and its key on all."""
-    scorer, keys = sl.MSA(16, 3), jax.random.split(jax.random.key(0), 2)
-    arrays = [jax.random.normal(key, (2, T, heads, 16)) for key, heads in zip(keys, (12, 1), strict=True)]
-    right, named = scorer.select(*arrays).ids, SPEC if kind == AxisType.Auto else None
+    scorer, arrays = sl.MSA(16, 3), [inputs(2, T, heads, 16, seed=heads) for heads in (12, 1)]
+    right, named = jax.jit(scorer.select)(*arrays).ids, SPEC if kind == AxisType.Auto else None
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (SPEC, P("data")), strict=True)]

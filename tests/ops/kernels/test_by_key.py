@@ -21,6 +21,7 @@ from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
 
 T, S, BLOCK, K = 200, 640, 16, 4
+FEW = 100  # queries where interpreted kernels take long
 SCATTERED = np.random.default_rng(0).permuted(np.tile(np.arange(S // BLOCK), (1, T, 2, 1)), axis=-1)[..., :K]
 AGREEING = np.broadcast_to(SCATTERED[:, :1], SCATTERED.shape)
 
@@ -125,15 +126,16 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
     monkeypatch.setattr(launch, "call", watched)
-    ids = np.tile(SCATTERED, (1, 1, 1, 3))[:, :, :1, :k] + np.arange(k) // K * 7
+    ids = np.tile(SCATTERED, (1, 1, 1, 3))[:, :FEW, :1, :k] + np.arange(k) // K * 7
     ids = np.where(np.arange(k) == 0, 0, ids % (S // BLOCK))
     step, other = (
         compiled(jax.value_and_grad(functools.partial(loss, implementation=name), (0, 1, 2), has_aux=True))
         for name in ("triton", "reference")
     )
-    given = *arrays(heads=(8, 1)), ids
+    q, *rest = arrays(heads=(8, 1))
+    given = q[:, :FEW], *rest, ids
     first, second, right = step(*given), step(*given), other(*given)
-    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {-(-T // turns) * k}
+    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {-(-FEW // turns) * k}
     for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)

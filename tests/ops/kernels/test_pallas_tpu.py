@@ -364,5 +364,5 @@ def test_masks_are_the_same_along_lanes(name, flipped, monkeypatch):
         wanted = link.mask.dense(100, 100)[32:72, 24:40]
         for least in (0, 10**6):
             monkeypatch.setattr(sides, "WORTH_LYING", least)
-            found = sides.allowed_pairs(link.mask, starts, shape, flipped)
+            found = compiled(lambda: sides.allowed_pairs(link.mask, starts, shape, flipped))()  # noqa: B023
             np.testing.assert_array_equal(found.T if flipped else found, wanted)

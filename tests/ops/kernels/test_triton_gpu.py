@@ -83,6 +83,18 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
     return pairs
 
 
+def lists_at_run_time(call, operands, *rest):
+    """`lists_of`, compiled as a whole: operation by operation, each would be a program of its own."""
+    found, names = [], ("spans", "block", "tile", "chosen_by")
+
+    def arrays(segments, mask, chosen):
+        found.append(lists_of(call, operands._replace(segments=segments, mask=mask, chosen=chosen), *rest))
+        return found[0].bits, {name: getattr(found[0].lists, name) for name in names}
+
+    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.chosen)
+    return dataclasses.replace(found[0], bits=bits, lists=dataclasses.replace(found[0].lists, **made))
+
+
 def padded_rows(side):
     """The rows of all blocks of a side."""
     return np.arange(side.blocks * side.block)
@@ -157,7 +169,7 @@ def test_segments_drop_and_mask_blocks(name, dkv):
         major, minor = sides((one.q_order, one.kv_order), (16, 32), (32, 32), dkv)
 
         operands = given(150, 160, segments=(jnp.asarray(q_ids), jnp.asarray(kv_ids)))
-        found = lists_of(called(), operands, (one,), major, minor, dkv)
+        found = lists_at_run_time(called(), operands, (one,), major, minor, dkv)
         assert found.any_masked and not found.single
         rows = [
             np.stack([np.append(x, -1)[np.minimum(side.order.token(padded_rows(side)), x.size)] for x in side_ids])
@@ -186,7 +198,7 @@ def test_lists_of_run_time_masks(shape, tiles, dkv):
     mask[0, :64, :64], mask[1, ::7, ::5] = True, False
     major, minor = sides((150, 170), shape, (max(tiles),) * 2, dkv)
     q, kv = (minor, major) if dkv else (major, minor)
-    found = lists_of(called(), given(150, 170, mask=jnp.asarray(mask)), (), major, minor, dkv)
+    found = lists_at_run_time(called(), given(150, 170, mask=jnp.asarray(mask)), (), major, minor, dkv)
     for head in range(4):
         wanted = dense(mask[head % 2], major, minor, dkv)
         np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
@@ -207,7 +219,7 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
     plan = sl.make_plan(sl.Window(100, 20), t, s)
     q, kv = Side(RowOrder(t), bq, tiles[0], pack), Side(RowOrder(s), block, tiles[1])
     major, minor = (kv, q) if dkv else (q, kv)
-    found = lists_of(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
+    found = lists_at_run_time(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
     assert found.chosen == granularity and not found.single
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]

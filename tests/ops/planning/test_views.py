@@ -10,6 +10,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
 from sparse_layers.ops.planning.views import Reordered, RowOrder
+from tests.ops.cases import compiled
 
 ORDERS = [
     *(RowOrder(length) for length in (1, 7, 64)),
@@ -89,7 +90,7 @@ def test_rows_hold_the_tokens_in_order(order):
 
 @each_order
 def test_rows_of_tokens_are_the_inverse(order):
-    rows = np.asarray(order.row(jnp.arange(order.length)))
+    rows = np.asarray(compiled(order.row)(np.arange(order.length)))
     held = np.isin(np.arange(order.length), chosen(order))
     np.testing.assert_array_equal(order.token(rows)[held], np.arange(order.length)[held])
     assert (rows[~held] >= order.rows).all() and (rows[held] < order.rows).all()
@@ -134,13 +135,13 @@ def test_gather_then_scatter(order):
     padded = -(-order.rows // 8) * 8 + 8
     tokens = order.token(np.arange(padded))
     exists, held = tokens < order.length, np.isin(np.arange(order.length), tokens)
-    rows = np.array(order.gather(jnp.asarray(x), padded))
+    rows = np.array(compiled(order.gather, static_argnums=1)(x, padded))
     assert rows.shape == (2, padded, 3)
     np.testing.assert_array_equal(rows[:, exists], x[:, tokens[exists]])
     assert not rows[:, ~exists].any()
     # Padding rows are dropped, whatever they hold; tokens without a row are filled.
     rows[:, ~exists] = np.nan
-    back = np.asarray(order.scatter(jnp.asarray(rows), -np.inf))
+    back = np.asarray(compiled(order.scatter, static_argnums=1)(rows, -np.inf))
     np.testing.assert_array_equal(back, np.where(held[:, None], x, -np.inf))
 
 
@@ -148,7 +149,7 @@ def test_gather_then_scatter(order):
 def test_scatter_of_integers(order):
     rows = np.arange(1, order.rows + 1, dtype=np.int32)[None]  # without a trailing axis, as segment ids
     tokens = order.token(np.arange(order.rows))
-    back = np.asarray(order.scatter(jnp.asarray(rows)))[0]
+    back = np.asarray(compiled(order.scatter)(rows))[0]
     expected = np.zeros(order.length, np.int32)
     expected[tokens[tokens < order.length]] = rows[0, tokens < order.length]
     np.testing.assert_array_equal(back, expected)
