@@ -127,12 +127,13 @@ def block_sparse_attention(
     ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query with no allowed key has out 0,
     lse -inf (its sink's logit, if there are sinks) and gradients 0. Letters as in `jax.nn.dot_product_attention`.
 
-    On several devices each computes its own batch entries and heads, as query is sharded; nothing is gathered, and only
-    gradients of what devices share are summed. Key and value are sharded alike; if the shards of heads do not divide K,
-    each device holds all key heads. Masks and sinks go with their heads. Of meshes whose axes are Explicit this needs
-    nothing; of those whose axes are all Auto neither on GPUs and CPUs, but on TPUs, whose compiler splits no kernels,
-    ``query_sharding``. Auto axes beside others are left to JAX. Inside `jax.shard_map` N, K and the turn of masks are
-    those of the heads at hand.
+    On several devices each computes its own batch entries and heads, as query is sharded; nothing is gathered, and
+    only gradients of what devices share are summed. Devices that share a sequence exchange the keys that the mask
+    needs, or queries and results, and give gradients back. Key and value are sharded alike; if the shards of heads do
+    not divide K, each device holds all key heads. Masks and sinks go with their heads. Of meshes whose axes are
+    Explicit this needs nothing; of those whose axes are all Auto neither on GPUs and CPUs, but on TPUs, whose
+    compiler splits no kernels, ``query_sharding``. Auto axes beside others are left to JAX. Inside `jax.shard_map` N,
+    K and the turn of masks are those of the heads at hand.
 
     Args:
       query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
@@ -265,7 +266,8 @@ class _Work(NamedTuple):
 
 def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
-    return sharding.over_known_axes(functools.partial(_on_device, implementation, call), operands, query_sharding)
+    function, together = functools.partial(_on_device, implementation, call), (call.selection or (0, 1))[1]
+    return sharding.over_known_axes(function, operands, query_sharding, together)
 
 
 def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
@@ -274,7 +276,7 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         sharding.check_whole(operands)
     work, of_work = [_Work(implementation, call)], [operands]
     if share is not None and share.spread is not None:
-        merges = not hasattr(IMPLEMENTATIONS[implementation], "attend") or call.chosen_for is not None
+        merges = _computes_parts(IMPLEMENTATIONS[implementation]) or call.chosen_for is not None
         found = [*spread.parts(call, share, operands, merges=merges)]
         named = implementation if call.chosen_for is None else None
         work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
@@ -283,6 +285,11 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
         return (attend(call, own) if share is None else share.run(attend, call, own)), None
     return _attend(tuple(work), share, tuple(of_work))
+
+
+def _computes_parts(backend: Any) -> bool:
+    """Whether results of parts of a call may be merged: there is lse, and a backward pass that takes that of all."""
+    return getattr(backend, "COMPUTES_PARTS", not hasattr(backend, "attend"))
 
 
 def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | None, *args: Any) -> Any:
@@ -346,7 +353,7 @@ _jitted_attend = jax.jit(_run, static_argnums=(0, 1, 2))
 def _choose(implementation: str | None, call: Call, operands: Operands, alone: bool = True) -> str:
     """The name of the implementation that will serve a call: the given one, or the first that can.
 
-    One that JAX differentiates gives no lse to merge, so it serves what is computed ``alone``.
+    One that computes no parts serves what is computed ``alone``.
 
     Raises:
       NotImplementedError: the given one cannot; says why.
@@ -361,7 +368,7 @@ def _choose(implementation: str | None, call: Call, operands: Operands, alone: b
     for name in candidates(here):
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
-        if reason is None and not alone and hasattr(backend, "attend"):
+        if reason is None and not alone and not _computes_parts(backend):
             reason = "it computes no part of a call"
         if reason is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)

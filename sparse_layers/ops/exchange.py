@@ -75,8 +75,7 @@ def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
     """The rows of a route's order, on every device."""
     if route.order.natural:
         return jax.lax.all_gather(x, axes, axis=1, tiled=True)[:, : route.length]
-    counts, ends = route.counts, np.cumsum(route.counts)
-    tokens = np.asarray(route.order.token(np.arange(route.kv_rows)))
+    tokens, counts, ends = route.tokens, route.counts, np.cumsum(route.counts)
     # Which of its own tokens each device gives, in the order of rows; of the last token as often as others have more.
     most = int(counts.max())
     given = [tokens[end - n : end] - place * route.own for place, (n, end) in enumerate(zip(counts, ends, strict=True))]

@@ -199,12 +199,15 @@ def varying_alike(arrays: Any, like: Any) -> Any:
 
 
 def over_known_axes(
-    function: Callable[[Share | None, Operands], Any], operands: Operands, query_sharding: PartitionSpec | None
+    function: Callable[[Share | None, Operands], Any],
+    operands: Operands,
+    query_sharding: PartitionSpec | None,
+    together: int = 1,
 ) -> tuple[Any, Any]:
     """function(share, operands) -> (out, lse or None) on each device, for its own batch entries and heads.
 
     The share is None if it is not known how the operands lie: the mesh in force has no axes of type Explicit, and
-    ``query_sharding`` is None.
+    ``query_sharding`` is None. So many queries choose ``together``, if there is a selection.
 
     Raises:
       ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
@@ -219,13 +222,13 @@ def over_known_axes(
         over_axes = set()
     else:
         return function(None, operands)
-    spread = _spread(operands, mesh, _names(tokens))
+    spread = _spread(operands, mesh, _names(tokens), together)
     share = Share.of(operands, mesh, _names(heads), spread)
     over = {"b": batch, "n": heads, "k": heads if share.splits_keys else None}
     length = operands.query.shape[1]
     if spread is not None:
         over |= {"t": tokens, "r": tokens, "s": tokens if spread.keys else None}
-        operands = _padded(operands, spread)
+        operands = _padded(operands, spread, together)
     specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
     if AxisType.Explicit in mesh.axis_types:
         segments = "segment_ids of queries", "segment_ids of keys"
@@ -237,35 +240,34 @@ def over_known_axes(
     return found if spread is None else jax.tree.map(lambda x: x[:, :length], found)
 
 
-def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...]) -> Spread | None:
+def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int) -> Spread | None:
     """How sequences are spread over mesh axes; None over one device.
 
     Raises:
-      ValueError: a selection whose queries that choose together lie on two devices.
+      ValueError: axes in another order than the mesh's; queries that choose together would lie on two devices.
     """
     devices, (length, kv_len) = math.prod(mesh.shape[axis] for axis in axes), (x.shape[1] for x in operands[:2])
     if devices == 1:
         return None
-    if operands.chosen is not None:
-        rows, own = operands.chosen.shape[1], -(-length // devices)
-        if rows % devices or length % rows or own % (length // rows):
-            raise ValueError(
-                "selection: granularity must divide the queries of a device, got about "
-                f"{-(-length // rows)} queries that choose together, and {length} over {devices} devices"
-            )
+    if [*axes] != [axis for axis in mesh.axis_names if axis in axes]:  # JAX's ppermute counts devices in that order
+        raise ValueError(f"the axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}")
+    own = -(-length // devices)
+    if operands.chosen is not None and own % together:
+        raise ValueError(
+            f"selection: granularity must divide the {own} queries of a device, {length} are spread over {devices}, "
+            f"got {together}"
+        )
     return Spread(axes, devices, length, length == kv_len and operands.mask is None)
 
 
-def _padded(operands: Operands, spread: Spread) -> Operands:
-    """Operands with as many tokens on each device; those behind the last belong to no document."""
-    missing = -spread.length % spread.devices
-    if not missing:
-        return operands
+def _padded(operands: Operands, spread: Spread, together: int) -> Operands:
+    """Operands with as many tokens on each device; those behind the last belong to no document, and choose nothing."""
+    length = spread.length + -spread.length % spread.devices
+    sizes = {"t": length, "r": length // together} | ({"s": length} if spread.keys else {})
 
     def pad(axes: str, x: jax.Array) -> jax.Array:
-        names = "t", *("s" * spread.keys)
-        widths = [(0, missing if name in names else 0) for name in axes.split()]
-        return jnp.pad(x, widths, constant_values=-1 if axes in ("b t", "b s") else 0)
+        widths = [(0, sizes.get(name, size) - size) for name, size in zip(axes.split(), x.shape, strict=True)]
+        return jnp.pad(x, widths, constant_values=-1 if x.dtype == jnp.int32 else 0) if any(map(any, widths)) else x
 
     return jax.tree.map(pad, _axes_of(operands), operands)
 
@@ -333,8 +335,9 @@ def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Arra
     if any(_names(have) not in ((), _names(want)) for have, want in zip(given, spec, strict=True)):
         raise ValueError(
             f"{name} must be sharded as {spec}, or replicated, but its sharding is {given}: the op is mapped over the "
-            "batch, the tokens and the heads of query, every other axis has to be whole, and all arrays are split as "
-            "query is; change it by jax.sharding.reshard"
+            "batch, the tokens and the heads of query, every other axis has to be whole, also that of keys which are "
+            "others than the queries' or under a run-time mask, and all arrays are split as query is; change it by "
+            "jax.sharding.reshard"
         )
     return x if given == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 

@@ -66,6 +66,7 @@ CASES = {
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="residue"),
     "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
+    "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
     "to both sides, global rows": Case(sl.Window(3, 3) | sl.Global(2), 50, 2),
     "masks differ by head": Case((sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="residue"),
@@ -74,7 +75,8 @@ CASES = {
     "nothing": Case(sl.Empty(), 40),
     "other keys": Case(sl.Window(12, 6), 40, kv_len=56),
     "chosen": Case(sl.Causal(), 128, chosen=16),
-    "reference": Case(STRIDED, 64, implementation="reference"),
+    "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
+    "reference": Case(STREAMING, 64, implementation="reference"),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
 }
 # Every byte of these is counted.
@@ -130,8 +132,9 @@ def check_case(case):
         allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
     chosen = None
     if case.chosen:
-        chosen = rng.integers(-1, s // 16, (case.batch, t // case.chosen, 1, 3)).astype(np.int32)
-        pairs = (chosen[:, :, 0, :, None] == np.arange(s // 16)).any(2).repeat(case.chosen, 1).repeat(16, 2)
+        blocks = -(-s // 16)
+        chosen = rng.integers(-1, blocks, (case.batch, t // case.chosen, 1, 3)).astype(np.int32)
+        pairs = (chosen[:, :, 0, :, None] == np.arange(blocks)).any(2).repeat(case.chosen, 1).repeat(16, 2)[..., :s]
         allowed = allowed & pairs[:, None]
     *qkv, dout, dlse = args
     right, _ = oracle(*qkv, allowed, dout, dlse, scale=H**-0.5, soft_cap=3.0 if case.extras else None, sinks=sinks)
@@ -202,13 +205,15 @@ def check_bytes(case):
 
 
 def check_refusals():
-    case = dataclasses.replace(CASES["chosen"], length=40, chosen=16)
-    chosen = jnp.zeros((1, 3, 1, 1), jnp.int32)
+    case = Case(sl.Causal(), 120, chosen=16)  # of 30 queries on a device
+    chosen = jnp.zeros((1, 8, 1, 3), jnp.int32)
     with (
         jax.set_mesh(mesh_of(case)),
-        pytest.raises(ValueError, match="granularity must divide the queries of a device"),
+        pytest.raises(ValueError, match="granularity must divide the 30 queries of a device"),
     ):
         attend(case, chosen=chosen)(*arrays(case)[:3], None)
+    with jax.set_mesh(mesh_of(case)), pytest.raises(ValueError, match="must be in the order of the mesh"):
+        attend(case, spec=P(None, ("context", "data")))(*arrays(case)[:3], None)
 
 
 def check_choices():

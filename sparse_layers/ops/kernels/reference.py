@@ -9,6 +9,8 @@ import numpy as np
 
 from .call import Call, Operands, accumulator
 
+# Its backward pass makes a softmax of its own, so what it computes is all of a call.
+COMPUTES_PARTS = False
 MAX_SCORES = 1 << 31  # more score elements than this would fill any machine before an error could say so
 
 

@@ -177,10 +177,14 @@ class Gathered(Route):
         return self.order.rows
 
     @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """The token of each of the keys: int [kv_rows]; the last one where there is none."""
+        return np.minimum(self.order.token(np.arange(self.kv_rows)), self.length - 1)
+
+    @functools.cached_property
     def counts(self) -> np.ndarray:
         """How many of the keys each device has: int [P]."""
-        owners = np.minimum(self.order.token(np.arange(self.kv_rows)) // self.own, self.devices - 1)
-        return np.bincount(owners, minlength=self.devices)
+        return np.bincount(self.tokens // self.own, minlength=self.devices)
 
     @property
     def sent_one_by_one(self) -> bool:
@@ -191,8 +195,8 @@ class Gathered(Route):
         keys = gradients = (self.devices - 1) * int(self.counts.max())
         if self.sent_one_by_one:
             keys = int(self.counts.sum() - self.counts[place])
-            asked = [sum(giver == i for step in relays(self.devices) for giver, _ in step) for i in range(self.devices)]
-            gradients = sum(asked[place - owner] * int(n) for owner, n in enumerate(self.counts))
+            asked = _asked(self.devices)
+            gradients = sum(asked[place - owner] * int(self.counts[owner]) for owner in np.flatnonzero(self.counts))
         moved = [pair for pairs in self.folds for pair in pairs if self.folded and pair[0] != pair[1]]
         queries, results = (sum(pair[i] == place for pair in moved) * (self.own // 2) for i in (1, 0))
         return Received(keys, queries, results, gradients)
@@ -216,6 +220,12 @@ class Gathered(Route):
     def __str__(self):
         keys = "all keys" if self.order.natural else f"keys of all devices: {self.order}"
         return f"{keys}; queries folded" if self.folded else keys
+
+
+@functools.cache
+def _asked(devices: int) -> list[int]:
+    """How many others each device gives something in `relays`, and so gets back gradients from."""
+    return [int(n) for n in np.bincount([a for step in relays(devices) for a, _ in step], minlength=devices)]
 
 
 def relays(devices: int) -> list[list[tuple[int, int]]]:
@@ -311,6 +321,10 @@ def parts_of(
     """
     with jax.ensure_compile_time_eval():  # a mask of the user's may compute with jax.numpy
         by_mask = [_cheapest(mask, length, devices, implementation, groups) for mask in masks]
+        halos = [route for found in by_mask for route in found if isinstance(route, Neighbors)]
+        if halos:  # one halo for all, or keys that several masks reach would come as often
+            largest = Neighbors(length, devices, max(x.left for x in halos), max(x.right for x in halos))
+            by_mask = [{largest if x in halos else x: part for x, part in found.items()} for found in by_mask]
         routes = list(dict.fromkeys(route for found in by_mask for route in found))
         return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
 
