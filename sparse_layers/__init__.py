@@ -48,6 +48,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
     from .modules import YarnScaling as YarnScaling
+    from .modules import from_gpt2 as from_gpt2
     from .modules import from_huggingface as from_huggingface
     from .modules import from_linen as from_linen
     from .modules import from_nnx as from_nnx
@@ -98,6 +99,7 @@ _AT_FIRST_USE = {
         "SparseTransformer",
         "SparseTransformerBlock",
         "YarnScaling",
+        "from_gpt2",
         "from_huggingface",
         "from_linen",
         "from_nnx",

@@ -15,7 +15,7 @@ from flax.nnx.nn import dtypes
 import sparse_layers as sl
 import sparse_layers.linen
 from sparse_layers.modules.loading.dense import from_linen, from_nnx
-from sparse_layers.modules.loading.huggingface import from_huggingface
+from sparse_layers.modules.loading.huggingface import from_gpt2, from_huggingface
 from tests.arrays import inputs, perturbed
 
 T, F, N, V = 24, 16, 4, 40
@@ -394,6 +394,25 @@ def test_gpt2_logits_are_the_dense_models(tmp_path):
     assert expected.std() > 1, "logits that are nearly nothing would prove nothing"
     np.testing.assert_allclose(run(model, tokens()), expected, atol=5e-5)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model))} == {"float32"}
+
+
+def test_gpt2_as_a_file_alone(tmp_path):
+    """Sizes are those of the tensors, heads those of all released sizes; a configuration beside it says otherwise."""
+    tensors = gpt2_file(features=128)
+    file = tmp_path / "gpt2.safetensors"
+    safetensors.numpy.save_file({f"transformer.{name}": x for name, x in tensors.items()}, file)
+    model = from_gpt2(file, **{"fwd_params": BLOCKS})
+    assert (model.blocks[0].attention.num_heads, model.seq_len) == (2, T)
+    np.testing.assert_allclose(run(model, tokens()), oracle(tensors, tokens(), heads=2), atol=1e-4)
+    assert from_gpt2(file, num_heads=4, seq_len=8).blocks[0].attention.num_heads == 4
+    configured = from_gpt2(write(tmp_path, gpt2_file()) / "model.safetensors")
+    assert configured.blocks[0].attention.num_heads == 2  # of 16 features each
+    (tmp_path / "config.json").unlink()
+    safetensors.numpy.save_file({"other": np.ones(3, np.float32)}, file)
+    with pytest.raises(ValueError, match=r"must have a matrix wte\.weight, got other"):
+        from_gpt2(file)
+    with pytest.raises(TypeError, match="path must be that of a model, got int"):
+        from_gpt2(3)
 
 
 @pytest.mark.parametrize("name", [*PATTERNS, "per layer", "per head"])

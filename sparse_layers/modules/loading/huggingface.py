@@ -22,7 +22,7 @@ from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from ..settings import LoadedModelOptions, check_settings, check_stream
 from ..transformer import SparseTransformer
 from .dense import refuse_fixed, refuse_names, refuse_shapes, some
-from .safetensors import Stored, read_json, stored
+from .safetensors import Stored, read_json, stored, tensors_of
 
 
 def from_huggingface(
@@ -89,12 +89,83 @@ def from_huggingface(
       Names, layouts and meanings of settings: the models of Hugging Face's transformers. Formats: safetensors.
     """
     refuse_unknown(from_huggingface, options)
-    given = {"seq_len": seq_len, "param_dtype": param_dtype, "rngs": rngs}
-    check_settings(dtype=dtype, **{name: x for name, x in given.items() if x is not None}, **options)
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"folder must be that of a model, got {type(folder).__name__}: {folder!r}")
-    path = pathlib.Path(folder)
-    config = Config(path / "config.json")
+    path = _path("folder", folder)
+    given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    _check(given, options)
+    return _loaded(path, Config(path / "config.json"), lambda: stored(path), patterns, options=options, **given)
+
+
+def from_gpt2(
+    path: str | os.PathLike[str],
+    *,
+    patterns: Pattern | Sequence[Pattern] = "all",
+    num_heads: int | None = None,
+    seq_len: int | None = None,
+    dtype: Dtype | None = None,
+    param_dtype: Dtype | None = jnp.float32,
+    rngs: nnx.Rngs | None = None,
+    **options: Unpack[LoadedModelOptions],
+) -> SparseTransformer:
+    """`from_huggingface` for a GPT-2 that may come as a file alone, whose sizes then say what a configuration would.
+
+    Args:
+      path: a ``.safetensors`` file, or a folder with a ``model.safetensors``; a ``config.json`` beside it is read.
+      patterns: see `SparseTransformer`; with "all" the logits are GPT-2's.
+      num_heads: None for the configuration's, or for one for each 64 features, as in all released sizes.
+      seq_len, dtype, param_dtype, rngs, **options: see `from_huggingface`.
+
+    Returns:
+      A `SparseTransformer` with learned positions.
+
+    Raises:
+      FileNotFoundError, TypeError, ValueError: see `from_huggingface`; num_heads that do not divide the features.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> sl.from_gpt2("/nowhere/gpt2.safetensors")
+      Traceback (most recent call last):
+      FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/gpt2.safetensors'
+
+    References:
+      Radford et al.: Language Models are Unsupervised Multitask Learners, 2019.
+    """
+    refuse_unknown(from_gpt2, options)
+    place = _path("path", path)
+    given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    _check(given | {"num_heads": num_heads}, options)
+    folder = place if place.is_dir() else place.parent
+    files = stored(place) if place.is_dir() else tensors_of(place)
+    file = folder / "config.json"
+    config = Config(file) if file.exists() else Config(place, _gpt2_of(place, files))
+    if num_heads is not None:
+        config.values["n_head"] = num_heads
+    return _loaded(place, config, lambda: files, patterns, options=options, **given)
+
+
+def _path(name: str, path: Any) -> pathlib.Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{name} must be that of a model, got {type(path).__name__}: {path!r}")
+    return pathlib.Path(path)
+
+
+def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises what `from_huggingface` does for arguments that are wrong whatever is in the files."""
+    check_settings(**{name: x for name, x in given.items() if x is not None or name == "dtype"}, **options)
+
+
+def _loaded(
+    path: pathlib.Path,
+    config: "Config",
+    tensors: Callable[[], dict[str, Stored]],
+    patterns: Pattern | Sequence[Pattern] | None,
+    *,
+    seq_len: int | None,
+    dtype: Dtype | None,
+    param_dtype: Dtype | None,
+    rngs: nnx.Rngs | None,
+    options: Mapping[str, Any],
+) -> SparseTransformer:
+    """The model of a configuration with tensors of files; arguments as of `from_huggingface`."""
     family, settings = described(config)
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
@@ -103,7 +174,7 @@ def from_huggingface(
     settings |= {"seq_len": seq_len or positions, "dtype": dtype}
     settings["patterns"] = settings["patterns"] if patterns is None else patterns
 
-    files = {name: tensor for name, tensor in stored(path).items() if not _BUFFERS.fullmatch(name)}
+    files = {name: tensor for name, tensor in tensors().items() if not _BUFFERS.fullmatch(name)}
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
@@ -154,8 +225,8 @@ def from_huggingface(
 class Config:
     """A config.json. What is null there counts as left out, but for `need`."""
 
-    def __init__(self, file: pathlib.Path):
-        self.file, self.values = file, read_json(file)
+    def __init__(self, file: pathlib.Path, values: dict[str, Any] | None = None):
+        self.file, self.values = file, read_json(file) if values is None else values
 
     def get(self, name: str, default: Any = None) -> Any:
         """A setting, or the default."""
@@ -301,6 +372,26 @@ def _gpt2(config: Config) -> dict[str, Any]:
         "norm_epsilon": config.number("layer_norm_epsilon"),
         "positions": "learned",
         "seq_len": config.size("n_positions"),
+    }
+
+
+def _gpt2_of(path: pathlib.Path, files: Mapping[str, Stored]) -> dict[str, Any]:
+    """The configuration of a GPT-2 by its tensors alone, as in all released sizes."""
+    shapes = {name.removeprefix("transformer."): x.shape for name, x in files.items()}
+    for name in ("wte.weight", "wpe.weight"):
+        if len(shapes.get(name, ())) != 2:
+            raise ValueError(f"{path}: tensors of a GPT-2 must have a matrix {name}, got {some(sorted(shapes))}")
+    (vocab, features), positions = shapes["wte.weight"], shapes["wpe.weight"]
+    return {
+        "model_type": "gpt2",
+        "vocab_size": vocab,
+        "n_embd": features,
+        "n_layer": sum(name.endswith(".ln_1.bias") for name in shapes),
+        "n_head": max(1, features // 64),
+        "n_positions": positions[0],
+        "n_inner": shapes.get("h.0.mlp.c_fc.weight", (0, 4 * features))[1],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
     }
 
 

@@ -34,11 +34,11 @@ def stored(folder: pathlib.Path) -> dict[str, Stored]:
     """
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if file.is_file() or not index.is_file():
-        return _of_file(file)
+        return tensors_of(file)
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(n, str) and pathlib.Path(n).name == n for n in where.values()):
         raise ValueError(f"{index}: weight_map must name files beside it")
-    found = {name: tensor for n in sorted(set(where.values())) for name, tensor in _of_file(folder / n).items()}
+    found = {name: tensor for n in sorted(set(where.values())) for name, tensor in tensors_of(folder / n).items()}
     missing = [name for name in where if name not in found]
     if missing:
         raise ValueError(f"{index}: {missing[0]} is not in {where[missing[0]]}")
@@ -61,8 +61,8 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _of_file(file: pathlib.Path) -> dict[str, Stored]:
-    """8 bytes, the length of the header; the header, JSON; the tensors one after the other."""
+def tensors_of(file: pathlib.Path) -> dict[str, Stored]:
+    """The tensors of one file: 8 bytes, the length of the header; the header, JSON; the tensors one after the other."""
     found = {}
     with file.open("rb") as opened:
         start = 8 + int.from_bytes(opened.read(8), "little")
