@@ -54,7 +54,8 @@ class SparseTransformerBlock(nnx.Module):
         Nemotron); or of an MLP with a gate, f(gate(x)) * in(x): "swiglu" (f = silu, Llama) or "geglu" (f = GPT-2's
         gelu, Gemma).
       make_mlp: makes another MLP from rngs, ``lambda rngs: Experts(..., rngs=rngs)``: a module that maps [..., F] to
-        [..., F]. mlp, mlp_features and biases of the MLP then mean nothing.
+        [..., F]. mlp, mlp_features and biases of the MLP then mean nothing. Dropout of its own follows ``eval()``
+        alone, not ``deterministic``.
       norm: "layer" or "rms".
       norm_epsilon: added to the variance in all norms, those of q and k among them.
       norm_placement: "pre", of what a branch reads (GPT-2, Llama); "post", of what it adds (OLMo 2), whose parameters

@@ -123,6 +123,8 @@ class LoadedLayerOptions(Computation, LayerOptions, total=False):
 
     rope: Rope | None
     rope_theta: float | None
+    normalize_qk: bool | str
+    norm_epsilon: float
 
 
 class LoadedModelOptions(Computation, FlaxOptions, total=False):

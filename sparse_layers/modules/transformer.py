@@ -232,7 +232,8 @@ class SparseTransformer(nnx.Module):
           tokens: int [..., T] in 0..V-1 with T <= seq_len.
           segment_ids: int [..., T], see `SparseSelfAttention`. Positions still count from the input's first token.
           positions: int [..., T] or [T], where they shall count otherwise: what `Rope` turns by, and the rows of
-            learned tables, 0..seq_len - 1. The patterns go by the places of the tokens in the input all the same.
+            learned tables, 0..seq_len - 1 (beyond these is no row, and the result no number). The patterns go by the
+            places of the tokens in the input all the same. `prefill` and `decode_step` count from the first token.
           deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
 
         Returns:

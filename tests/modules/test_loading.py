@@ -262,6 +262,29 @@ def test_linen_sinks_of_the_sparse_layer():
         from_linen(params | {"sinks": jnp.zeros(3)}, **settings)
 
 
+def test_norms_of_q_and_k_are_what_they_were():
+    """Parameters of an RMS norm look like those of a layer norm: NNX layers know, of Linen's the caller does."""
+    x, settings = inputs(1, T, F), {"pattern": "all", "seq_len": T}
+    sparse = sparse_layers.linen.SparseSelfAttention(N, normalize_qk="rms", norm_epsilon=0.1, **settings)
+    params = perturbed(jax.jit(sparse.init)(jax.random.key(0), x)["params"])
+    layer = from_linen(params, normalize_qk="rms", norm_epsilon=0.1, **settings)
+    np.testing.assert_allclose(run(layer, x), jax.jit(sparse.apply)({"params": params}, x), atol=5e-6)
+    with pytest.raises(ValueError, match="normalize_qk: params have norms of q and k, got False"):
+        from_linen(params, normalize_qk=False, **settings)
+
+    dense = nnx_layer(normalize_qk=True)
+    size = dense.query_ln.num_features
+    for name, seed in (("query_ln", 1), ("key_ln", 2)):
+        norm = nnx.RMSNorm(size, epsilon=0.1, rngs=nnx.Rngs(0))
+        norm.scale[...] = jax.random.normal(jax.random.key(seed), (size,))
+        setattr(dense, name, norm)
+    mask = nnx.make_causal_mask(x[..., 0])
+    np.testing.assert_allclose(run(from_nnx(dense, **settings), x), dense(x, mask=mask, decode=False), atol=1e-5)
+    dense.key_ln = nnx.RMSNorm(size, epsilon=0.2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="norms of q and k must be alike"):
+        from_nnx(dense, **settings)
+
+
 def test_linen_grouped_heads_and_boxes():
     # Linen has no grouped heads, but the layout says it all; boxes carry the axes' names.
     params = pure(nnx_layer(num_kv_heads=2))

@@ -15,7 +15,8 @@ from ..attention_fn import Pattern
 from ..settings import LoadedLayerOptions, check_settings
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
-_FIXED_BY_LAYER += ("head_dim", "use_bias", "normalize_qk", "rngs")
+_FIXED_BY_LAYER += ("head_dim", "use_bias", "rngs")
+_NORMS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 
 
 def from_nnx(
@@ -58,7 +59,7 @@ def from_nnx(
             "dense is a SparseSelfAttention already; for another pattern, make a layer with it and the same settings "
             "and copy the parameters: nnx.update(layer, nnx.state(dense, nnx.Param))"
         )
-    refuse_fixed(options, _FIXED_BY_LAYER, "the dense layer")
+    refuse_fixed(options, (*_FIXED_BY_LAYER, "normalize_qk", "norm_epsilon"), "the dense layer")
     refuse_unknown(from_nnx, options)
     check_settings(**options)
     if dense.dropout_rate:
@@ -80,15 +81,31 @@ def from_nnx(
             "flax.nnx.dot_product_attention first, and say the rest by options (rope, logits_soft_cap, scale)"
         )
     sizes = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads")
-    kept = ("use_bias", "normalize_qk", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
+    kept = ("use_bias", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
     kept += ("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
-    settings = {name: getattr(dense, name) for name in sizes + kept} | options
+    settings = {name: getattr(dense, name) for name in sizes + kept} | _qk_norm(dense) | options
     layer = _layer(pattern=pattern, seq_len=seq_len, **settings)
     # A dense layer may have been cast after its construction: without a wish, its arrays are taken as they are.
     convert = jnp.copy if "param_dtype" not in options else lambda x: jnp.array(x, options["param_dtype"])
     state = jax.tree.map(convert, nnx.state(dense, nnx.Param))
     fill(layer, dict(nnx.to_flat_state(state)), "the dense layer")
     return layer
+
+
+def _qk_norm(dense: nnx.MultiHeadAttention) -> dict[str, Any]:
+    """The norms of q and k, as they are: they may have been changed after the dense layer was made.
+
+    Raises:
+      ValueError: they are of another kind, or of two.
+    """
+    if not dense.normalize_qk:
+        return {}
+    norms: list[Any] = [dense.query_ln, dense.key_ln]
+    kinds = {(type(norm), norm.epsilon) for norm in norms}
+    (kind, epsilon), *more = kinds
+    if more or kind not in _NORMS:
+        raise ValueError(f"normalize_qk: norms of q and k must be alike, LayerNorm or RMSNorm of Flax, got {kinds}")
+    return {"normalize_qk": _NORMS[kind], "norm_epsilon": epsilon}
 
 
 def from_linen(
@@ -106,8 +123,9 @@ def from_linen(
         are laid out alike; its sinks [N] are taken with use_sinks=True.
       pattern, seq_len: see `SparseSelfAttention`.
       **options: all other arguments of `SparseSelfAttention` that the parameters do not fix: ``dtype`` (parameters do
-        not tell it), ``rope``, ``use_sinks``, ``implementation``, ...; ``param_dtype``: of all parameters, where
-        otherwise each array keeps its own.
+        not tell it), ``rope``, ``use_sinks``, ``implementation``, ...; ``normalize_qk="rms"`` and ``norm_epsilon``
+        for norms of q and k that are not Flax's layer norms, whose parameters look alike; ``param_dtype``: of all
+        parameters, where otherwise each array keeps its own.
 
     Returns:
       A `SparseSelfAttention`; its sinks, if any, start at zero unless params has them.
@@ -148,6 +166,9 @@ def from_linen(
     projections, norms = ("query", "key", "value", "out"), ("query_ln", "key_ln")
     use_bias = any(name.endswith(".bias") for name in names)
     normalize_qk = any(name.partition(".")[0] in norms for name in names)
+    wish = options.get("normalize_qk", normalize_qk)
+    if bool(wish) != normalize_qk:
+        raise ValueError(f"normalize_qk: params have {'' if normalize_qk else 'no '}norms of q and k, got {wish!r}")
     wanted = [f"{name}.kernel" for name in projections]
     wanted += [f"{name}.bias" for name in projections if use_bias]
     wanted += [f"{name}.scale" for name in norms if normalize_qk]
@@ -178,9 +199,8 @@ def from_linen(
         pattern=pattern,
         seq_len=seq_len,
         use_bias=use_bias,
-        normalize_qk=normalize_qk,
         param_dtype=arrays["query", "kernel"].dtype,
-        **rest,
+        **{"normalize_qk": normalize_qk} | rest,
     )
     fill(layer, arrays, "params")
     return layer

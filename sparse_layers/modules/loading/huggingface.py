@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ...masks.options import Positive, checked, near, real, refuse_unknown
+from ...masks.options import Natural, Positive, checked, near, real, refuse_unknown
 from ...masks.primitives import Causal, Window
 from ..attention_fn import Pattern
 from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
@@ -56,7 +56,7 @@ def from_huggingface(
         ``scan_layers``, ``implementation``, ``selection``, ``use_sinks`` (sinks start at zero), ...
 
     Returns:
-      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums.
+      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums, rounded to param_dtype.
 
     Raises:
       FileNotFoundError: config.json or the tensors are missing.
@@ -137,6 +137,7 @@ def from_gpt2(
     files = stored(place) if place.is_dir() else tensors_of(place)
     file = folder / "config.json"
     config = Config(file) if file.exists() else Config(place, _gpt2_of(place, files))
+    config.one_of("model_type", ("gpt2",))
     if num_heads is not None:
         config.values["n_head"] = num_heads
     return _loaded(place, config, lambda: files, patterns, options=options, **given)
@@ -251,7 +252,7 @@ class Config:
     def one_of(self, name: str, served: Collection[Any], rule: str = "", default: Any = None) -> Any:
         """A setting that is one of some values."""
         value = self.get(name, default)
-        if value not in served:
+        if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in served):
             rule = rule or " or ".join(map(repr, served))
             raise ValueError(f"{self.file}: {name} must be {rule}, got {value!r}")
         return value
@@ -265,6 +266,10 @@ _SERVED = {
     "quantization_config": (None,),
     "use_bidirectional_attention": (False,),
     "tie_word_embeddings": (None, True, False),
+    "attention_bias": (False, True),
+    "mlp_bias": (False, True),
+    "use_sliding_window": (False, True),
+    "partial_rotary_factor": (1,),
 }
 # The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers.
 _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -285,47 +290,75 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
         config.one_of(name, served, default=served[0])
     settings = family.settings(config)
     count = settings["num_layers"]
-    kinds = config.get("layer_types") or [_SLIDING if family.slides(config, i) else _FULL for i in range(count)]
+    own = [_SLIDING if family.slides(config, i) else _FULL for i in range(count)]
+    kinds = config.get("layer_types") or own
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise ValueError(f"{config.file}: layer_types must be {count} times {_FULL!r} or {_SLIDING!r}, got {kinds}")
+    if kinds != own and not family.mixes:
+        raise ValueError(f"{config.file}: layer_types must be those that this architecture has, {own}, got {kinds}")
     # What layers take in turn, once.
     turn = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
     windows = {_SLIDING: config.size("sliding_window") - 1} if _SLIDING in kinds else {}
     masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:turn])
-    ropes = {"rope": tuple(_rope(config, kind) for kind in kinds[:turn])} if settings["positions"] == "rope" else {}
-    return family, settings | {"patterns": tuple(masks)} | ropes
+    settings["patterns"] = tuple(masks)
+    if settings["positions"] == "rope":
+        settings["rope"] = tuple(_rope(config, family, kind) for kind in kinds[:turn])
+    return family, settings
 
 
-def _rope(config: Config, kind: str) -> Rope:
-    """The rotary embeddings of a kind of layer."""
-    given, theta = config.get("rope_parameters", {}), config.get("rope_theta", 10000.0)
-    if isinstance(given, dict) and any(isinstance(value, dict) for value in given.values()):
-        given = given.get(kind) or {}
-    elif not given and kind == _SLIDING and config.get("rope_local_base_freq"):
-        theta = config.get("rope_local_base_freq")  # Gemma 3, before rope_parameters
+def _rope(config: Config, family: "Family", kind: str) -> Rope:
+    """The rotary embeddings of a kind of layer.
+
+    Raises:
+      ValueError: names the file.
+    """
+    given, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    local = kind == _SLIDING and len(family.thetas) > 1
+    theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
+    if isinstance(given, dict) and {_FULL, _SLIDING} & {*given}:
+        given = given.get(kind)
+    elif given and len(family.thetas) > 1:
+        raise ValueError(f"{config.file}: rope_parameters must be of {_FULL!r} and of {_SLIDING!r}, got {given!r}")
+    elif given and older and given != older:
+        raise ValueError(f"{config.file}: rope_parameters and rope_scaling must agree, got {given!r} and {older!r}")
     elif not given:
-        given = config.get("rope_scaling", {})
+        given = {} if local else older
     if not isinstance(given, dict):
         raise ValueError(f"{config.file}: rotary embeddings must be an object, got {given!r}")
     given = {word: value for word, value in given.items() if value is not None}
     theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", 1)
-    older = given.pop("type", "default")
-    name, scaling = given.pop("rope_type", older), None
-    if name != "default":
-        if name not in _SCALINGS:
-            raise ValueError(f"{config.file}: rope_type: {near(name, ['default', *_SCALINGS])}")
-        known = {field.name for field in dataclasses.fields(_SCALINGS[name])}
-        if "original_length" in known:
-            given.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-        unknown = [word for word in given if _NUMBERS.get(word, word) not in known]
-        if unknown or "factor" not in given:
-            wrong = f"unknown {some(unknown)}" if unknown else "factor is missing"
-            raise ValueError(f"{config.file}: rotary embeddings {name!r}: {wrong}")
-        make: Any = _SCALINGS[name]
-        scaling = make(**{str(_NUMBERS.get(word, word)): value for word, value in given.items()})
-    share = config.get("partial_rotary_factor", share)
-    size = config.get("head_dim", config.size("hidden_size") // config.size("num_attention_heads"))
-    return Rope(theta, rotary_dim=None if share == 1 else int(size * share), scaling=scaling)
+    if share != 1:
+        raise ValueError(f"{config.file}: partial_rotary_factor must be 1, got {share!r}")
+    kind_of_scaling = given.pop("type", "default")
+    name, scaling = given.pop("rope_type", kind_of_scaling), None
+    try:
+        if name != "default":
+            scaling = _scaling(config, str(name), given)
+        return Rope(theta, scaling=scaling)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
+
+
+def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
+    """The scaling of a name with the numbers given.
+
+    Raises:
+      ValueError, TypeError: an unknown name or number, or a missing or wrong one.
+    """
+    if name not in _SCALINGS:
+        raise ValueError(f"rope_type: {near(name, ['default', *_SCALINGS])}")
+    known, needed = {field.name for field in dataclasses.fields(_SCALINGS[name])}, {"factor"}
+    if "original_length" in known:
+        original = "original_max_position_embeddings"
+        length = given.get(original, config.get("max_position_embeddings"))
+        given = given | {original: config.get(original, length)}
+    if name == "llama3":
+        needed |= {"low_freq_factor", "high_freq_factor"}
+    unknown, missing = [x for x in given if _NUMBERS.get(x, x) not in known], sorted(needed - {*given})
+    if unknown or missing:
+        raise ValueError(f"{name!r} {f'has no {some(unknown)}' if unknown else f'needs {some(missing)}'}")
+    make: Any = _SCALINGS[name]
+    return make(**{str(_NUMBERS.get(word, word)): value for word, value in given.items()})
 
 
 def _llama(config: Config, **more: Any) -> dict[str, Any]:
@@ -410,6 +443,9 @@ class Family:
       prefix: what names may begin with, but for that of the head.
       conv1d: whether kernels are [in, out], and not [out, in].
       from_one: whether scales of norms are stored as differences from 1.
+      mixes: whether layer_types may mix layers with and without a window.
+      thetas: of the rotary embeddings of layers without a window and of those with one, where the configuration has
+        none; two where they differ, and then only the first are scaled.
     """
 
     names: Mapping[str, str | tuple[str, int]]
@@ -418,6 +454,8 @@ class Family:
     prefix: str = "model."
     conv1d: bool = False
     from_one: bool = False
+    mixes: bool = False
+    thetas: tuple[float, ...] = (10000.0,)
 
 
 _LLAMA = {
@@ -460,21 +498,30 @@ _GPT2 = {
 
 def _slides_from(config: Config, i: int) -> bool:
     """Whether layer i of Qwen has a window."""
-    return config.get("use_sliding_window", False) and i >= config.size("max_window_layers")
+    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
+        return False
+    return i >= checked(f"{config.file}: max_window_layers", config.get("max_window_layers"), Natural)
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    config.one_of("attn_logit_softcapping", (None,))
+    return _gemma(config, normalize_qk=True)
 
 
 _FAMILIES = {
     "gpt2": Family(_GPT2, _gpt2, prefix="transformer.", conv1d=True),
     "llama": Family(_LLAMA, _llama),
     "mistral": Family(_LLAMA, _llama, lambda config, i: config.need("sliding_window") is not None),
-    "qwen2": Family(_LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _slides_from),
-    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _slides_from),
-    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, from_one=True),
+    "qwen2": Family(_LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _slides_from, mixes=True),
+    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _slides_from, mixes=True),
+    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, from_one=True, mixes=True),
     "gemma3_text": Family(
         _GEMMA,
-        functools.partial(_gemma, normalize_qk=True),
-        lambda config, i: (i + 1) % config.size("sliding_window_pattern") != 0,
+        _gemma3,
+        lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 6)),
         from_one=True,
+        mixes=True,
+        thetas=(1000000.0, 10000.0),
     ),
     "olmo2": Family(_OLMO2, functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint")),
 }

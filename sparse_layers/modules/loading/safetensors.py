@@ -35,14 +35,16 @@ def stored(folder: pathlib.Path) -> dict[str, Stored]:
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if file.is_file() or not index.is_file():
         return tensors_of(file)
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(n, str) and pathlib.Path(n).name == n for n in where.values()):
+    where: Any = read_json(index).get("weight_map")
+    names: list[Any] = list(where.values()) if isinstance(where, dict) else [None]
+    if not all(isinstance(n, str) and pathlib.Path(n).name == n and n not in ("", "..") for n in names):
         raise ValueError(f"{index}: weight_map must name files beside it")
-    found = {name: tensor for n in sorted(set(where.values())) for name, tensor in tensors_of(folder / n).items()}
-    missing = [name for name in where if name not in found]
+    found = {n: tensors_of(folder / n) for n in sorted({*names})}
+    missing = [name for name, n in where.items() if name not in found[n]]
     if missing:
         raise ValueError(f"{index}: {missing[0]} is not in {where[missing[0]]}")
-    return found
+    everything = {name: x for tensors in found.values() for name, x in tensors.items()}
+    return everything | {name: found[n][name] for name, n in where.items()}
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

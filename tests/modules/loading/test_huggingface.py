@@ -13,6 +13,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.modules.loading.huggingface import Config, described
+from sparse_layers.modules.loading.safetensors import stored
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -103,14 +104,43 @@ def test_configurations_without_layer_types(tmp_path):
 
 
 def test_what_configurations_may_say_beside(tmp_path):
-    found = settings(tmp_path, "llama", attention_bias=True, mlp_bias=True, partial_rotary_factor=0.5)
+    found = settings(tmp_path, "llama", attention_bias=True, mlp_bias=True, partial_rotary_factor=1.0)
     assert found["use_bias"] == ("query", "key", "value", "out", "mlp")
-    assert {rope.rotary_dim for rope in found["rope"]} == {6}
     found = settings(tmp_path, "llama", drop=("rope_theta", "num_key_value_heads", "head_dim"), rope_scaling=None)
     assert (found["rope"], found["num_kv_heads"], found["head_dim"]) == ((sl.Rope(1e4),), 4, 8)
     named = {"type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": 1.5, "truncate": False}
     found = settings(tmp_path, "qwen3", rope_scaling=named)["rope"][0].scaling
     assert found == sl.YarnScaling(2.0, 128, fast=16, attention_factor=1.5, rounded=False)
+    # What stands outside counts more than what stands inside.
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for inside in ({}, {"original_max_position_embeddings": 1024}):
+        outside = {"original_max_position_embeddings": 64, "rope_scaling": llama3 | inside}
+        assert (
+            settings(tmp_path, "llama", drop=("rope_parameters",), **outside)["rope"][0].scaling.original_length == 64
+        )
+
+
+def test_what_gemma_3_means_where_its_configuration_says_nothing(tmp_path):
+    """Layers with a window turn slowly and are never scaled, whatever is said of the others."""
+    silent = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"))
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for said, full in (({}, sl.Rope(1e6)), ({"rope_scaling": linear}, sl.Rope(1e6, scaling=sl.LinearScaling(8.0)))):
+        assert {*settings(tmp_path, "gemma3_text", **silent | said)["rope"]} == {sl.Rope(1e4), full}
+    nested = {"full_attention": linear, "sliding_attention": {"rope_type": "default"}}
+    found = settings(tmp_path, "gemma3_text", **silent | {"rope_parameters": nested})["rope"]
+    assert {*found} == {sl.Rope(1e4), sl.Rope(1e6, scaling=sl.LinearScaling(8.0))}
+    for wrong, reason in (
+        ({"rope_parameters": linear}, "rope_parameters must be of 'full_attention' and of"),
+        ({"rope_parameters": nested | {"sliding_attention": None}}, "must be an object, got None"),
+        ({"attn_logit_softcapping": 2.0}, "attn_logit_softcapping must be None, got 2.0"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            settings(tmp_path, "gemma3_text", **silent | wrong)
+    assert settings(tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=True, sliding_window=None)
+    every = settings(
+        tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=True, sliding_window=8, max_window_layers=0
+    )
+    assert every["patterns"] == (sl.Causal() & sl.Window(7),)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "mscale": 1.0}
@@ -124,11 +154,14 @@ REFUSED = [
     ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'gelu_pytorch_tanh', got 'relu'"),
     ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types must be 3 times"),
     ({"layer_types": ["full_attention"]}, "layer_types must be 3 times 'full_attention' or 'sliding_attention'"),
-    ({"layer_types": ["sliding_attention"] * 3}, "sliding_window must be an integer >= 1, got None"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types must be those that this architecture has"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+    ({"attention_bias": "no"}, "attention_bias must be False or True, got 'no'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters and rope_scaling must agree"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "linear"}}, "rotary embeddings 'linear': factor is missing"),
-    ({"rope_parameters": LLAMA3}, "rotary embeddings 'llama3': unknown mscale"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "rotary embeddings: 'linear' needs factor"),
+    ({"rope_parameters": LLAMA3}, "rotary embeddings: 'llama3' has no mscale"),
     ({"rope_parameters": [1]}, "rotary embeddings must be an object, got [1]"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be None or True or False, got 'no'"),
@@ -183,7 +216,12 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         sl.from_huggingface(folder)
     index = folder / "model.safetensors.index.json"
-    for where, reason in (({"x": "../model.safetensors"}, "files beside it"), ({}, "missing"), ([], "files beside it")):
+    for where, reason in (
+        ({"x": "../model.safetensors"}, "files beside it"),
+        ({"x": ".."}, "files beside it"),
+        ({}, "missing"),
+        ([], "files beside it"),
+    ):
         index.write_text(json.dumps({"weight_map": where}))
         with pytest.raises(ValueError, match=reason):
             sl.from_huggingface(folder)
@@ -191,6 +229,11 @@ def test_files_that_are_refused(tmp_path):
     index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
     with pytest.raises(ValueError, match=r"x is not in a\.safetensors"):
         sl.from_huggingface(folder)
+    # Of a tensor in two files, the one counts that the index names.
+    other = {"model.norm.weight": np.zeros(3, np.float32), "y": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(other, folder / "b.safetensors")
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "y": "b.safetensors"}}))
+    np.testing.assert_array_equal(stored(folder)["model.norm.weight"].read(), tensors("qwen3")["model.norm.weight"])
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: cannot be read as JSON"):
         sl.from_huggingface(folder)
