@@ -361,8 +361,8 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
     return make(**{str(_NUMBERS.get(word, word)): value for word, value in given.items()})
 
 
-def _llama(config: Config, **more: Any) -> dict[str, Any]:
-    """What all families share but GPT-2; more are a family's own."""
+def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, Any]:
+    """What all families share but GPT-2; the MLP's function if none is said, and more are a family's own."""
     features, heads = config.size("hidden_size"), config.size("num_attention_heads")
     biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
     activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
@@ -374,7 +374,7 @@ def _llama(config: Config, **more: Any) -> dict[str, Any]:
         "num_layers": config.size("num_hidden_layers"),
         "num_kv_heads": config.size("num_key_value_heads", heads),
         "head_dim": config.size("head_dim", features // heads),
-        "mlp": mlps[config.one_of(activation, tuple(mlps))],
+        "mlp": mlps[config.one_of(activation, tuple(mlps), default=function)],
         "mlp_features": config.size("intermediate_size"),
         "norm": "rms",
         "norm_epsilon": config.number("rms_norm_eps"),
@@ -389,12 +389,12 @@ def _gemma(config: Config, **more: Any) -> dict[str, Any]:
     more["scale"] = config.number("query_pre_attn_scalar") ** -0.5
     caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
     more |= {ours: config.number(theirs) for ours, theirs in caps.items() if config.need(theirs) is not None}
-    return _llama(config, **more)
+    return _llama(config, function="gelu_pytorch_tanh", **more)
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
     features = config.size("n_embd")
-    config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"))
+    config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), default="gelu_new")
     return {
         "vocab_size": config.size("vocab_size"),
         "num_heads": config.size("n_head"),

@@ -120,7 +120,7 @@ def test_what_configurations_may_say_beside(tmp_path):
         )
 
 
-def test_what_gemma_3_means_where_its_configuration_says_nothing(tmp_path):
+def test_what_is_meant_where_configurations_say_nothing(tmp_path):
     """Layers with a window turn slowly and are never scaled, whatever is said of the others."""
     silent = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"))
     linear = {"rope_type": "linear", "factor": 8.0}
@@ -141,6 +141,9 @@ def test_what_gemma_3_means_where_its_configuration_says_nothing(tmp_path):
         tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=True, sliding_window=8, max_window_layers=0
     )
     assert every["patterns"] == (sl.Causal() & sl.Window(7),)
+    for name, function in (("llama", "swiglu"), ("gemma3_text", "geglu"), ("gpt2", "gelu_tanh")):
+        unsaid = dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"))
+        assert settings(tmp_path, name, **unsaid)["mlp"] == function
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "mscale": 1.0}
