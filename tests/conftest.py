@@ -24,6 +24,9 @@ if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/
     os.environ["XLA_FLAGS"] = f"{quick} {os.environ.get('XLA_FLAGS', '')}"
     # Threads of numpy's products spin while they wait for each other, on cores that others use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+else:
+    # Float32 is to mean float32 here: accelerators multiply fewer digits unless told otherwise.
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 
 import jax
 import pytest

@@ -187,7 +187,8 @@ def test_queries_take_turns_where_scores_were_too_large(name, monkeypatch):
 
 def test_ties_go_to_the_first_and_padding_may_hold_anything():
     q, k = jnp.ones((1, 128, 2, 8)), jnp.ones((1, 128, 1, 8))
-    assert select(sl.MoBA(16, 3), q, k).ids[0, 127, 0].tolist() == [7, 0, 1]
+    # In any order: kernels of GPUs have another one.
+    assert {*select(sl.MoBA(16, 3), q, k).ids[0, 127, 0].tolist()} == {0, 1, 7}
     ids = jnp.where(jnp.arange(128) < 100, 0, -1)[None]
     poisoned = k.at[:, 100:].set(jnp.nan)
     np.testing.assert_array_equal(
