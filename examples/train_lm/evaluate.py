@@ -57,7 +57,7 @@ def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[in
       state: of the run.
       text: what is read; the first max(contexts) bytes are context only.
       contexts: each in 1..seq_len.
-      count: bytes to score; fewer if the text is shorter.
+      count: bytes to score, in stretches of about seq_len bytes that are spread over the text; fewer if it is shorter.
 
     Raises:
       Refusal: a context out of range, or a text without bytes to score.
@@ -70,30 +70,33 @@ def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[in
     if scored < 1:
         raise Refusal(f"--bytes {count}: of {text.size} bytes, none has {first} before it")
     step = jax.jit(lambda state, batch: mean_loss(run.model(state), batch))
+    number = max(1, scored // length)
+    edges = first + scored * np.arange(number + 1) // number
+    # What is left out lies between the stretches, in equal parts.
+    left_out = (text.size - first - scored) * np.arange(number) // max(1, number - 1)
+    stretches = np.stack([edges[:-1] + left_out, edges[1:] + left_out], axis=1)
     for context in contexts:
         began, total, bytes_scored, windows = time.perf_counter(), 0.0, 0, 0
         # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
         fresh = length - context + 1
-        targets = np.arange(first, first + scored, fresh)
-        for rows in np.array_split(targets, -(-len(targets) // run.config.batch_size)):
-            batch = _windows(text, rows - context, rows, first + scored, run.config)
+        asked = [(at, min(at + fresh, end)) for begin, end in stretches for at in range(begin, end, fresh)]
+        for rows in np.array_split(asked, -(-len(asked) // run.config.batch_size)):
+            batch = _windows(text, rows[:, 0] - context, rows, run.config)
             here = int(counted(batch).sum())
             total += here * float(step(state, run.place(batch)))
             windows, bytes_scored = windows + len(rows), bytes_scored + here
         yield Row(context, bits(total / max(bytes_scored, 1)), windows, time.perf_counter() - began)
 
 
-def _windows(text: Text, starts: np.ndarray, firsts: np.ndarray, end: int, config: Config) -> Batch:
-    """Windows that are asked for their bytes from ``firsts`` on, before ``end``, that no other window has."""
-    size = config.batch_size
+def _windows(text: Text, starts: np.ndarray, asked: np.ndarray, config: Config) -> Batch:
+    """Windows that begin at ``starts`` and are asked for some of their bytes each, int [windows, 2]: first and end."""
     # A last batch is filled up with windows that count for nothing, and those that pass the end are moved back.
-    starts = np.concatenate([starts, np.zeros(size - len(starts), np.int64)])
-    firsts = np.concatenate([firsts, np.full(size - len(firsts), end)])
+    more = config.batch_size - len(starts)
+    starts, asked = np.pad(starts, (0, more)), np.pad(asked, ((0, more), (0, 0)))
     moved = np.minimum(starts, text.size - config.seq_len - 1)
-    lasts = np.minimum(starts + config.seq_len, end - 1)
     target = moved[:, None] + 1 + np.arange(config.seq_len)
-    asked = (target >= firsts[:, None]) & (target <= lasts[:, None])
-    return text_windows(text, moved, config.seq_len, config.packed)._replace(answers=asked)
+    answers = (target >= asked[:, :1]) & (target < asked[:, 1:])
+    return text_windows(text, moved, config.seq_len, config.packed)._replace(answers=answers)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,18 +15,19 @@ from examples.training.run import Run
 from .conftest import TINY
 
 
-def by_hand(run, state, text, context, first, scored):
-    """Bits per byte, each byte scored by itself from the window that is its own."""
+def by_hand(run, state, text, context, stretches):
+    """Bits per byte, each byte of stretches (first, end) scored by itself from the window that is its own."""
     length = run.config.seq_len
     model = jax.jit(lambda state, tokens, seen: run.model(state)(tokens, segment_ids=seen))
     content, total = text.read(0, text.size).astype(np.int32), 0.0
     # The first byte of a document that is kept apart is nobody's next byte.
-    scored_bytes = set(range(first, first + scored)) - (set(text.document_starts) if run.config.packed else set())
-    for at in scored_bytes:
-        # The bytes are cut into stretches; the window that predicts one begins `context` bytes before it, or earlier
+    skipped = set(text.document_starts) if run.config.packed else set()
+    scored_bytes = [(at, first) for first, end in stretches for at in range(first, end) if at not in skipped]
+    for at, first in scored_bytes:
+        # Stretches are cut into pieces; the window that predicts one begins `context` bytes before it, or earlier
         # where it would pass the text's end.
-        stretch = (at - first) // (length - context + 1)
-        start = min(first + stretch * (length - context + 1) - context, text.size - length - 1)
+        piece = (at - first) // (length - context + 1)
+        start = min(first + piece * (length - context + 1) - context, text.size - length - 1)
         assert context <= at - start <= length
         inputs = range(start, start + length)
         seen = [sum(start < begin <= i for begin in text.document_starts) for i in inputs]
@@ -37,9 +38,11 @@ def by_hand(run, state, text, context, first, scored):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "count", "packed"), [(2, 10**6, False), (5, 50, True)], ids=["to the end", "a part, packed"]
+    ("batch_size", "count", "packed", "stretches"),
+    [(2, 10**6, False, [(32, 64), (64, 97)]), (5, 50, True, [(32, 82)]), (5, 64, True, [(32, 64), (65, 97)])],
+    ids=["to the end", "a part, packed", "spread, packed"],
 )
-def test_each_byte_has_its_context(tmp_path, batch_size, count, packed):
+def test_each_byte_has_its_context(tmp_path, batch_size, count, packed, stretches):
     content = np.random.default_rng(0).integers(0, 256, 97, np.uint8)
     (tmp_path / "text").write_bytes(content.tobytes())
     text = Text([Part(str(tmp_path / "text"), 0, 97)], np.array([0, 20, 40]))
@@ -48,11 +51,11 @@ def test_each_byte_has_its_context(tmp_path, batch_size, count, packed):
     state = run.init()
     state["params"] = jax.tree.map(lambda leaf: 2 * leaf, state["params"])
     contexts = [1, 16, 31, 32]
-    scored = min(count, 97 - 32)
     found = list(evaluate.by_context(run, state, text, contexts, count))
     assert [row.context for row in found] == contexts
-    assert [row.windows for row in found] == [-(-scored // (33 - context)) for context in contexts]
-    expected = [by_hand(run, state, text, context, 32, scored) for context in contexts]
+    pieces = [sum(-(-(end - first) // (33 - context)) for first, end in stretches) for context in contexts]
+    assert [row.windows for row in found] == pieces
+    expected = [by_hand(run, state, text, context, stretches) for context in contexts]
     np.testing.assert_allclose([row.bits_per_byte for row in found], expected, rtol=1e-5)
     # Far enough apart to tell one context from the next.
     assert np.min(np.abs(np.diff(sorted(expected)))) > 2e-5 * expected[0]
