@@ -11,7 +11,6 @@ import pytest
 import sparse_layers as sl
 
 ROOT = pathlib.Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The layers are no variables of the package before their first use: dir() lists them all the same.
 PUBLIC = {n: getattr(sl, n) for n in dir(sl) if not n.startswith("_") and not inspect.ismodule(getattr(sl, n))}
 # Written with &, |, ~ and .T; and made by functions of the package, whose examples show them.
@@ -99,49 +98,3 @@ def test_documentation(name):
     for parameter in parameters(thing):
         assert re.search(rf"^\s+(\w+, )*\**{parameter}(, \w+)*: ", documented, re.M), f"{parameter} is not documented"
     assert "raise ValueError" not in inspect.getsource(thing) or "Raises:" in documented
-
-
-# --- the README ------------------------------------------------------------------------------------------------------
-
-
-def test_the_code_of_the_readme_runs():
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert len(blocks) >= 2
-    names = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["out"].shape == (2, 1024, 64)
-    assert names["swapped"].shape == (2, 512, 32)
-    assert names["classes"].shape == (2, 10)
-    assert names["latents"].shape == (2, 64, 32)
-    assert names["tokens"].shape == (2, 20)
-    assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))
-
-
-def test_the_table_of_presets_is_theirs():
-    section = README.partition("## Presets")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)(?:\((.*?)\))?` \| (.*) \|$", section, re.M)
-    assert {name: summary for name, _, summary in rows} == sl.presets()
-    for name, options, _ in rows:
-        assert options == ", ".join(k if v is None else f"{k}={v}" for k, v in sl.preset_options(name).items())
-
-
-def test_the_pictures_of_the_readme_are_right():
-    block = re.search(r"^```text\nCausal\(\) & \(\.\.\.\):\n(.*?)^```", README, re.M | re.S)
-    assert block
-    formulas, names, *rows = block[1].splitlines()
-    columns = [m.start() for m in re.finditer(r"\S.*?(?=\s{2,}|$)", formulas)]
-    for start, end in zip(columns, [*columns[1:], None], strict=True):
-        mask = sl.Causal() & eval(formulas[start:end], vars(sl))
-        assert "\n".join(row[start:end].strip() for row in rows) == sl.picture(mask, len(rows))
-        assert names[start:end].strip().strip('"') in sl.presets()
-
-
-def test_the_pictures_of_grids_in_the_readme_are_right():
-    block = re.search(r"of 7 rows of 8:\n\n```text\n(.*?)^```", README, re.M | re.S)
-    assert block
-    names, options, *rows = block[1].splitlines()
-    starts = [m.start() for m in re.finditer(r"\w+", names)]
-    for start, end in zip(starts, [*starts[1:], None], strict=True):
-        mask = sl.preset(f"{names[start:end].strip()}:shape=7x8,{options[start:end].strip()}")
-        assert "\n".join(row[start:end].rstrip() for row in rows) == sl.grid_picture(mask, (7, 8), query=(5, 2))

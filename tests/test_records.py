@@ -13,7 +13,7 @@ from benchmarks.record import Record, add_option
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*.json"))
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*/README.md"))]
+DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
 QUOTED = re.compile(r"^<!-- record: (\S+) -->\n(.*?)^<!-- end of record -->$", re.M | re.S)
 QUOTES = [
     (document, *found) for document in DOCUMENTS for found in QUOTED.findall(document.read_text(encoding="utf-8"))

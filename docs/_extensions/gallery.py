@@ -1,0 +1,125 @@
+"""The gallery of presets: a page's part that is made from the package itself, each time the site is built."""
+
+import html
+import inspect
+import pathlib
+from typing import Any
+
+import numpy as np
+
+import sparse_layers as sl
+from sparse_layers.masks.counting import count
+from sparse_layers.masks.pictures import cells, svg
+from sparse_layers.ops.planning.plan import make_plan
+
+LENGTHS = 4096, 65536
+# What presets on a grid are shown on, by their number of axes, at each of the lengths.
+SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((64, 64), (256, 256)), 3: ((16, 16, 16), (16, 64, 64))}
+VIDEOS = {"radial", "sliding_tile", "spatial_temporal"}
+# Where the default would not show, or does not fit so few tokens.
+OPTIONS: dict[str, dict[str, Any]] = {"chunked": {"chunk": 1024}, "axial": {"axes": -1}, "sliding_tile": {"tile": 4}}
+SIDE, MASKS = 64, 4
+BACKEND = "triton"
+
+
+def made(name: str, number: int) -> tuple[sl.Mask, ...]:
+    """The masks of a preset over LENGTHS[number] tokens."""
+    return sl.as_masks(sl.preset(name, **options(name, number)))
+
+
+def options(name: str, number: int) -> dict[str, Any]:
+    """What is said of a preset beside its defaults."""
+    shape = {"shape": SHAPES[3 if name in VIDEOS else 2][number]} if "shape" in sl.preset_options(name) else {}
+    return shape | OPTIONS.get(name, {})
+
+
+def call(name: str) -> str:
+    """The line of code that makes what is drawn."""
+    given = "".join(f", {key}={value!r}" for key, value in options(name, 0).items())
+    return f'sl.preset("{name}"{given})'
+
+
+def pictures(name: str) -> str:
+    """The masks, and the keys of one query."""
+    masks, length = made(name, 0), LENGTHS[0]
+    figures = []
+    for number, mask in enumerate(masks[:MASKS]):
+        of = f", heads {number}, {number + len(masks)}, ..." if len(masks) > 1 else ""
+        figures.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
+    shape = options(name, 0).get("shape")
+    query = length * 5 // 8 + (SIDE // 3 if shape else 0)
+    seen = np.broadcast_to(masks[0](np.array(query), np.arange(length)), (length,))
+    if shape is None:
+        strip = np.repeat(shares(seen.reshape(1, -1), length // 256), 8, axis=0)
+        figures.append(figure(svg(strip), f"keys of query {query}"))
+    elif len(shape) == 2:
+        figures.append(figure(svg(seen.reshape(shape) * np.int8(2)), f"keys of pixel {divmod(query, shape[1])}"))
+    else:
+        frames = seen.reshape(shape).transpose(1, 0, 2).reshape(shape[1], -1)
+        frame, rest = divmod(query, shape[1] * shape[2])
+        places = f"{frame}, {rest // shape[2]}, {rest % shape[2]}"
+        figures.append(figure(svg(frames * np.int8(2)), f"keys of place ({places}), frame by frame"))
+    return f'<div class="patterns">{"".join(figures)}</div>'
+
+
+def shares(seen: np.ndarray, cell: int) -> np.ndarray:
+    """Cells of a row: 2 where all keys are seen, 1 where some are."""
+    parts = seen.reshape(1, -1, cell)
+    return (parts.all(-1).astype(np.int8) + parts.any(-1)).astype(np.int8)
+
+
+def figure(picture: str, caption: str) -> str:
+    """A picture with a line below it."""
+    return f"<figure>{picture}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def costs(name: str, number: int) -> list[str]:
+    """A row of the table: what is kept and what it costs, the mean over heads."""
+    masks, length = made(name, number), LENGTHS[number]
+    causal = all(count(mask, length, length, 1 << 26).causal for mask in masks)
+    whole = sl.Causal() if causal else sl.Full()
+    dense = make_plan(whole, length, implementation=BACKEND).candidates[0][0][1]
+    plan = make_plan(masks, length, implementation=BACKEND)
+    pairs = [count(mask, length, length, 1 << 26).pairs for mask in masks]
+    every = length * (length + 1) // 2 if causal else length**2
+    cost = np.mean([found[0][1] for found in plan.candidates]) / dense
+    return [str(length), f"{np.mean(pairs) / every:.2%}", "causal" if causal else "all", f"{cost:.1%}"]
+
+
+def entry(name: str, summary: str) -> str:
+    """What the page says of one preset."""
+    rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
+    return inspect.cleandoc(f"""
+## `{name}`
+
+{summary}
+
+```python
+{call(name)}
+```
+
+{pictures(name)}
+
+| tokens | pairs kept | of | predicted cost of dense |
+| --- | --- | --- | --- |
+{rows}
+""")
+
+
+def page() -> str:
+    """All presets."""
+    return "\n\n".join(entry(name, summary) for name, summary in sl.presets().items()) + "\n"
+
+
+def write(app: Any) -> None:
+    """Writes the part, where it is not what it was."""
+    path, text = pathlib.Path(app.srcdir) / "generated" / "gallery.md", page()
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Sphinx asks for it."""
+    app.connect("builder-inited", write)
+    return {"parallel_read_safe": True}

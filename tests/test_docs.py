@@ -1,0 +1,62 @@
+"""The pages of docs/: their Python runs page by page, and every public name has its place in the reference."""
+
+import pathlib
+import re
+
+import pytest
+
+import sparse_layers as sl
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+CODE = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in TEXTS.items()}
+# What pages say in comments and texts of what their code makes.
+SHAPES = {
+    "README.md": {"out": (2, 1024, 64)},
+    "docs/models.md": {"swapped": (2, 512, 32)},
+    "docs/cross_attention.md": {"classes": (2, 10), "latents": (2, 64, 32)},
+    "docs/decoding.md": {"tokens": (2, 20)},
+}
+
+
+@pytest.mark.parametrize("page", [name for name, blocks in CODE.items() if blocks])
+def test_the_code_of_a_page_runs_by_itself(page):
+    names = {}
+    for block in CODE[page]:
+        exec(compile(block, page, "exec"), names)
+    assert {name: names[name].shape for name in SHAPES.get(page, {})} == SHAPES.get(page, {})
+    if page == "docs/masks.md":
+        assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].split()) <= 1200
+
+
+def test_every_public_name_is_in_the_reference_once():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+    named = re.findall(r"^\.\. auto(?:class|function):: sparse_layers\.(\w+)$", text, re.M)
+    assert sorted(named) == sorted(sl.__all__)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXTS[page]):
+        path, _, anchor = target.partition("#")
+        found = (ROOT / page).parent / path if path else ROOT / page
+        assert found.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
+def test_the_pictures_of_grids_are_right():
+    block = re.search(r"of 7 rows of 8:\n\n```text\n(.*?)^```", TEXTS["docs/gallery.md"], re.M | re.S)
+    assert block
+    names, options, *rows = block[1].splitlines()
+    starts = [m.start() for m in re.finditer(r"\w+", names)]
+    for start, end in zip(starts, [*starts[1:], None], strict=True):
+        mask = sl.preset(f"{names[start:end].strip()}:shape=7x8,{options[start:end].strip()}")
+        assert "\n".join(row[start:end].rstrip() for row in rows) == sl.grid_picture(mask, (7, 8), query=(5, 2))
