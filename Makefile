@@ -1,5 +1,6 @@
 # make train [ARGS="--pattern local:local_attn_ctx=64 --out runs/local"]   train the example language model
 # make test                                                                lint, types, tests and doctests
+# make docs                                                                the site, in docs/_build
 # make venv                                                                only the environment that both use
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ endif
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: train test venv clean
+.PHONY: train test docs venv clean
 
 train: $(stamp)
 	$(bin)/python -m examples.train_lm.train $(ARGS)
@@ -26,7 +27,15 @@ test: $(stamp)
 	$(bin)/pyright --pythonpath $(bin)/python
 	$(bin)/python -m pytest -n $(JOBS) --dist worksteal
 
+# Nothing is fetched; a warning is an error.
+docs: $(stamp) $(stamp)-docs
+	$(bin)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build
+
 venv: $(stamp)
+
+$(stamp)-docs: $(stamp)
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	touch $@
 
 # The stamp is written last, so an interrupted install is begun again.
 $(stamp): pyproject.toml
@@ -36,4 +45,4 @@ $(stamp): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-3.* .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/generated $(VENV) .venv-3.* .pytest_cache .ruff_cache .hypothesis

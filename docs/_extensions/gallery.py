@@ -48,7 +48,8 @@ def pictures(name: str) -> str:
         figures.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
     shape = options(name, 0).get("shape")
     query = length * 5 // 8 + (SIDE // 3 if shape else 0)
-    seen = np.broadcast_to(masks[0](np.array(query), np.arange(length)), (length,))
+    first, *_ = masks
+    seen = np.broadcast_to(first(np.array(query), np.arange(length)), (length,))
     if shape is None:
         strip = np.repeat(shares(seen.reshape(1, -1), length // 256), 8, axis=0)
         figures.append(figure(svg(strip), f"keys of query {query}"))
@@ -65,7 +66,7 @@ def pictures(name: str) -> str:
 def shares(seen: np.ndarray, cell: int) -> np.ndarray:
     """Cells of a row: 2 where all keys are seen, 1 where some are."""
     parts = seen.reshape(1, -1, cell)
-    return (parts.all(-1).astype(np.int8) + parts.any(-1)).astype(np.int8)
+    return np.where(parts.all(-1), np.int8(2), np.where(parts.any(-1), np.int8(1), np.int8(0)))
 
 
 def figure(picture: str, caption: str) -> str:
