@@ -48,8 +48,7 @@ def pictures(name: str) -> str:
         figures.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
     shape = options(name, 0).get("shape")
     query = length * 5 // 8 + (SIDE // 3 if shape else 0)
-    first, *_ = masks
-    seen = np.broadcast_to(first(np.array(query), np.arange(length)), (length,))
+    seen = np.broadcast_to(next(iter(masks))(np.array(query), np.arange(length)), (length,))
     if shape is None:
         strip = np.repeat(shares(seen.reshape(1, -1), length // 256), 8, axis=0)
         figures.append(figure(svg(strip), f"keys of query {query}"))
