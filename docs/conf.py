@@ -1,5 +1,6 @@
 """How the site is built: `make docs`."""
 
+import inspect
 import pathlib
 import sys
 import tomllib
@@ -34,3 +35,17 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 # Parts of other pages.
 exclude_patterns = ["_build", "generated/gallery.md", "generated/readme.md"]
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    """Arguments of a class as its ``__init__`` says them: metaclasses, as those of Flax, tell nothing of them."""
+    if what != "class" or "__init__" not in vars(obj) or "**kwargs" not in (signature or ""):
+        return None
+    _, *parameters = inspect.signature(obj.__init__).parameters.values()
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(plain)), None
+
+
+def setup(app):
+    """Sphinx asks for it."""
+    app.connect("autodoc-process-signature", _signature)
