@@ -17,8 +17,10 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from .masks.algebra import Mask
 from .masks.options import own_keywords
-from .modules.attention_fn import AttentionFn, Index, Pattern
+from .modules.attention import SparseSelfAttention as NNXSelfAttention
+from .modules.attention_fn import AttentionFn, Pattern
 from .modules.block import IN_BLOCK, check_input, forward
+from .modules.block import SparseTransformerBlock as NNXBlock
 from .modules.rope import Rope
 from .modules.settings import (
     GATED,
@@ -26,11 +28,13 @@ from .modules.settings import (
     Kernels,
     biased,
     check_array,
+    check_features,
     check_order,
     check_settings,
     query_features,
 )
 from .modules.step import Extras, attention_step, check_inputs
+from .ops.decoding.cache import KVCache
 from .ops.planning.params import BwdParams, FwdParams
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
@@ -171,7 +175,6 @@ class SparseSelfAttention(_OfOneSequence):
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
 
-    @nn.compact
     def __call__(
         self,
         inputs: jax.Array,
@@ -202,30 +205,64 @@ class SparseSelfAttention(_OfOneSequence):
           TypeError: a selection that is none.
           NotImplementedError: see the class.
         """
+        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, positions)
+
+    def prefill(
+        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies attention to prompts, and keeps their keys and values: ``layer.apply(..., method="prefill")``.
+
+        Args:
+          inputs: [B, T, F] with T <= seq_len.
+          lengths: int [B], tokens of each prompt, what follows is padding; None for T.
+          selection: as of a call.
+
+        Returns:
+          (out [B, T, out_features] as of a call, the cache). The output of padding means nothing.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `sparse_layers.SparseSelfAttention.prefill`; the settings, see
+            the class.
+        """
+        return self._nnx_layer(inputs).prefill(inputs, lengths, selection=selection)
+
+    def decode_step(
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies attention to one more token of each sequence: ``layer.apply(..., method="decode_step")``.
+
+        Args:
+          inputs: [B, F].
+          cache: of `prefill` or an earlier step.
+          position: int [B], the position of each token: the number of tokens before it.
+          selection: the key blocks that the tokens look at, see `sparse_layers.SparseSelfAttention.decode_step`.
+
+        Returns:
+          (out [B, out_features], the new cache).
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `sparse_layers.SparseSelfAttention.decode_step`; the settings,
+            see the class.
+        """
+        return self._nnx_layer(inputs).decode_step(inputs, cache, position, selection=selection)
+
+    @nn.compact
+    def _nnx_layer(self, inputs: jax.Array) -> NNXSelfAttention:
         if self.decode:
             raise NotImplementedError(
-                "decode=True: the Linen layers have no key-value cache; those of NNX, which take the same parameters, "
-                "have prefill(prompt, lengths) and decode_step(token, cache, position)"
+                "decode=True: a sparse pattern's cache is not Flax's dense one; apply the layer with method='prefill' "
+                "to (prompt, lengths), then with method='decode_step' to (token, cache, position)"
             )
-        rope = {"rope": self.rope, "rope_theta": self.rope_theta}
-        return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, positions, **rope)
+        return _nnx_layer(self, inputs, "inputs", rope=self.rope, rope_theta=self.rope_theta)
 
 
-def _attend(
-    layer: Any,
-    inputs: dict[str, jax.Array],
-    segment_ids: Any,
-    selection: Any,
-    sow_weights: bool,
-    positions: Any = None,
-    **rope: Any,
-):
-    """What `SparseSelfAttention` and `SparseCrossAttention` do, whose inputs are one or two, the queries' first."""
-    for letter, (name, x) in zip("TS", inputs.items(), strict=False):
-        check_array(name, x, f"[..., {letter}, features]")
-    sizes = [(0, *x.shape)[-1] for x in inputs.values()]
-    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions)
-    features, num_heads = sizes[0], layer.num_heads
+def _nnx_layer(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> NNXSelfAttention:
+    """The layer of NNX that ``layer`` is for these inputs, of queries, with layers of Linen in the place of its own.
+
+    It lives as long as a call: what a layer does with projections and norms is written once, with NNX.
+    """
+    features, num_heads = (0, *jnp.shape(inputs))[-1], layer.num_heads
+    check_features(name, inputs, "[..., features]", features)
     num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
     head_size = query_features(num_heads, features, layer.qkv_features, layer.head_dim) // num_heads
     step = attention_step(
@@ -242,47 +279,80 @@ def _attend(
     shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
     biases = biased(layer.use_bias)
 
-    def project(x: jax.Array, name: str, features: Any, **options: Any) -> jax.Array:
+    def projection(name: str, features: Any, **options: Any) -> nn.Module:
         options = {"kernel_init": layer.kernel_init, "bias_init": layer.bias_init} | shared | options
-        options |= {"use_bias": name in biases, "precision": layer.precision}
-        return nn.DenseGeneral(features, name=name, **options)(x)
+        return nn.DenseGeneral(features, name=name, use_bias=name in biases, precision=layer.precision, **options)
 
-    def normed(x: jax.Array, name: str) -> jax.Array:
-        options = {"epsilon": layer.norm_epsilon, "name": name} | shared
-        if layer.normalize_qk in (True, "layer"):
-            return nn.LayerNorm(use_bias=False, **options)(x)
-        joint = x.reshape(*x.shape[:-2], -1) if layer.normalize_qk == "rms_joint" else x
-        return nn.RMSNorm(**options)(joint).reshape(x.shape)
+    def norm(name: str) -> nn.Module | None:
+        kinds = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
+        kind = kinds.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
+        return kind(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
 
-    of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
-    query = project(of_queries, "query", (num_heads, head_size))
-    key = project(of_keys, "key", (num_kv_heads, head_size))
-    value = project(of_keys, "value", (num_kv_heads, head_size))
-    if layer.normalize_qk:
-        query, key = normed(query, "query_ln"), normed(key, "key_ln")
-    index, scorer = None, step.fn.selection
-    if scorer is not None and scorer.indexed:
-        shared |= {"use_bias": False}
-        still, size = jax.lax.stop_gradient(of_queries), scorer.index_features(head_size)
-        index = Index(
-            nn.DenseGeneral((num_kv_heads, size), name="index_query", **shared)(still),
-            nn.DenseGeneral((1, size), name="index_key", **shared)(still),
-            [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None,
-        )
-    sinks = None
-    if layer.use_sinks:
-        sinks = layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype)
-    attended = step(query, key, value, mask=Extras(segment_ids, sinks, selection, index, positions))
-    if index is not None and index.losses:
-        layer.sow("losses", "index", index.losses[0])
-    return project(
-        attended,
-        "out",
-        features if layer.out_features is None else layer.out_features,
-        axis=(-2, -1),
-        kernel_init=layer.out_kernel_init or layer.kernel_init,
-        bias_init=layer.out_bias_init or layer.bias_init,
+    scorer = step.fn.selection
+    index_size = 0 if scorer is None else scorer.index_features(head_size)
+
+    def index(name: str, heads: int) -> nn.Module | None:
+        return nn.DenseGeneral((heads, index_size), name=name, use_bias=False, **shared) if index_size else None
+
+    made = object.__new__(NNXSelfAttention)
+    vars(made).update(
+        layer.lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_size,
+        in_features=features,
+        dtype=layer.dtype,
+        attention_fn=step,
+        query=projection("query", (num_heads, head_size)),
+        key=projection("key", (num_kv_heads, head_size)),
+        value=projection("value", (num_kv_heads, head_size)),
+        query_ln=norm("query_ln"),
+        key_ln=norm("key_ln"),
+        index_query=index("index_query", num_kv_heads),
+        index_key=index("index_key", 1),
+        sinks=layer.param("sinks", nn.initializers.zeros, (num_heads,), layer.param_dtype) if layer.use_sinks else None,
+        out=projection(
+            "out",
+            features if layer.out_features is None else layer.out_features,
+            axis=(-2, -1),
+            kernel_init=layer.out_kernel_init or layer.kernel_init,
+            bias_init=layer.out_bias_init or layer.bias_init,
+        ),
     )
+    return made
+
+
+class _JointRMSNorm(nn.RMSNorm):
+    """RMS norm of heads [..., N, H] over all features of a token together, N * H of them."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
+def _attend(
+    layer: Any,
+    inputs: dict[str, jax.Array],
+    segment_ids: Any,
+    selection: Any,
+    sow_weights: bool,
+    positions: Any = None,
+) -> jax.Array:
+    """What `SparseSelfAttention` and `SparseCrossAttention` do, whose inputs are one or two, the queries' first."""
+    for letter, (name, x) in zip("TS", inputs.items(), strict=False):
+        check_array(name, x, f"[..., {letter}, features]")
+    sizes = [(0, *x.shape)[-1] for x in inputs.values()]
+    check_inputs(inputs, sizes, layer.lengths, segment_ids, selection, sow_weights, positions)
+    of_queries, of_keys = (list(inputs.values())[i] for i in (0, -1))
+    made = layer._nnx_layer(of_queries)
+    query, key, value = made.query(of_queries), made.key(of_keys), made.value(of_keys)
+    if layer.normalize_qk:
+        query, key = made.query_ln(query), made.key_ln(key)
+    losses = [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None
+    index = made._index(of_queries, losses)
+    attended = made.attention_fn(query, key, value, mask=Extras(segment_ids, made._sinks, selection, index, positions))
+    if losses:
+        layer.sow("losses", "index", losses[0])
+    return made.out(attended)
 
 
 @own_keywords
@@ -328,7 +398,6 @@ class SparseCrossAttention(_Settings):
     def lengths(self) -> dict[str, int]:
         return {"q_len": self.q_len, "kv_len": self.kv_len}
 
-    @nn.compact
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -355,6 +424,10 @@ class SparseCrossAttention(_Settings):
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         return _attend(self, inputs, segment_ids, selection, sow_weights)
+
+    @nn.compact
+    def _nnx_layer(self, inputs: jax.Array) -> NNXSelfAttention:
+        return _nnx_layer(self, inputs, "inputs_q")
 
 
 @own_keywords
@@ -496,5 +569,18 @@ class SparseTransformerBlock(_OfOneSequence):
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
 
+    def prefill(
+        self, x: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
+        return _NNX_BLOCK.prefill(self, x, lengths, selection=selection)
 
+    def decode_step(
+        self, x: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
+        return _NNX_BLOCK.decode_step(self, x, cache, position, selection=selection)
+
+
+_NNX_BLOCK: Any = NNXBlock  # its methods need no more of a block than its layers, which have the same names
 _rematerialized: Any = nn.remat(forward, static_argnums=(3,))
