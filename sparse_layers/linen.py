@@ -146,7 +146,7 @@ class SparseSelfAttention(_OfOneSequence):
       kernel_init, bias_init: initial projections.
       out_kernel_init, out_bias_init: those of the last projection; None for kernel_init and bias_init.
       dropout_rate: must be 0, see Raises.
-      decode: must be False, see Raises.
+      decode: must be False or None, see Raises; decode by `prefill` and `decode_step`.
 
     Raises:
       ValueError: at construction: an unknown preset or option; an array whose lengths are not seq_len; sizes that are
@@ -156,7 +156,8 @@ class SparseSelfAttention(_OfOneSequence):
         the head size, or both rope and rope_theta; whatever `block_sparse_attention` refuses (an unknown
         implementation, a soft cap <= 0, ...); dropout_rate > 0 (probabilities are never formed, so there is nothing to
         drop: use dropout on the residual).
-      NotImplementedError: decode=True (the NNX layer has the cache), or an implementation that cannot serve the layer.
+      NotImplementedError: decode=True (the cache is not Flax's dense one), or an implementation that cannot serve the
+        layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -166,8 +167,11 @@ class SparseSelfAttention(_OfOneSequence):
       >>> variables = layer.init(jax.random.key(0), x)
       >>> variables["params"]["query"]["kernel"].shape
       (8, 2, 4)
-      >>> layer.apply(variables, x).shape
-      (1, 16, 8)
+      >>> out = layer.apply(variables, x)
+      >>> prompt, cache = layer.apply(variables, x[:, :15], method="prefill")
+      >>> last, cache = layer.apply(variables, x[:, 15], cache, jnp.array([15]), method="decode_step")
+      >>> bool(jnp.allclose(last, out[:, 15], atol=1e-6))
+      True
     """
 
     num_heads: int

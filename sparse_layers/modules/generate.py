@@ -48,12 +48,11 @@ def generate(
       top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
       top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
         to at least so much (nucleus sampling, Holtzman et al. 2020).
-      stop_token: 0..V-1, or several of these: each ends a sequence, which in the result goes on with this very token.
-        No more steps are computed once all sequences have ended.
+      stop_token: 0..V-1, or several of these; each ends a sequence, which goes on with this very token in the result.
+        Once all sequences have ended, no more steps are computed, or one with on_tokens.
       key: a `jax.random.key`, needed when temperature > 0.
-      on_tokens: called with the tokens of each step, a numpy array int32 [B], as soon as they are known and until all
-        sequences have ended; those that have ended before the others go on as in the result. What it raises, ends the
-        generation and comes out of `generate`.
+      on_tokens: called with the tokens of each step, numpy int32 [B], as soon as they are known and until all sequences
+        have ended; those that have ended before others go on as in the result. What it raises comes out of `generate`.
 
     Returns:
       int32 [B, num_tokens], the tokens after each prompt.
@@ -263,8 +262,7 @@ def _first(how, arrays, tokens, lengths, sampling):
     """(the first token of each sequence; the caches; the keys of all steps)."""
     logits, caches = _prefill(how.graph, arrays, tokens, lengths)
     keys = None if sampling is None else jax.random.split(sampling["key"], how.num_tokens)
-    # As copies: `_step` takes the memory of caches for its own, and they may be arrays of the model.
-    return _chosen(how, logits, 0, sampling, keys), jax.tree.map(jnp.copy, caches), keys
+    return _chosen(how, logits, 0, sampling, keys), caches, keys
 
 
 @functools.lru_cache(maxsize=64)
