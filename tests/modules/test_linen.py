@@ -23,6 +23,7 @@ T, F, N = 24, 16, 4
 BLOCKS = sl.FwdParams(q_blocksize=8, kv_blocksize=8)  # so that 24 tokens are several blocks
 UNION = sl.Causal() & (sl.Window(3) | sl.Strided(5))
 ARRAY = np.tril(np.random.default_rng(7).random((T, T)) < 0.5)
+NSA = sl.NSA(block=16, count=3, pool_size=8, pool_stride=4, sliding=9)
 IDS = jnp.asarray([[0] * 9 + [1] * 8 + [-1] * 7] * 2)
 BF16 = {"dtype": jnp.bfloat16}
 # Each program runs once, so most of the time goes to compiling: without optimisation, to about half as much.
@@ -45,6 +46,14 @@ def nnx_attention(**options):
 def nnx_block(**options):
     options = {"pattern": UNION, "seq_len": T, "fwd_params": BLOCKS} | options
     return sl.SparseTransformerBlock(N, F, rngs=nnx.Rngs(0), **options)
+
+
+def native(**options):
+    return linen.NativeSparseAttention(N, **{"pattern": NSA, "seq_len": 80} | options)
+
+
+def nnx_native(**options):
+    return sl.NativeSparseAttention(N, F, **{"pattern": NSA, "seq_len": 80, "rngs": nnx.Rngs(0)} | options)
 
 
 def pure(module):
@@ -152,6 +161,12 @@ CASES = {
         nnx_block,
         {"mlp": "gelu_tanh", "norm_epsilon": 0.3, "qkv_features": 24, "logits_soft_cap": 0.5},
     ),
+    "native, segments": (
+        native,
+        nnx_native,
+        {"num_kv_heads": 2, "rope_theta": 100.0, "scale": 0.9, "out_features": 10, "use_bias": ("gate", "out")},
+    ),
+    "block, native": (block, nnx_block, {"pattern": NSA, "fwd_params": None, "norm": "rms", "norm_epsilon": 0.3}),
     "block, rms": (block, nnx_block, {"norm": "rms", "norm_epsilon": 0.3, "pattern": (sl.Window(4), ARRAY)}),
 }
 
@@ -342,6 +357,35 @@ def test_models_of_linen_are_sampled_from_and_compiled_once():
     assert programs[0] == programs[1]
     with pytest.raises(ValueError, match=f"num_tokens={T} exceed the model's seq_len={T}"):
         sl.generate(LM().bind(variables), [[1]], T)
+
+
+def test_native_sparse_attention_decodes_as_that_of_nnx():
+    options = {"num_kv_heads": 2, "rope_theta": 100.0}
+    module, other, x = native(**options), nnx_native(**options), inputs(2, 80, F)
+    params = made(module, x)
+    nnx.update(other, params)
+
+    def decoded(prefill, step):
+        out, cache = prefill(x[:, :70], np.array([3, 70]))
+        return out, step(x[:, 70], cache, np.array([3, 70]))
+
+    def method(name):
+        return functools.partial(module.apply, {"params": params}, method=name)
+
+    expected = nnx.jit(lambda layer: decoded(layer.prefill, layer.decode_step))(other)
+    found = jax.jit(lambda: decoded(method("prefill"), method("decode_step")))()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+
+
+def test_native_sparse_attention_has_the_attributes_of_nnx():
+    fields = {f.name: f.default for f in dataclasses.fields(linen.NativeSparseAttention)}
+    options = inspect.signature(sl.NativeSparseAttention.__init__).parameters
+    assert fields.keys() - {"parent", "name"} == options.keys() - {"self", "in_features", "rngs"}
+    same = fields.keys() & options.keys() - {"num_heads", "seq_len"}
+    assert {name: fields[name] for name in same} == {name: options[name].default for name in same}
+    assert native().plans == nnx_native().plans and native(pattern="nsa") == native(pattern=sl.NSA())
+    with pytest.raises(TypeError, match="NativeSparseAttention: unknown argument 'use_sinks'"):
+        block(pattern=NSA, use_sinks=True).init(jax.random.key(0), inputs(1, T, F))
 
 
 # --- attributes ------------------------------------------------------------------------------------------------------

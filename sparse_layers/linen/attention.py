@@ -1,112 +1,24 @@
-"""Linen versions of the attention layers and of `SparseTransformerBlock`: same attributes, parameters and numbers."""
-
-# Classes of their own, not `flax.nnx.bridge.to_linen` of the NNX ones: the bridge's module lacks the attributes that
-# were not given, wants in_features, cannot be hashed or compared when the pattern is an array, wants a dropout key even
-# to initialise a deterministic block, and draws new parameters at every apply only to replace them.
+"""`SparseSelfAttention` and `SparseCrossAttention` for Linen."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.nnx.nn.linear import default_kernel_init
-from flax.typing import Dtype, Initializer, PrecisionLike
 
-from .masks.algebra import Mask
-from .masks.options import own_keywords
-from .modules.attention import SparseSelfAttention as NNXSelfAttention
-from .modules.attention_fn import AttentionFn, Pattern
-from .modules.block import IN_BLOCK, check_input, forward
-from .modules.block import SparseTransformerBlock as NNXBlock
-from .modules.rope import Rope
-from .modules.settings import (
-    GATED,
-    PROJECTIONS,
-    Kernels,
-    biased,
-    check_array,
-    check_features,
-    check_order,
-    check_settings,
-    query_features,
-)
-from .modules.step import Extras, attention_step, check_inputs
-from .ops.decoding.cache import KVCache
-from .ops.planning.params import BwdParams, FwdParams
-from .ops.planning.plan import Plan
-from .ops.planning.selection import Selection
-from .scorers import Scorer, masks_and_scorer
-
-
-class _Settings(nn.Module, kw_only=True):
-    """What layers have in common; see `SparseSelfAttention`."""
-
-    pattern: Pattern
-    qkv_features: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    use_sinks: bool = False
-    scale: float | None = None
-    logits_soft_cap: float | None = None
-    implementation: str | None = None
-    fwd_params: FwdParams | None = None
-    bwd_params: BwdParams | None = None
-    query_sharding: jax.sharding.PartitionSpec | None = None
-    selection: Scorer | str | None = None
-    normalize_qk: bool | str = False
-    norm_epsilon: float = 1e-6
-    use_bias: bool | Collection[str] = True
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    precision: PrecisionLike = None
-    kernel_init: Initializer = default_kernel_init
-    bias_init: Initializer = nn.initializers.zeros
-    out_kernel_init: Initializer | None = None
-    out_bias_init: Initializer | None = None
-
-    def __post_init__(self):
-        check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        biases = biased(self.use_bias, self._with_biases)
-        if not isinstance(self.use_bias, bool):  # in one order and hashable
-            self.use_bias = tuple(name for name in self._with_biases if name in biases)
-        masks, _ = masks_and_scorer(self.pattern, self.selection, list(self.lengths.values()))
-        # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
-        if not isinstance(self.pattern, str | Mask | Scorer):
-            self.pattern = masks
-        super().__post_init__()
-
-    _with_biases = PROJECTIONS
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        """The most tokens of each input, by the names of the attributes that say them."""
-        raise NotImplementedError
-
-    @property
-    def plan(self) -> Plan:
-        """The compiled pattern for the longest inputs (cached)."""
-        settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
-        lengths = list(self.lengths.values())
-        return AttentionFn(masks_and_scorer(self.pattern, None, lengths)[0], lengths[0], **settings).plan(*lengths)
-
-
-class _OfOneSequence(_Settings, kw_only=True):
-    """What self-attention and the block around it have in common; see `SparseSelfAttention`."""
-
-    seq_len: int
-    rope: Rope | None = None
-    rope_theta: float | None = None
-
-    @property
-    def lengths(self) -> dict[str, int]:
-        return {"seq_len": self.seq_len}
+from ..masks.options import own_keywords
+from ..modules.attention import SparseSelfAttention as NNXSelfAttention
+from ..modules.settings import Kernels, biased, check_array, check_features, query_features
+from ..modules.step import Extras, attention_step, check_inputs
+from ..ops.decoding.cache import KVCache
+from ..ops.planning.selection import Selection
+from .settings import OfOneSequence, OverPattern, around
 
 
 @own_keywords
-class SparseSelfAttention(_OfOneSequence):
+class SparseSelfAttention(OfOneSequence, OverPattern):
     """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
 
     Names, shapes and numbers are those of the NNX layer, so that ``nnx.to_pure_dict(nnx.state(layer, nnx.Param))`` is
@@ -261,10 +173,7 @@ class SparseSelfAttention(_OfOneSequence):
 
 
 def _nnx_layer(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> NNXSelfAttention:
-    """The layer of NNX that ``layer`` is for these inputs, of queries, with layers of Linen in the place of its own.
-
-    It lives as long as a call: what a layer does with projections and norms is written once, with NNX.
-    """
+    """The layer of NNX that ``layer`` is for these inputs, of queries."""
     features, num_heads = (0, *jnp.shape(inputs))[-1], layer.num_heads
     check_features(name, inputs, "[..., features]", features)
     num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
@@ -298,9 +207,9 @@ def _nnx_layer(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> NNXSelf
     def index(name: str, heads: int) -> nn.Module | None:
         return nn.DenseGeneral((heads, index_size), name=name, use_bias=False, **shared) if index_size else None
 
-    made = object.__new__(NNXSelfAttention)
-    vars(made).update(
-        layer.lengths,
+    return around(
+        NNXSelfAttention,
+        **layer.lengths,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_size,
@@ -323,7 +232,6 @@ def _nnx_layer(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> NNXSelf
             bias_init=layer.out_bias_init or layer.bias_init,
         ),
     )
-    return made
 
 
 class _JointRMSNorm(nn.RMSNorm):
@@ -360,7 +268,7 @@ def _attend(
 
 
 @own_keywords
-class SparseCrossAttention(_Settings):
+class SparseCrossAttention(OverPattern):
     """Cross-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseCrossAttention`.
 
     Queries come from one sequence, keys and values from another, of its own length and features, and there are no
@@ -432,159 +340,3 @@ class SparseCrossAttention(_Settings):
     @nn.compact
     def _nnx_layer(self, inputs: jax.Array) -> NNXSelfAttention:
         return _nnx_layer(self, inputs, "inputs_q")
-
-
-@own_keywords
-class SparseTransformerBlock(_OfOneSequence):
-    """The residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
-
-    ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
-    1/sqrt(2 * num_layers) times smaller than Flax's default. Names, shapes and numbers are those of the NNX block, but
-    for the roundings of Flax's norms in half precision.
-
-    Args:
-      num_heads: number of query heads.
-      features: features F of the residual stream.
-      num_layers: blocks in the whole stack (scales the initial output projections).
-      mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: the function between the MLP's matrices, or the name of one, see `sparse_layers.SparseTransformerBlock`.
-      make_mlp: makes another MLP, ``lambda: Experts(...)``: a Linen module that maps [..., F] to [..., F].
-      norm: "layer" or "rms".
-      norm_epsilon: added to the variance in all norms.
-      norm_placement: "pre", "post" or "sandwich", see there.
-      parallel: whether the MLP reads what attention reads.
-      dropout_rate: share of values dropped at the branches' ends; uses the ``"dropout"`` rng collection.
-      deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only. The
-        call takes it by keyword only, so a ``flax.linen.remat`` of your own would trace it, and dropout cannot be
-        switched by a traced value: set the attribute there, or use remat=True, which takes both.
-      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
-      use_bias: whether the projections of attention and MLP have biases, or the names of those that do: "query", "key",
-        "value", "out" and "mlp".
-      kernel_init, bias_init: initializers of all projections but the last ones of both branches.
-      out_kernel_init: that of the last ones; None for the scaled default.
-      normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
-      pattern, seq_len, qkv_features, num_kv_heads, head_dim, rope, rope_theta, use_sinks, scale,
-        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection, dtype, param_dtype,
-        precision, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the
-        last two only attention's.
-
-    Raises:
-      ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,
-        dropout_rate outside [0, 1), more heads than features without head_dim, a bad pattern; at ``init`` and
-        ``apply``: `SparseSelfAttention`'s.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, sparse_layers as sl
-      >>> from flax import linen as nn
-      >>> from sparse_layers import linen
-      >>> class Stack(nn.Module):
-      ...     @nn.compact
-      ...     def __call__(self, x):
-      ...         block = linen.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, num_layers=3)
-      ...         step = lambda block, x, _: (block(x), None)
-      ...         stack = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
-      ...         return stack(block, x, None)[0]
-      >>> x = jnp.ones((1, 16, 8))
-      >>> variables = Stack().init(jax.random.key(0), x)
-      >>> variables["params"]["SparseTransformerBlock_0"]["mlp_in"]["kernel"].shape
-      (3, 8, 32)
-      >>> Stack().apply(variables, x).shape
-      (1, 16, 8)
-
-    References:
-      Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
-    """
-
-    num_heads: int
-    features: int
-    num_layers: int = dataclasses.field(default=1, kw_only=True)
-    mlp_features: int | None = dataclasses.field(default=None, kw_only=True)
-    mlp: str | Callable[[jax.Array], jax.Array] = dataclasses.field(default="gelu", kw_only=True)
-    make_mlp: Callable[[], Callable[[jax.Array], jax.Array]] | None = dataclasses.field(default=None, kw_only=True)
-    norm: str = dataclasses.field(default="layer", kw_only=True)
-    norm_placement: str = dataclasses.field(default="pre", kw_only=True)
-    parallel: bool = dataclasses.field(default=False, kw_only=True)
-    dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
-    deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
-    remat: bool = dataclasses.field(default=False, kw_only=True)
-
-    _with_biases = IN_BLOCK
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_order(self.num_heads, self.features, self.head_dim)
-
-    def setup(self):
-        shared = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        norm = functools.partial(
-            nn.LayerNorm if self.norm == "layer" else nn.RMSNorm, epsilon=self.norm_epsilon, **shared
-        )
-        out_init = self.out_kernel_init
-        if out_init is None:
-            out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
-        biases = biased(self.use_bias, IN_BLOCK)
-        names = {field.name for field in dataclasses.fields(_OfOneSequence)} - {"parent", "name"}  # these are Linen's
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names} | {"out_kernel_init": out_init}
-        if not isinstance(self.use_bias, bool):
-            settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
-        if self.normalize_qk is True:
-            settings["normalize_qk"] = self.norm
-        pre, post = (self.norm_placement in (name, "sandwich") for name in ("pre", "post"))
-        # The names are those of the NNX block: its forward function, which both share, and its parameters go by them.
-        self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
-        self.attention = SparseSelfAttention(self.num_heads, **settings)
-        self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
-        own = self.make_mlp is None
-        hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
-        dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
-        self.mlp_in = dense(hidden, kernel_init=self.kernel_init) if own else None
-        self.mlp_gate = dense(hidden, kernel_init=self.kernel_init) if own and self.mlp in GATED else None
-        self.mlp_out = dense(self.features, kernel_init=out_init) if own else None
-        self.mlp_module = None if self.make_mlp is None else self.make_mlp()
-        self.dropout = nn.Dropout(self.dropout_rate)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        segment_ids: jax.Array | None = None,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        deterministic: bool | None = None,
-    ) -> jax.Array:
-        """Applies the block.
-
-        Args:
-          x: [..., T, features] with T <= seq_len.
-          segment_ids: int [..., T], see `SparseSelfAttention`.
-          selection: a `Selection`, see `SparseSelfAttention`.
-          positions: int [..., T] or [T], see `SparseSelfAttention`.
-          deterministic: True switches dropout off, False on; None: as the module's attribute says.
-
-        Returns:
-          [..., T, features].
-
-        Raises:
-          TypeError: what is no array.
-          ValueError: x of other features, or dropout that is neither switched on nor off; `SparseSelfAttention`'s.
-        """
-        check_input(self.features, x, deterministic)
-        # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
-        off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
-        return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
-
-    def prefill(
-        self, x: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
-    ) -> tuple[jax.Array, KVCache]:
-        """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.prefill(self, x, lengths, selection=selection)
-
-    def decode_step(
-        self, x: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
-    ) -> tuple[jax.Array, KVCache]:
-        """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.decode_step(self, x, cache, position, selection=selection)
-
-
-_NNX_BLOCK: Any = NNXBlock  # its methods need no more of a block than its layers, which have the same names
-_rematerialized: Any = nn.remat(forward, static_argnums=(3,))
