@@ -11,7 +11,7 @@ from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..masks.algebra import Mask
-from ..modules.attention_fn import AttentionFn
+from ..modules.attention_fn import AttentionFn, Pattern
 from ..modules.rope import Rope
 from ..modules.settings import PROJECTIONS, biased, check_settings
 from ..ops.planning.params import BwdParams, FwdParams
@@ -24,7 +24,7 @@ _Layer = TypeVar("_Layer")
 class Settings(nn.Module, kw_only=True):
     """Attributes of all layers, see `SparseSelfAttention`."""
 
-    pattern: Any
+    pattern: Pattern
     qkv_features: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None

@@ -43,7 +43,7 @@ def generate(
       num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len, where
         the model has it.
       lengths: int [B] in 1..P, where an array of prompts is padded.
-      padding_side: where it is, "right" or "left": the tokens are the same.
+      padding_side: at which end it is, "right" or "left"; what is generated is the same.
       temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
       top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
       top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
@@ -79,6 +79,8 @@ def generate(
     if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
     check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
+    if isinstance(prompts, Sequence):
+        padding_side = "right"  # they are padded here
     tokens, lengths, known = _prompts(prompts, lengths)
     longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:

@@ -157,6 +157,7 @@ def test_prompts_padded_at_their_beginning_are_those_padded_at_their_end():
     options |= {"lengths": LENGTHS, "padding_side": "left"}
     want = np.asarray(sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=options["key"]))
     np.testing.assert_array_equal(sl.generate(model, left, COUNT, **options), want)
+    np.testing.assert_array_equal(sl.generate(model, PROMPTS, COUNT, **options | {"lengths": None}), want)
     with pytest.raises(ValueError, match=f"prompts must hold tokens in 0..{V - 1}, got 0 to {V + 7}"):
         sl.generate(model, left, COUNT, **options | {"lengths": LENGTHS.max() + 0 * LENGTHS})
 
