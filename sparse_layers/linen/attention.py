@@ -123,27 +123,24 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
         """
         return _attend(self, {"inputs": inputs}, segment_ids, selection, sow_weights, positions)
 
-    def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
-    ) -> tuple[jax.Array, KVCache]:
+    def prefill(self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Any) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, and keeps their keys and values: ``layer.apply(..., method="prefill")``.
 
         Args:
           inputs: [B, T, F] with T <= seq_len.
           lengths: int [B], tokens of each prompt, what follows is padding; None for T.
-          selection: as of a call.
+          **options: all other arguments of `sparse_layers.SparseSelfAttention.prefill`, ``selection=`` as of a call.
 
         Returns:
           (out [B, T, out_features] as of a call, the cache). The output of padding means nothing.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: as `sparse_layers.SparseSelfAttention.prefill`; the settings, see
-            the class.
+          ValueError, TypeError, NotImplementedError: as that of NNX; the settings, see the class.
         """
-        return self._nnx_layer(inputs).prefill(inputs, lengths, selection=selection)
+        return self._nnx_layer(inputs).prefill(inputs, lengths, **options)
 
     def decode_step(
-        self, inputs: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Any
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one more token of each sequence: ``layer.apply(..., method="decode_step")``.
 
@@ -151,16 +148,15 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
           inputs: [B, F].
           cache: of `prefill` or an earlier step.
           position: int [B], the position of each token: the number of tokens before it.
-          selection: the key blocks that the tokens look at, see `sparse_layers.SparseSelfAttention.decode_step`.
+          **options: all other arguments of `sparse_layers.SparseSelfAttention.decode_step`.
 
         Returns:
           (out [B, out_features], the new cache).
 
         Raises:
-          ValueError, TypeError, NotImplementedError: as `sparse_layers.SparseSelfAttention.decode_step`; the settings,
-            see the class.
+          ValueError, TypeError, NotImplementedError: as that of NNX; the settings, see the class.
         """
-        return self._nnx_layer(inputs).decode_step(inputs, cache, position, selection=selection)
+        return self._nnx_layer(inputs).decode_step(inputs, cache, position, **options)
 
     @nn.compact
     def _nnx_layer(self, inputs: jax.Array) -> NNXSelfAttention:

@@ -173,17 +173,15 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
 
-    def prefill(
-        self, x: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
-    ) -> tuple[jax.Array, KVCache]:
+    def prefill(self, x: jax.Array, lengths: jax.Array | None = None, **options: Any) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.prefill(self, x, lengths, selection=selection)
+        return _NNX_BLOCK.prefill(self, x, lengths, **options)
 
     def decode_step(
-        self, x: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Any
     ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.decode_step(self, x, cache, position, selection=selection)
+        return _NNX_BLOCK.decode_step(self, x, cache, position, **options)
 
 
 _NNX_BLOCK: Any = NNXBlock  # its methods need no more of a block than its layers, which have the same names

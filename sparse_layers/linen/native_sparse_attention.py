@@ -114,16 +114,16 @@ class NativeSparseAttention(OfOneSequence):
         return self._nnx_layer(inputs)(inputs, segment_ids=segment_ids, selection=selection, positions=positions)
 
     def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Any
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.prefill`: [B, T, F] -> ([B, T, out_features], the cache); lengths int [B]."""
-        return self._nnx_layer(inputs).prefill(inputs, lengths, selection=selection)
+        return self._nnx_layer(inputs).prefill(inputs, lengths, **options)
 
     def decode_step(
-        self, inputs: jax.Array, cache: NSACache, position: jax.Array, *, selection: Selection | None = None
+        self, inputs: jax.Array, cache: NSACache, position: jax.Array, **options: Any
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.decode_step`: [B, F] -> ([B, out_features], the cache); position int [B]."""
-        return self._nnx_layer(inputs).decode_step(inputs, cache, position, selection=selection)
+        return self._nnx_layer(inputs).decode_step(inputs, cache, position, **options)
 
     @nn.nowrap
     def _of(self, names: tuple[str, ...]) -> dict[str, Any]:

@@ -284,13 +284,6 @@ def test_decoding_equals_the_forward_pass_token_by_token(name):
         np.testing.assert_allclose(later[:, row], want[row, length : length + 10], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["SparseSelfAttention", "SparseTransformerBlock"])
-@pytest.mark.parametrize("method", ["prefill", "decode_step"])
-def test_methods_of_decoding_are_those_of_nnx(name, method):
-    found, expected = (inspect.signature(getattr(getattr(room, name), method)) for room in (linen, sl))
-    assert found == expected
-
-
 def test_parameters_may_be_made_by_a_prompt():
     x = inputs(1, 5, F)
     by_prefill, by_call = (attention(use_sinks=True).init(jax.random.key(0), x, method=m) for m in ("prefill", None))
