@@ -29,6 +29,78 @@ from .settings import PROJECTIONS, biased, check_settings, check_stream, query_f
 from .step import check_inputs
 
 
+def fixed_parts(
+    *,
+    num_heads: int,
+    num_kv_heads: int | None,
+    in_features: int,
+    qkv_features: int | None,
+    head_dim: int | None,
+    out_features: int | None,
+    pattern: NSA | str,
+    seq_len: int,
+    rope: Rope | None,
+    rope_theta: float | None,
+    dtype: Dtype | None,
+    **kernels: Any,
+) -> dict[str, Any]:
+    """What `NativeSparseAttention`, NNX or Linen, has beside parameters, by its attributes, and the settings checked.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
+    """
+    nsa = checked_nsa(pattern)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
+    rope, seq_len = resolved(rope, rope_theta), int(seq_len)
+    if rope is not None:
+        rope.pairs(head_dim, "head_dim")
+    fns = branches(nsa, seq_len, **kernels)
+    # Traced once, without data: a bad block size or implementation shows up now, not in the first step.
+    for name, fn in fns.items():
+        length = max(1, nsa.windows(seq_len)) if name == "compressed" else seq_len
+        query, key = (
+            jax.ShapeDtypeStruct((1, rows, heads, head_dim), dtype or jnp.float32)
+            for rows, heads in ((seq_len, num_heads), (length, num_kv_heads))
+        )
+        jax.eval_shape(fn.attend, query, key, key)
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "in_features": in_features,
+        "out_features": in_features if out_features is None else out_features,
+        "pattern": nsa,
+        "seq_len": seq_len,
+        "rope": rope,
+        **fns,
+    }
+
+
+def branches(nsa: NSA, seq_len: int, **kernels: Any) -> dict[str, AttentionFn]:
+    """The attention of each branch of `NativeSparseAttention`."""
+    masks = {
+        "compressed": Compressed(*nsa.window),
+        "selected": Causal(),
+        "sliding": Causal() & Window(nsa.sliding - 1),
+    }
+    return {name: AttentionFn((mask,), seq_len, **kernels) for name, mask in masks.items()}
+
+
+def checked_nsa(pattern: Any) -> NSA:
+    """The sizes that a pattern of `NativeSparseAttention` stands for.
+
+    Raises:
+      ValueError: it is no `NSA` and no name of one.
+    """
+    nsa = as_nsa(pattern)
+    if nsa is None:
+        raise ValueError(f"pattern must be NSA, as sl.NSA(count=8), or its name, 'nsa:count=8', got {pattern!r}")
+    return nsa
+
+
 class NativeSparseAttention(nnx.Module):
     """Native sparse attention (Yuan et al. 2025): ``out[t] = sum_c g[c, t] * attention(q[t], K[c], V[c])``.
 
@@ -312,75 +384,3 @@ class NativeSparseAttention(nnx.Module):
         ids, (size, stride) = self._whole(ids), self.pattern.window
         found = ids[:, np.arange(self.pattern.windows(ids.shape[1]))[:, None] * stride + np.arange(size)]
         return jnp.where((found == found[..., :1]).all(-1), found[..., 0], -1)
-
-
-def fixed_parts(
-    *,
-    num_heads: int,
-    num_kv_heads: int | None,
-    in_features: int,
-    qkv_features: int | None,
-    head_dim: int | None,
-    out_features: int | None,
-    pattern: NSA | str,
-    seq_len: int,
-    rope: Rope | None,
-    rope_theta: float | None,
-    dtype: Dtype | None,
-    **kernels: Any,
-) -> dict[str, Any]:
-    """What `NativeSparseAttention`, NNX or Linen, has beside parameters, by its attributes, and the settings checked.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
-    """
-    nsa = checked_nsa(pattern)
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
-    rope, seq_len = resolved(rope, rope_theta), int(seq_len)
-    if rope is not None:
-        rope.pairs(head_dim, "head_dim")
-    fns = branches(nsa, seq_len, **kernels)
-    # Traced once, without data: a bad block size or implementation shows up now, not in the first step.
-    for name, fn in fns.items():
-        length = max(1, nsa.windows(seq_len)) if name == "compressed" else seq_len
-        query, key = (
-            jax.ShapeDtypeStruct((1, rows, heads, head_dim), dtype or jnp.float32)
-            for rows, heads in ((seq_len, num_heads), (length, num_kv_heads))
-        )
-        jax.eval_shape(fn.attend, query, key, key)
-    return {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "in_features": in_features,
-        "out_features": in_features if out_features is None else out_features,
-        "pattern": nsa,
-        "seq_len": seq_len,
-        "rope": rope,
-        **fns,
-    }
-
-
-def branches(nsa: NSA, seq_len: int, **kernels: Any) -> dict[str, AttentionFn]:
-    """The attention of each branch of `NativeSparseAttention`."""
-    masks = {
-        "compressed": Compressed(*nsa.window),
-        "selected": Causal(),
-        "sliding": Causal() & Window(nsa.sliding - 1),
-    }
-    return {name: AttentionFn((mask,), seq_len, **kernels) for name, mask in masks.items()}
-
-
-def checked_nsa(pattern: Any) -> NSA:
-    """The sizes that a pattern of `NativeSparseAttention` stands for.
-
-    Raises:
-      ValueError: it is no `NSA` and no name of one.
-    """
-    nsa = as_nsa(pattern)
-    if nsa is None:
-        raise ValueError(f"pattern must be NSA, as sl.NSA(count=8), or its name, 'nsa:count=8', got {pattern!r}")
-    return nsa
