@@ -3,6 +3,7 @@
 import types
 
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
@@ -50,6 +51,16 @@ def linen_block(*sizes, **options):
     return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
+class LM(nn.Module):
+    """A model of Linen."""
+
+    def prefill(self, tokens, lengths):
+        return jnp.zeros((len(tokens), V)), ()
+
+    def decode_step(self, tokens, caches, position):
+        return jnp.zeros((len(tokens), V)), caches
+
+
 def foreign(**methods):
     """A model that `generate` can sample from, but for the methods that are given."""
 
@@ -75,6 +86,9 @@ def names():
         "a_native": native(),
         "a_block": block(),
         "a_model": model(),
+        "linen": linen,
+        "linen_lm": LM(),
+        "N": N,
         "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
@@ -410,6 +424,14 @@ CALLS = [
     ("linen_attention(3).init(jax.random.key(0), x)", ValueError, "num_heads=3", "features=16", "must divide"),
     ("linen_attention().init(jax.random.key(0), [1.0])", TypeError, "inputs", "got list: [1.0]", "must be an array"),
     ("linen_attention().init(jax.random.key(0), tokens)", ValueError, "inputs", "got int32", "must be floats"),
+    (
+        "linen_attention().init(jax.random.key(0), tokens, method='prefill')",
+        ValueError,
+        "inputs",
+        "got int32",
+        "must be floats",
+    ),
+    ("linen.NativeSparseAttention(N, pattern=mask, seq_len=8)", ValueError, "pattern", "got Causal()", "must be NSA"),
     ("linen_block().init(jax.random.key(0), tokens)", ValueError, "x must be", "got int32", "must be floats"),
     ("linen_block().init(jax.random.key(0), None)", TypeError, "x must be", "got NoneType: None", "must be an array"),
 ]
@@ -485,6 +507,16 @@ GENERATE = [
     ("sl.generate(a_model, [[1]], 3, top_k=2.0)", ValueError, "top_k", "got 2.0", INTEGER),
     ("sl.generate(a_model, [[1]], 3, top_p=True)", ValueError, "top_p", "got True", "in (0, 1]"),
     ("sl.generate(a_model, [[1]], 3, stop_token='x')", ValueError, "stop_token", "got 'x'", "must be an integer >= 0"),
+    ("sl.generate(a_model, [[1]], 3, stop_token=[1, -1])", ValueError, "stop_token", "got -1", "an integer >= 0"),
+    ("sl.generate(a_model, [[1]], 3, on_tokens=3)", TypeError, "on_tokens", "got 3", "a function of the tokens"),
+    (
+        "sl.generate(a_model, tokens, 3, padding_side='start')",
+        ValueError,
+        "padding_side",
+        "got 'start'",
+        "'right' or 'left'",
+    ),
+    ("sl.generate(linen_lm, [[1]], 3)", ValueError, "model", "LM", "must be bound, model.bind(variables)"),
     ("sl.generate(None, [[1]], 3)", TypeError, "model", "got None", "must have prefill and decode_step"),
     ("sl.generate(sl.SparseTransformer, [[1]], 3)", TypeError, "model", "got <class", "prefill and decode_step"),
 ]
