@@ -63,7 +63,7 @@ MISUSES = [
         "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
     ),
     # One token.
-    Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", FLOATS),
+    Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", "or [B, S, K, H] with S in 1..max_step = 1"),
     Misuse("cache.step(x, x[:, :2], x, at)", ValueError, "key", "(2, 2, 16)", "axes are [B, K, H]"),
     Misuse("cache.step(x, x, x[:1], at)", ValueError, "value", "(1, 4, 16)", "axes are [B, K, Hv]"),
     Misuse("cache.step(x, x, x.astype(int), at)", ValueError, "value", "int32", FLOATS),

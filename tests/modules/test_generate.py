@@ -247,7 +247,7 @@ def test_a_pattern_that_is_not_causal_is_refused():
 def test_layers_refuse_other_shapes(method):
     layer = sl.SparseSelfAttention(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
     _, cache = layer.prefill(jnp.ones((B, 4, F)))
-    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 1, F)), cache, jnp.zeros(B, int))}[method]
+    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 2, F)), cache, jnp.zeros(B, int))}[method]
     with pytest.raises(ValueError, match="inputs must have shape"):
         getattr(layer, method)(*wrong)
     with pytest.raises(ValueError, match=f"seq_len={T}"):
