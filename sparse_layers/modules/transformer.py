@@ -302,22 +302,28 @@ class SparseTransformer(nnx.Module):
         lengths = checked_lengths(lengths, *tokens.shape)
         if positions is not None:
             check_positions(positions, tokens.shape)
-        blocks = self.layers
-        caches: list[Any] = [None] * self.num_layers
-        last: Any = 0.0
-        for start in range(0, total, chunk):
-            if start:  # Behind a barrier, or a compiler might keep what several pieces need.
-                tokens, caches, last = jax.lax.optimization_barrier((tokens, caches, last))
+        # Behind a barrier: a compiler that knew which pieces are read would make one program of them.
+        blocks, lengths = self.layers, jax.lax.optimization_barrier(lengths)
+
+        def read(start: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
             piece = slice(start, start + chunk)
             at = None if positions is None else positions[..., piece]
             x = self._embed(tokens[:, piece], jnp.arange(total)[piece] if at is None else at)
-            so_far = jnp.minimum(lengths, start + x.shape[1])
+            so_far, new = jnp.minimum(lengths, start + x.shape[1]), []
             options: Any = {"positions": at, "start": start, "total": total, "max_step": max_step}
-            for i, block in enumerate(blocks):
-                x, caches[i] = block.prefill(x, so_far, cache=caches[i], **options)
+            for block, cache in zip(blocks, caches, strict=True):
+                x, cache = block.prefill(x, so_far, cache=cache, **options)
+                new.append(cache)
             row = (so_far - 1 - start)[:, None, None]
-            last = jnp.where(row[:, 0] < 0, last, jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0])
-        return self._logits(last), tuple(caches)
+            picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
+            return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
+
+        caches, last = read(0, [None] * self.num_layers, 0.0)
+        for start in range(chunk, total, chunk):
+            # Each by itself: a compiler might begin with what is the same in all, and keep what it makes.
+            more = functools.partial(read, start)
+            caches, last = jax.lax.cond((lengths > start).any(), more, lambda *same: same, caches, last)
+        return self._logits(last), caches
 
     def decode_step(
         self,
