@@ -470,8 +470,8 @@ class SparseSelfAttention(SparseAttention):
             0..start + T, a pattern that is not causal, and a start or total that does not fit, or the cache of
             another layer.
           TypeError: as a call's, or a cache that is none.
-          NotImplementedError: a scorer where the pattern's cache does not keep all keys, see `KVCache.attend`; in a
-            piece a selection, too.
+          NotImplementedError: a scorer, or a selection in a piece, where the pattern's cache does not keep all keys,
+            see `KVCache.attend`.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -493,6 +493,8 @@ class SparseSelfAttention(SparseAttention):
         inputs, lengths = checked_prompts(inputs, lengths, start)
         if start or cache is not None:
             check_cache(cache, KVCache, self._ours | {"batch": len(inputs)})
+            if not start:
+                raise ValueError("start must be the number of tokens before the piece where a cache is given, got 0")
         if positions is None and start:
             positions = start + jnp.arange(length)
         query, key, value = self._heads(inputs, positions)

@@ -207,14 +207,13 @@ class AttentionFn:
           selection, sinks, index: as of `attend`.
         """
         self._check_selection(selection)
-        scorer, after, end = self.selection, caches[1], start + query.shape[1]
+        scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # Where there are no more blocks than are chosen, everyone looks at all.
-        chooses = scorer is not None and scorer.chooses(total) and end > scorer.count * scorer.block
-        if chooses and scorer is not None and after.pooled is not None:
-            keys = after.keys[after.whole()].reshape(*key.shape[::2], -1, key.shape[3])[:, :, :end].swapaxes(1, 2)
-            pooled = after.pooled[:, : scorer.windows(end)]
+        if scorer is not None and pooled is not None and scorer.chooses(total) and end > scorer.count * scorer.block:
+            keys = caches[1].keys[caches[1].whole()].reshape(*key.shape[::2], -1, key.shape[3])
+            shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
-            selection = scorer.select(scored, keys, scale=self.scale, pooled=pooled, first=jnp.int32(start))
+            selection = scorer.select(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
         query_sharding = self.query_sharding
         if query_sharding is not None:  # devices cannot share its tokens, whose rows are in another order
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])

@@ -245,9 +245,7 @@ class NativeSparseAttention(nnx.Module):
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
         if total == inputs.shape[-2]:
             total = None
-        _refuse(
-            positions=positions, max_step=None if max_step == 1 else max_step, cache=cache, start=start, total=total
-        )
+        _refuse(positions=positions, max_step=max_step, cache=cache, start=start, total=total)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *kept = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}

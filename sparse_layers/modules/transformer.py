@@ -302,8 +302,7 @@ class SparseTransformer(nnx.Module):
         lengths = checked_lengths(lengths, *tokens.shape)
         if positions is not None:
             check_positions(positions, tokens.shape)
-        # Behind a barrier: a compiler that knew which pieces are read would make one program of them.
-        blocks, lengths = self.layers, jax.lax.optimization_barrier(lengths)
+        blocks = self.layers
 
         def read(start: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
             piece = slice(start, start + chunk)
@@ -320,9 +319,10 @@ class SparseTransformer(nnx.Module):
 
         caches, last = read(0, [None] * self.num_layers, 0.0)
         for start in range(chunk, total, chunk):
-            # Each by itself: a compiler might begin with what is the same in all, and keep what it makes.
-            more = functools.partial(read, start)
-            caches, last = jax.lax.cond((lengths > start).any(), more, lambda *same: same, caches, last)
+            # Of one program for all pieces, a compiler does first what they can do side by side, and keeps the results. It
+            # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out.
+            reads = (jax.lax.optimization_barrier(lengths) > start).any()
+            caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
         return self._logits(last), caches
 
     def decode_step(

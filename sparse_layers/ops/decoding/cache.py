@@ -284,7 +284,7 @@ class KVCache:
         start = checked("start", start, Natural)
         batch, length = len(self.keys[0]), key.shape[1] if key.ndim > 1 else 0
         if not 1 <= length <= self.seq_len - start:
-            most = f"{self.seq_len}" + (f" - {start}, from start={start} on" if start else "")
+            most = f"{self.seq_len - start}" + (f", from start={start} on" if start else "")
             raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{most}, got {key.shape}")
         self._check(
             "B, P, K", length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
@@ -341,11 +341,13 @@ class KVCache:
         Raises:
           ValueError, TypeError, NotImplementedError: as these.
         """
+        query, (index_query, index_key) = checked_array("query", query), (None, None) if index is None else index
         # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
-        index_query, index_key = (None, None) if index is None else index
         cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
         options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
         options["index_query"] = index_query
+        if query.shape[:-2] != key.shape[:-2]:
+            raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
         return cache.attend(query, position, **options), cache
 
     def written(
@@ -357,8 +359,8 @@ class KVCache:
           key: [B, K, H], or [B, S, K, H] with S <= max_step.
           value: [B, K, Hv], or [B, S, K, Hv].
           position: int [B], that of the tokens, or of the first of S: one more than that of the sequence's last token,
-            and < seq_len; or less, but more than that of the newest token ever written less max_step. What was written
-            from there on is then taken back.
+            and the last one < seq_len. If it is less, tokens from there on are taken back: at most max_step of them,
+            with those that were taken back before and have not been written anew.
           index_key: [B, 1, size] or [B, S, 1, size], for a scorer like `MSA` alone.
 
         Raises:
