@@ -319,7 +319,7 @@ class SparseTransformer(nnx.Module):
 
         caches, last = read(0, [None] * self.num_layers, 0.0)
         for start in range(chunk, total, chunk):
-            # Of one program for all pieces, a compiler does first what they can do side by side, and keeps the results. It
+            # In one program, a compiler does first what all pieces can do side by side, and keeps the results. It
             # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out.
             reads = (jax.lax.optimization_barrier(lengths) > start).any()
             caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
