@@ -130,7 +130,7 @@ def test_prompts_in_chunks_and_several_tokens_at_positions_of_ones_own(options):
 
 def test_chunks_bound_the_memory_of_a_prompt():
     options = {"patterns": "sliding_window:window=16", "implementation": "reference", "seq_len": 1024}
-    graph, state = nnx.split(nnx.eval_shape(lambda: make(num_layers=1, **options)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(**options)))
 
     def temporary(length):
         def prefill(state, tokens):
