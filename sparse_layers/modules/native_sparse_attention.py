@@ -304,21 +304,40 @@ class NativeSparseAttention(nnx.Module):
         return out.reshape(*batch, length, self.out_features)
 
     def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        lengths: jax.Array | None = None,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+        max_step: int = 1,
+        cache: NSACache | None = None,
+        start: int = 0,
+        total: int | None = None,
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.prefill`: [B, T, F] -> ([B, T, out_features], the cache); lengths int [B].
 
         Raises:
           ValueError, TypeError: see there.
+          NotImplementedError: a piece of a prompt, positions, or a max_step above 1.
         """
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
+        if total == inputs.shape[-2]:
+            total = None
+        _refuse(positions=positions, max_step=max_step, cache=cache, start=start, total=total)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *kept = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return out, NSACache.filled(self.pattern, self.seq_len, lengths, *kept, **heads)
 
     def decode_step(
-        self, inputs: jax.Array, cache: NSACache, position: jax.Array, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        cache: NSACache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.decode_step`: [B, F] -> ([B, out_features], the cache); position int [B].
 
@@ -327,7 +346,9 @@ class NativeSparseAttention(nnx.Module):
 
         Raises:
           ValueError, TypeError: see there.
+          NotImplementedError: positions are given.
         """
+        _refuse(positions=positions)
         ours = {"pattern": self.pattern, "seq_len": self.seq_len, "num_heads": self.num_heads}
         check_step(inputs, self.in_features, cache, NSACache, ours | {"num_kv_heads": self.num_kv_heads})
         position = checked_positions(position, len(inputs), self.seq_len)
@@ -384,3 +405,17 @@ class NativeSparseAttention(nnx.Module):
         ids, (size, stride) = self._whole(ids), self.pattern.window
         found = ids[:, np.arange(self.pattern.windows(ids.shape[1]))[:, None] * stride + np.arange(size)]
         return jnp.where((found == found[..., :1]).all(-1), found[..., 0], -1)
+
+
+def _refuse(**given: Any) -> None:
+    """Refuses what decoding does not know here.
+
+    Raises:
+      NotImplementedError: an argument that says more than its default.
+    """
+    for name, value in given.items():
+        if value is not None and (name, value) not in (("max_step", 1), ("start", 0)):
+            raise NotImplementedError(
+                f"{name}={value!r}: NativeSparseAttention reads prompts as a whole and then a token a step, by their "
+                "places in the sequence; prefill by chunks, max_step and positions= are those of SparseSelfAttention"
+            )

@@ -13,6 +13,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.modules.generate import sample
+from tests.programs import USUAL
 
 T, F, V, N, B = 40, 16, 32, 4, 3
 MODELS = {
@@ -48,8 +49,8 @@ MODELS = {
 }
 
 
-def make(num_layers=2, seed=0, **options):
-    model = sl.SparseTransformer(V, N, F, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
+def make(num_layers=2, seed=0, seq_len=T, **options):
+    model = sl.SparseTransformer(V, N, F, num_layers, seq_len=seq_len, rngs=nnx.Rngs(seed), **options)
     rng = np.random.default_rng(seed)  # away from zeros, such as those of the head
     state = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda p: jnp.asarray(p + np.float32(0.2 * rng.normal(size=p.shape))), state))
@@ -95,6 +96,51 @@ def test_decoding_equals_the_full_forward(name):
     first, later = decoded(state)
     np.testing.assert_allclose(first, full[rows, lengths - 1], atol=2e-5)
     np.testing.assert_allclose(later, full[rows, positions], atol=2e-5)
+
+
+GEMMA = {"positions": "rope", "rope": (sl.Rope(50.0), sl.Rope(2000.0)), "normalize_qk": "rms", "norm": "rms"}
+GEMMA |= {"patterns": ("sliding_window:window=6", "all"), "norm_placement": "sandwich", "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("options", [GEMMA, MODELS["per head, sinks, soft cap"]], ids=["Gemma", "learned positions"])
+def test_prompts_in_chunks_and_several_tokens_at_positions_of_ones_own(options):
+    """Chunks of 8 of 20 tokens, then steps of 3 of which the last is rejected; no position is the token's place."""
+    model, rng, lengths = make(**options), np.random.default_rng(0), np.array([1, 9, 20])
+    text, positions, rows = rng.integers(0, V, (B, T)), rng.integers(0, T, (B, T)), np.arange(B)[:, None]
+    full = np.asarray(nnx.jit(lambda model, text: model(text, positions=positions))(model, text))
+    assert np.abs(full - forward(model, text)).max() > 1e-2
+
+    def prefill(model, chunk):
+        return model.prefill(text[:, :20], lengths, positions=positions[:, :20], max_step=3, chunk=chunk)
+
+    whole, chunks = nnx.jit(lambda model: (prefill(model, None), prefill(model, 8)))(model)
+    np.testing.assert_allclose(chunks[0], full[rows[:, 0], lengths - 1], atol=2e-5)
+    for ours, theirs in zip(jax.tree.leaves(chunks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    step = nnx.jit(lambda model, tokens, *x, **named: model.decode_step(tokens, *x, **named))
+    caches, position = chunks[1], lengths
+    for _ in range(4):
+        at = position[:, None] + np.arange(3)
+        guesses = np.where(np.arange(3) < 2, text[rows, at], 3)
+        logits, caches = step(model, guesses, caches, position, positions=positions[rows, at])
+        np.testing.assert_allclose(logits[:, :2], full[rows, at[:, :2]], atol=2e-5)
+        position = position + 2
+    logits, _ = step(model, text[rows[:, 0], position], caches, position, positions=positions[rows[:, 0], position])
+    np.testing.assert_allclose(logits, full[rows[:, 0], position], atol=2e-5)
+
+
+def test_chunks_bound_the_memory_of_a_prompt():
+    options = {"patterns": "sliding_window:window=16", "implementation": "reference", "seq_len": 1024}
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(**options)))
+
+    def temporary(length):
+        def prefill(state, tokens):
+            return nnx.merge(graph, state).prefill(tokens, chunk=128)
+
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        return jax.jit(prefill).lower(state, tokens).compile(USUAL).memory_analysis().temp_size_in_bytes
+
+    assert temporary(1024) < 1.05 * temporary(512)
 
 
 @pytest.mark.parametrize("choosing", [False, True])
@@ -254,7 +300,7 @@ def test_a_pattern_that_is_not_causal_is_refused():
 def test_layers_refuse_other_shapes(method):
     layer = sl.SparseSelfAttention(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
     _, cache = layer.prefill(jnp.ones((B, 4, F)))
-    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 1, F)), cache, jnp.zeros(B, int))}[method]
+    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 2, F)), cache, jnp.zeros(B, int))}[method]
     with pytest.raises(ValueError, match="inputs must have shape"):
         getattr(layer, method)(*wrong)
     with pytest.raises(ValueError, match=f"seq_len={T}"):
