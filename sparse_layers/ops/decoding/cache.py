@@ -28,6 +28,7 @@ from ..kernels.call import (
 )
 from ..planning.selection import Selection
 from ..planning.views import RowOrder
+from . import fused
 from .reads import Part, Store, parts
 
 
@@ -86,6 +87,8 @@ def _made(masks, length, num_heads, num_kv_heads, max_step) -> Layout:
 
 
 Integers: TypeAlias = ArrayLike | Sequence[int]
+# Query, key and value of a step.
+Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(
@@ -299,7 +302,7 @@ class KVCache:
                 rows = jnp.where(held, token - start, 0)
                 taken = jnp.take_along_axis(_some(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
                 # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                others = _rows(array) if start else jnp.zeros((), array.dtype)
+                others = fused.rows_of(array) if start else jnp.zeros((), array.dtype)
                 taken = jnp.where(held[:, None, :, None], taken.astype(array.dtype), others)
                 filled.append(taken.reshape(array.shape))
             return tuple(filled)
@@ -312,7 +315,7 @@ class KVCache:
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
             begin = number * stride
             if begin < start:
-                earlier = _rows(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
+                earlier = fused.rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
                 scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
             pooled = self.pooled.at[:, number : number + new.shape[1]].set(new)
@@ -341,14 +344,33 @@ class KVCache:
         Raises:
           ValueError, TypeError, NotImplementedError: as these.
         """
-        query, (index_query, index_key) = checked_array("query", query), (None, None) if index is None else index
-        # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
-        cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
+        index_query, index_key = (None, None) if index is None else index
         options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
         options["index_query"] = index_query
-        if query.shape[:-2] != key.shape[:-2]:
-            raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
-        return cache.attend(query, position, **options), cache
+
+        def plain(cache: KVCache, sinks: Any, position: Any, token: Token) -> tuple[jax.Array, KVCache]:
+            query, key, value = token
+            # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of it all.
+            cache = jax.lax.optimization_barrier(cache.written(key, value, position, index_key=index_key))
+            if query.shape[:-2] != key.shape[:-2]:
+                raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
+            return cache.attend(query, position, **options | {"sinks": sinks}), cache
+
+        token = checked_array("query", query), checked_array("key", key), checked_array("value", value)
+        query, key, value = token
+        one = index is None and selection is None and query.shape[:-2] == key.shape[:-2]
+        if not one or not fused.steps(self, query):
+            return plain(self, sinks, position, token)
+        self._step("K", position, **self._of_keys(key, value))
+        at, several = self._step("N", position, query=(query, self.num_heads, self.keys))
+        of_logits = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+
+        def kernel(cache: KVCache, sinks: Any, position: jax.Array, token: Token) -> tuple[jax.Array, KVCache]:
+            query, key, value = map(several, token)
+            out, keys, values = fused.step(cache, query, key, value, position, sinks, of_logits)
+            return out.reshape(*token[0].shape[:-1], -1), dataclasses.replace(cache, keys=keys, values=values)
+
+        return fused.or_plain(kernel, plain, self, checked_sinks(sinks, self.num_heads), at[:, 0], token)
 
     def written(
         self, key: jax.Array, value: jax.Array, position: Integers, *, index_key: jax.Array | None = None
@@ -368,8 +390,7 @@ class KVCache:
           TypeError: key or value is no array.
         """
         key, value = checked_array("key", key), checked_array("value", value)
-        of_keys = {"key": (key, self.num_kv_heads, self.keys), "value": (value, self.num_kv_heads, self.values)}
-        tokens, several = self._step("K", position, **of_keys)
+        tokens, several = self._step("K", position, **self._of_keys(key, value))
 
         def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             done = []
@@ -388,7 +409,7 @@ class KVCache:
                 window = several(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                window = jax.vmap(cut)(_rows(keys[self.whole()]), first)
+                window = jax.vmap(cut)(fused.rows_of(keys[self.whole()]), first)
             ends = (first >= 0) & (first % stride == 0)
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -438,21 +459,14 @@ class KVCache:
         given = checked_sinks(sinks, self.num_heads)
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
 
-        def outs(query: jax.Array, found: list[tuple[Heads, list[tuple[jax.Array, ...]]]]) -> jax.Array:
-            outs = [self._attend(heads, query, reads, scale, cap, given) for heads, reads in found]
-            order = [head for heads, _ in found for head in heads.queries]
-            return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
-
-        def each(function: Callable[..., jax.Array], *of_queries: jax.Array) -> jax.Array:
-            """A function of one query a sequence, for all of them: arrays that these read as a whole are read once."""
-            args = several(query), at, *of_queries
-            return function(*(x[:, 0] for x in args))[:, None] if query.ndim == 3 else jax.vmap(function, 1, 1)(*args)
-
-        def chosen(ids: jax.Array, block: int) -> jax.Array:
-            return each(lambda query, at, ids: outs(query, [self._chosen(at, ids, block)]), ids)
+        def chosen(ids: jax.Array | None, block: int | None) -> jax.Array:
+            plain, args = functools.partial(_attended, block, (scale, cap)), (self, several(query), at, given, ids)
+            if not fused.attends(self, query, ids is not None):
+                return plain(*args)
+            return fused.or_plain(functools.partial(fused.attend, block, (scale, cap)), plain, *args)
 
         def all_of_row() -> jax.Array:
-            return each(lambda query, at: outs(query, [(heads, self._row(heads, at)) for heads in self.layout.heads]))
+            return chosen(None, None)
 
         scorer = self.selection
         if selection is not None:
@@ -483,10 +497,14 @@ class KVCache:
             reads.append((k, v, allowed[:, None, None]))
         return reads
 
-    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
-        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
+    def listed(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, jax.Array, jax.Array, jax.Array]:
+        """All heads, by who chooses, and what they may read of the blocks ids [B, G, k], L keys for each list.
+
+        Returns:
+          (heads, first tokens of what is read for each entry [B, lists, k], tokens [B, lists, L], whether query heads
+          see them, bool [B, lists, query heads of each or 1, L]).
+        """
         length, kv_heads = self.seq_len, self.num_kv_heads
-        index = self.whole()
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
         ids = jnp.broadcast_to(ids, (batch, lists, k))
         twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
@@ -496,20 +514,27 @@ class KVCache:
         seen = ~twice[..., None] & (tokens // block == ids[..., None])
         tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
         at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
+        if len(self.masks) == 1:
+            turn = turn[:, :1]
         rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
+        heads = Heads(tuple(range(self.num_heads)), tuple(range(lists)), ())
+        return heads, start, tokens, functools.reduce(jnp.logical_or, rules)
+
+    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
+        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
+        heads, start, tokens, seen = self.listed(position, ids, block)
+        index, kv_heads, width = self.whole(), self.num_kv_heads, min(block, self.seq_len)
 
         def blocks(array: jax.Array) -> jax.Array:
             def one(x, first):
                 return jax.lax.dynamic_slice(x, (0, first, 0), (1, width, x.shape[-1]))
 
-            each = start.reshape(batch, kv_heads, lists // kv_heads * k)
-            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, each)
-            return found.reshape(batch, lists, k * width, array.shape[-1])
+            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
+            return found.reshape(*tokens.shape, array.shape[-1])
 
         # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-        values = jnp.where(seen[..., None], blocks(self.values[index]), 0)
-        reads = blocks(self.keys[index]), values, functools.reduce(jnp.logical_or, rules)
-        return Heads(tuple(range(self.num_heads)), tuple(range(lists)), ()), [reads]
+        values = jnp.where(seen.any(2)[..., None], blocks(self.values[index]), 0)
+        return heads, [(blocks(self.keys[index]), values, seen)]
 
     def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
         """What the scorer scores: queries or keys, or what it has in their place.
@@ -585,6 +610,10 @@ class KVCache:
                     f"axes are [{axes}, {'Hv' if name == 'value' else 'H'}]"
                 )
 
+    def _of_keys(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[jax.Array, ...]]]:
+        """A token's arrays, as `_check` takes them."""
+        return {"key": (key, self.num_kv_heads, self.keys), "value": (value, self.num_kv_heads, self.values)}
+
     def _step(
         self, axis: str, position: Any, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
@@ -602,6 +631,33 @@ class KVCache:
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
         tokens = first[:, None] + jnp.arange(count or 1)
         return tokens, (lambda x: x[:, None]) if count is None else (lambda x: x)
+
+
+def _attended(
+    block: int | None,
+    of_logits: tuple[float, float | None],
+    cache: KVCache,
+    query: jax.Array,
+    at: jax.Array,
+    sinks: jax.Array | None,
+    ids: jax.Array | None,
+) -> jax.Array:
+    """As `fused.attend`, in XLA."""
+
+    def one(query: jax.Array, at: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        """That of one query a sequence."""
+        if ids is None or block is None:
+            found = [(heads, cache._row(heads, at)) for heads in cache.layout.heads]
+        else:
+            found = [cache._chosen(at, ids, block)]
+        outs = [cache._attend(heads, query, reads, *of_logits, sinks) for heads, reads in found]
+        order = [head for heads, _ in found for head in heads.queries]
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+
+    args = (query, at) if ids is None else (query, at, ids)
+    # Mapped, for what queries read as a whole is then read once.
+    out = jax.vmap(one, 1, 1)(*args) if query.shape[1] > 1 else one(*(x[:, 0] for x in args))[:, None]
+    return out.astype(query.dtype)
 
 
 def checked_positions(position: Any, batch: int, seq_len: int, count: int = 1) -> jax.Array:
@@ -636,11 +692,6 @@ def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:
     return x if tuple(heads) == tuple(range(x.shape[1])) else x[:, np.array(heads)]
 
 
-def _rows(array: jax.Array) -> jax.Array:
-    """All rows of [B, heads, pieces, rows, size]: [B, heads, pieces * rows, size]."""
-    return array.reshape(*array.shape[:2], -1, array.shape[-1])
-
-
 def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
     """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
 
@@ -654,4 +705,4 @@ def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.A
     else:
         some = jnp.array(heads)[:, None]
         array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
-    return _rows(array)
+    return fused.rows_of(array)
