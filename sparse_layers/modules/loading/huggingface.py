@@ -112,7 +112,8 @@ def from_gpt2(
       path: a ``.safetensors`` file, or a folder with a ``model.safetensors``; a ``config.json`` beside it is read.
       patterns: see `SparseTransformer`; with "all" the logits are GPT-2's.
       num_heads: None for the configuration's, or for one for each 64 features, as in all released sizes.
-      seq_len, dtype, param_dtype, rngs, **options: see `from_huggingface`.
+      seq_len, dtype, param_dtype, rngs: see `from_huggingface`.
+      **options: see `from_huggingface`.
 
     Returns:
       A `SparseTransformer` with learned positions.
