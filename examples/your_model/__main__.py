@@ -20,8 +20,6 @@ from ..training.model import allowed_pairs, without_future
 from .text import load
 from .training import losses, train
 
-_NEAR = "sliding_window:window=128"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Loads, measures, trains and prints; arguments as on the command line. Exit code 2 and a line for wrong ones."""
@@ -30,8 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", default="", help="a file or folder; default: this Python's standard library")
     parser.add_argument(
         "--pattern",
-        default="+".join([_NEAR] * 5 + ["causal"]),
-        help="patterns that the layers take in turn, joined by '+' [five sliding windows of 128, one causal]",
+        help="patterns that the layers take in turn, joined by '+' [five windows of length / 8, then causal]",
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a window [512]")
     parser.add_argument("--windows", type=int, default=32, help="held-out windows to measure on [32]")
@@ -58,10 +55,12 @@ def compare(options: argparse.Namespace) -> None:
       ValueError, OSError: the files, the text or the patterns cannot be taken.
     """
     learnt, heldout = load(options.folder, options.text, options.length)
-    patterns = tuple(without_future(sl.Scorer.named(name) or sl.preset(name)) for name in options.pattern.split("+"))
+    near = f"sliding_window:window={max(1, options.length // 8)}"
+    names = options.pattern or "+".join([*[near] * 5, "causal"])
+    patterns = tuple(without_future(sl.Scorer.named(name) or sl.preset(name)) for name in names.split("+"))
     tokens = heldout.spread(options.windows)
     of_bytes = not (options.folder / "tokenizer.json").is_file()
-    print(f"sparse: {options.pattern}\n{options.windows} held-out windows of {options.length} tokens\n")
+    print(f"sparse: {names}\n{options.windows} held-out windows of {options.length} tokens\n")
     print(f"{'':24}{'pairs kept':>12}{'KiB of cache':>14}{'s/step':>9}{'perplexity':>12}{'bits a byte':>13}")
     places = {}
     for name, given in (("dense", None), ("sparse", patterns)):  # one at a time in memory
@@ -74,7 +73,7 @@ def compare(options: argparse.Namespace) -> None:
         )
         found, seconds = {name: losses(model, tokens)}, math.nan
         if options.steps:
-            _, seconds = train(model, learnt, options.steps, options.rate, options.batch_size)
+            _, seconds = train(model, learnt, options.steps, options.rate, batch_size=options.batch_size)
             found[f"{name}, {options.steps} steps"] = losses(model, tokens)
         sizes = f"{pairs_kept(model):12.1%}{cache_bytes(model) / 1024:14,.0f}"
         for row, nats in found.items():
@@ -86,7 +85,8 @@ def compare(options: argparse.Namespace) -> None:
 
     ends = [0, *(options.length >> i for i in range(4, -1, -1) if options.length >> i)]
     ranges = list(itertools.pairwise(ends))
-    print(f"\n{'perplexity of tokens':24}{''.join(f'{begin + 1:>6}-{end:<5}' for begin, end in ranges)}")
+    heads = [f"{begin + 1}-{end}" for begin, end in ranges]
+    print(f"\n{'perplexity of tokens':24}{''.join(f'{head:>12}' for head in heads)}")
     for row, nats in places.items():
         print(f"{row:24}{''.join(f'{np.exp(nats[begin:end].mean()):12.3f}' for begin, end in ranges)}")
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import optax.contrib
 from flax import nnx
 
 import sparse_layers as sl
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _, settings = described(Config(file))
     model = sl.SparseTransformer(**settings, tie_embeddings=True, rngs=nnx.Rngs(0))
     windows, _ = load(options.folder, "", settings["seq_len"])
-    loss, seconds = train(model, windows, options.steps, 1e-2)
+    loss, seconds = train(model, windows, options.steps, 1e-2, optimizer=optax.contrib.muon)
     save(model, options.folder, CONFIG)
     print(f"{options.folder}: {options.steps} steps of {seconds:.3f} s, loss {loss:.3f} nats a byte")
     return 0

@@ -44,9 +44,9 @@ class Windows:
         """Windows spread evenly over the text, always the same: int32 [count, length + 1]."""
         return self._at(np.linspace(0, len(self.ids) - self.length - 1, count).astype(np.int64))
 
-    def batch(self, step: int, size: int, seed: int = 0) -> np.ndarray:
-        """Random windows, a function of the step and the seed: int32 [size, length + 1]."""
-        return self._at(np.random.default_rng([seed, step]).integers(len(self.ids) - self.length, size=size))
+    def batch(self, step: int, size: int) -> np.ndarray:
+        """Random windows, others for each step: int32 [size, length + 1]."""
+        return self._at(np.random.default_rng(step).integers(len(self.ids) - self.length, size=size))
 
 
 def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, Windows]:
