@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=0, help="steps of fine-tuning, of the dense model too [0]")
     parser.add_argument("--batch-size", type=int, default=1, help="windows a step [1]")
     parser.add_argument("--rate", type=float, default=2e-5, help="peak of the learning rate [2e-5]")
-    parser.add_argument("--dtype", default="float32", help="of the computation; weights are float32 [float32]")
+    parser.add_argument("--dtype", help="of the computation, as in bfloat16 [float32, as the weights]")
     options = parser.parse_args(arguments)
     try:
         for name, least in (("length", 1), ("windows", 1), ("steps", 0), ("batch_size", 1)):
@@ -69,7 +69,7 @@ def compare(options: argparse.Namespace) -> None:
             given,
             seq_len=options.length,
             param_dtype=jnp.float32,
-            dtype=jnp.dtype(options.dtype),
+            dtype=options.dtype and jnp.dtype(options.dtype),
         )
         found, seconds = {name: losses(model, tokens)}, math.nan
         if options.steps:

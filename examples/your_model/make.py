@@ -33,6 +33,8 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
     "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 6,
     "bos_token_id": None,
     "eos_token_id": None,
     "dtype": "float32",

@@ -18,13 +18,15 @@ def token_losses(model: nnx.Module, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
+_read = nnx.jit(token_losses)
+
+
 def losses(model: nnx.Module, tokens: np.ndarray) -> np.ndarray:
     """Nats of the next token by its place in the window, the mean over windows: int [B, T + 1] to float64 [T].
 
     The model reads one window at a time. The perplexity is ``np.exp(losses(model, tokens).mean())``.
     """
-    read = nnx.jit(token_losses)
-    return np.mean([read(model, row[None])[0] for row in tokens], axis=0, dtype=np.float64)
+    return np.mean([_read(model, row[None])[0] for row in tokens], axis=0, dtype=np.float64)
 
 
 def train(

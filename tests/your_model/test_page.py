@@ -1,6 +1,6 @@
 """The page examples/your_model/README.md: its Python, its commands, and what it says of patterns and caches."""
 
-import json
+import math
 import pathlib
 import re
 import shlex
@@ -14,13 +14,15 @@ from flax import nnx
 import sparse_layers as sl
 from examples.your_model import __main__ as script
 from examples.your_model import make
+from examples.your_model.text import load
 from examples.your_model.training import losses
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "your_model" / "README.md").read_text(encoding="utf-8")
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 32}
-LESS = {"512": "32", "window=64": "window=4", '"sliding_window": 64': '"sliding_window": 4', "STEPS, trained = 100": "STEPS, trained = 4"}
+LESS = {"512": "32", "window=64": "window=4", '"sliding_window": 64': '"sliding_window": 4'}
+LESS |= {"STEPS, trained = 100": "STEPS, trained = 4", "[prompt], 60": "[prompt], 8"}
 
 
 def blocks(language):
@@ -48,8 +50,10 @@ def small(tmp_path_factory, corpus):
         patch.chdir(folder)
         patch.setattr(make, "CONFIG", make.CONFIG | SMALL)
         patch.setattr(make, "load", lambda where, _, length: load(where, str(corpus), length))
+        # What trains is compiled for other tests; here the model stays as it began.
+        patch.setattr(make, "train", lambda model, windows, steps, rate, optimizer: (math.nan, math.nan))
         (command,) = [command for command in commands() if command[2:3] == ["examples.your_model.make"]]
-        assert make.main([*command[3:], "--steps", "4"]) == 0
+        assert make.main(command[3:]) == 0
     return folder
 
 
@@ -66,3 +70,104 @@ def names(small, corpus):
         patch.chdir(small)
         exec(compile(text, "README.md", "exec"), found)
     return found
+
+
+def test_the_pages_python_runs(names, small, capsys):
+    assert np.isfinite(names["loss"]) and names["number"] == 3
+    model, again = names["model"], names["again"]
+    masks = [layer.attention.pattern for layer in again.layers]
+    assert masks == [sl.Causal() & sl.Window(3)] * 5 + [sl.Causal()], "the windows are in what was saved"
+    before, after = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (model, again))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    untrained = nnx.to_pure_dict(nnx.state(sl.from_huggingface(small / names["FOLDER"]), nnx.Param))
+    changed = jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), before, untrained))
+    assert all(changed), "all weights were trained"
+
+
+def test_attention_alone(names):
+    assert '# or nnx.All(nnx.Param, nnx.PathContains("attention"))' in PAGE
+    some = nnx.to_flat_state(nnx.state(names["model"], nnx.All(nnx.Param, nnx.PathContains("attention"))))
+    assert {path[2:4] for path, _ in some} >= {("attention", "query"), ("attention", "out")}
+    assert {path[2] for path, _ in some} == {"attention"}
+
+
+def test_what_the_page_says_of_caches_and_of_work(names, capsys):
+    (printed,) = [block for block in blocks("text") if "GiB" in block]
+    (code,) = [block for block in blocks("python") if "def cache" in block]
+    exec(code[code.index("for tokens") :], names)
+    assert capsys.readouterr().out == printed
+    for length, saving, six in ((32768, 10.3, 4.0), (131072, 39.9, 5.3)):
+        said = sl.describe(sl.preset("sliding_window", window=1024), length)
+        assert f"expected saving: {saving} times less work than causal attention" in said
+        assert round(6 / (5 / saving + 1), 1) == six
+        assert f"{saving} times" in PAGE and f"{six} times" in PAGE.replace("makes 5.3", "makes 5.3 times")
+
+
+def rows(printed):
+    return [re.split(r"  +", line) for line in printed.splitlines() if re.match("(dense|sparse)[ ,]", line)]
+
+
+def test_the_pages_commands(small, corpus, monkeypatch, capsys):
+    installs, runs = ([c for c in commands() if (c[0] == "pip") == wanted] for wanted in (True, False))
+    assert installs == [["pip", "install", ".[examples]"]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert "optax" in {re.split(r"\W", package)[0] for package in extras["examples"]}
+    assert [command[:3] for command in runs] == [
+        ["python", "-m", "examples.your_model.make"],
+        ["python", "-m", "examples.your_model"],
+    ]
+    monkeypatch.chdir(small)
+    arguments = [*runs[1][3:], "--text", str(corpus), "--length", "32", "--windows", "2", "--steps"]
+    assert script.main([*arguments, "0"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"sparse: {'sliding_window:window=4+' * 5}causal\n2 held-out windows of 32 tokens\n")
+    back = np.tril(np.arange(1, 33)[:, None] - np.arange(32))
+    near, every = ((back > 0) & (back <= 4)).sum(), (back > 0).sum()
+    assert [row[1] for row in rows(printed)[:2]] == ["100.0%", f"{(5 * near / every + 1) / 6:.1%}"]
+
+    # Fewer layers and another pattern are compiled sooner.
+    monkeypatch.setattr(make, "CONFIG", make.CONFIG | SMALL | {"num_hidden_layers": 2})
+    monkeypatch.setattr(make, "load", lambda where, _, length: load(where, str(corpus), length))
+    assert make.main(["two", "--steps", "2"]) == 0
+    assert "two: 2 steps of" in capsys.readouterr().out
+    assert script.main(["two", *arguments[1:], "2", "--pattern", "sliding_window:window=4+causal"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("sparse: sliding_window:window=4+causal\n")
+    first, second = rows(printed)[:4], rows(printed)[4:]
+    names = ["dense", "dense, 2 steps", "sparse", "sparse, 2 steps"]
+    assert [row[0] for row in first] == [row[0] for row in second] == names
+    assert [row[1] for row in first] == ["100.0%"] * 2 + [f"{(near / every + 1) / 2:.1%}"] * 2
+    size = 2 * 8 * 4 / 1024  # of a token in a layer: a key and a value of eight float32
+    assert [float(row[2]) for row in first] == pytest.approx([2 * 32 * size] * 2 + [36 * size] * 2, abs=0.5)
+    for row in first:
+        assert float(row[-1]) == pytest.approx(np.log2(float(row[-2])), abs=0.002)
+    for row, parts in zip(first, second, strict=True):  # tokens 1-2, 3-4, 5-8, 9-16, 17-32
+        mean = np.exp(np.dot([2, 2, 4, 8, 16], np.log([float(x) for x in parts[1:]])) / 32)
+        assert mean == pytest.approx(float(row[-2]), rel=1e-3)
+    assert len({row[-2] for row in first}) == 4, "each is another model"
+
+
+def test_what_the_command_refuses(small, corpus, monkeypatch, capsys):
+    monkeypatch.chdir(small)
+    for arguments, reason in (
+        (["/nowhere"], "No such file or directory: '/nowhere/config.json'"),
+        (["runs/qwen", "--length", "0"], "--length must be at least 1, got 0"),
+        (["runs/qwen", "--pattern", "causal+windw"], "unknown name 'windw'"),
+        (["runs/qwen", "--text", "/nowhere.txt"], "--data /nowhere.txt: No such file or directory"),
+    ):
+        given = arguments if "--text" in arguments else [*arguments, "--text", str(corpus)]
+        assert script.main([*given, *([] if "--length" in given else ["--length", "8"])]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("your_model: ") and reason in said and said.count("\n") == 1
+
+
+def test_losses_by_place():
+    class Model(nnx.Module):
+        """The sparse transformer's call, with logits that say the token before."""
+
+        def __call__(self, tokens):
+            return 5.0 * jax.nn.one_hot(tokens, 4)
+
+    tokens = np.array([[0, 0, 1], [2, 2, 2]])
+    right, wrong = np.log(np.exp(5) + 3) - 5, np.log(np.exp(5) + 3)
+    np.testing.assert_allclose(losses(Model(), tokens), [right, (right + wrong) / 2], rtol=1e-5)
