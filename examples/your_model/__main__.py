@@ -60,7 +60,8 @@ def compare(options: argparse.Namespace) -> None:
     patterns = tuple(without_future(sl.Scorer.named(name) or sl.preset(name)) for name in names.split("+"))
     tokens = heldout.spread(options.windows)
     of_bytes = not (options.folder / "tokenizer.json").is_file()
-    print(f"sparse: {names}\n{options.windows} held-out windows of {options.length} tokens\n")
+    turn = [f"{len([*same])} x {name}" for name, same in itertools.groupby(names.split("+"))]
+    print(f"sparse, in turn: {', '.join(turn)}\n{options.windows} held-out windows of {options.length} tokens\n")
     print(f"{'':24}{'pairs kept':>12}{'KiB of cache':>14}{'s/step':>9}{'perplexity':>12}{'bits a byte':>13}")
     places = {}
     for name, given in (("dense", None), ("sparse", patterns)):  # one at a time in memory

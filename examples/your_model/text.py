@@ -74,7 +74,7 @@ def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, W
         train, heldout = (Windows(side.astype(np.int32), length) for side in sides)
         return train, heldout
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Refusal(f"{file}: to read it, pip install tokenizers") from error
     tokenizer = Tokenizer.from_file(str(file))

@@ -26,7 +26,7 @@ def losses(model: nnx.Module, tokens: np.ndarray) -> np.ndarray:
 
     The model reads one window at a time. The perplexity is ``np.exp(losses(model, tokens).mean())``.
     """
-    return np.mean([_read(model, row[None])[0] for row in tokens], axis=0, dtype=np.float64)
+    return np.stack([_read(model, row[None])[0] for row in tokens]).mean(0, dtype=np.float64)
 
 
 def train(

@@ -7,22 +7,26 @@ import shlex
 import tomllib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax.contrib
 import pytest
 from flax import nnx
 
 import sparse_layers as sl
 from examples.your_model import __main__ as script
 from examples.your_model import make
-from examples.your_model.text import load
-from examples.your_model.training import losses
+from examples.your_model.text import Windows, load
+from examples.your_model.training import losses, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "your_model" / "README.md").read_text(encoding="utf-8")
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 SMALL |= {"head_dim": 8, "max_position_embeddings": 32}
 LESS = {"512": "32", "window=64": "window=4", '"sliding_window": 64': '"sliding_window": 4'}
-LESS |= {"STEPS, trained = 100": "STEPS, trained = 4", "[prompt], 60": "[prompt], 8"}
+LESS |= {"near, near, near, near, near, sl": "near, sl", '["sliding_attention"] * 5': '["sliding_attention"]'}
+LESS |= {'"runs/qwen"': '"two"'}  # fewer layers compile sooner
+LESS |= {"STEPS, trained = 200": "STEPS, trained = 4", "[prompt], 60": "[prompt], 8"}
 
 
 def blocks(language):
@@ -44,22 +48,22 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, corpus):
-    """A folder in which the page's first command has made a smaller model of a shorter text."""
+    """A folder in which the page's command has made a smaller model, and one of fewer layers; neither is trained."""
     folder = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(make, "CONFIG", make.CONFIG | SMALL)
         patch.setattr(make, "load", lambda where, _, length: load(where, str(corpus), length))
-        # What trains is compiled for other tests; here the model stays as it began.
         patch.setattr(make, "train", lambda model, windows, steps, rate, optimizer: (math.nan, math.nan))
         (command,) = [command for command in commands() if command[2:3] == ["examples.your_model.make"]]
-        assert make.main(command[3:]) == 0
+        for layers, arguments in ((6, command[3:]), (2, ["two"])):
+            patch.setattr(make, "CONFIG", make.CONFIG | SMALL | {"num_hidden_layers": layers})
+            assert make.main(arguments) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def names(small, corpus):
-    """What the page's Python leaves behind, run as one script in that folder."""
+    """What the page's Python leaves behind, run as one script on the model of fewer layers."""
     found = {}
     text = "\n".join(blocks("python"))
     for before, after in LESS.items():
@@ -76,7 +80,7 @@ def test_the_pages_python_runs(names, small, capsys):
     assert np.isfinite(names["loss"]) and names["number"] == 3
     model, again = names["model"], names["again"]
     masks = [layer.attention.pattern for layer in again.layers]
-    assert masks == [sl.Causal() & sl.Window(3)] * 5 + [sl.Causal()], "the windows are in what was saved"
+    assert masks == [sl.Causal() & sl.Window(3), sl.Causal()], "the windows are in what was saved"
     before, after = (nnx.to_pure_dict(nnx.state(each, nnx.Param)) for each in (model, again))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     untrained = nnx.to_pure_dict(nnx.state(sl.from_huggingface(small / names["FOLDER"]), nnx.Param))
@@ -89,6 +93,18 @@ def test_attention_alone(names):
     some = nnx.to_flat_state(nnx.state(names["model"], nnx.All(nnx.Param, nnx.PathContains("attention"))))
     assert {path[2:4] for path, _ in some} >= {("attention", "query"), ("attention", "out")}
     assert {path[2] for path, _ in some} == {"attention"}
+
+
+def test_the_printed_tables_are_of_the_command():
+    (printed,) = [block for block in blocks("text") if "pairs kept" in block]
+    kept = (5 * (64 * 65 / 2 + (512 - 64) * 64) / (512 * 513 / 2) + 1) / 6
+    caches = [6 * 512, 5 * 64 + 512]  # tokens of all layers; each has two key heads of 32, and as many values
+    table = rows(printed.replace("200", "2"))
+    for row, tokens, share in zip(table[:4], np.repeat(caches, 2), [1, 1, kept, kept], strict=True):
+        assert row[1:3] == [f"{share:.1%}", f"{tokens * 2 * 2 * 32 * 4 / 1024:,.0f}"]
+        assert float(row[-1]) == pytest.approx(np.log2(float(row[-2])), abs=0.002)
+    (twelve,) = [block for block in blocks("text") if block.startswith("perplexity 6.0") and block.count("\n") == 2]
+    assert twelve.split()[1::2] == [row[-2] for row in table[:4:2]]
 
 
 def test_what_the_page_says_of_caches_and_of_work(names, capsys):
@@ -104,7 +120,7 @@ def test_what_the_page_says_of_caches_and_of_work(names, capsys):
 
 
 def rows(printed):
-    return [re.split(r"  +", line) for line in printed.splitlines() if re.match("(dense|sparse)[ ,]", line)]
+    return [re.split(r"  +", line) for line in printed.splitlines() if re.match("(dense|sparse)(, . steps)?  ", line)]
 
 
 def test_the_pages_commands(small, corpus, monkeypatch, capsys):
@@ -120,19 +136,17 @@ def test_the_pages_commands(small, corpus, monkeypatch, capsys):
     arguments = [*runs[1][3:], "--text", str(corpus), "--length", "32", "--windows", "2", "--steps"]
     assert script.main([*arguments, "0"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"sparse: {'sliding_window:window=4+' * 5}causal\n2 held-out windows of 32 tokens\n")
+    assert printed.startswith(
+        "sparse, in turn: 5 x sliding_window:window=4, 1 x causal\n2 held-out windows of 32 tokens\n"
+    )
     back = np.tril(np.arange(1, 33)[:, None] - np.arange(32))
     near, every = ((back > 0) & (back <= 4)).sum(), (back > 0).sum()
     assert [row[1] for row in rows(printed)[:2]] == ["100.0%", f"{(5 * near / every + 1) / 6:.1%}"]
 
     # Fewer layers and another pattern are compiled sooner.
-    monkeypatch.setattr(make, "CONFIG", make.CONFIG | SMALL | {"num_hidden_layers": 2})
-    monkeypatch.setattr(make, "load", lambda where, _, length: load(where, str(corpus), length))
-    assert make.main(["two", "--steps", "2"]) == 0
-    assert "two: 2 steps of" in capsys.readouterr().out
     assert script.main(["two", *arguments[1:], "2", "--pattern", "sliding_window:window=4+causal"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("sparse: sliding_window:window=4+causal\n")
+    assert printed.startswith("sparse, in turn: 1 x sliding_window:window=4, 1 x causal\n")
     first, second = rows(printed)[:4], rows(printed)[4:]
     names = ["dense", "dense, 2 steps", "sparse", "sparse, 2 steps"]
     assert [row[0] for row in first] == [row[0] for row in second] == names
@@ -161,13 +175,25 @@ def test_what_the_command_refuses(small, corpus, monkeypatch, capsys):
         assert said.startswith("your_model: ") and reason in said and said.count("\n") == 1
 
 
-def test_losses_by_place():
-    class Model(nnx.Module):
-        """The sparse transformer's call, with logits that say the token before."""
+class Follower(nnx.Module):
+    """A language model that looks at one token only."""
 
-        def __call__(self, tokens):
-            return 5.0 * jax.nn.one_hot(tokens, 4)
+    def __init__(self):
+        self.table = nnx.Embed(4, 4, rngs=nnx.Rngs(0))
 
-    tokens = np.array([[0, 0, 1], [2, 2, 2]])
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+
+def test_losses_by_place_and_training():
+    model = Follower()
+    model.table.embedding[...] = 5 * jnp.eye(4)  # the same token again
     right, wrong = np.log(np.exp(5) + 3) - 5, np.log(np.exp(5) + 3)
-    np.testing.assert_allclose(losses(Model(), tokens), [right, (right + wrong) / 2], rtol=1e-5)
+    tokens = np.array([[0, 0, 1], [2, 2, 2]])
+    np.testing.assert_allclose(losses(model, tokens), [right, (right + wrong) / 2], rtol=1e-5)
+    windows = Windows(np.arange(40, dtype=np.int32) % 4, 7)
+    for optimizer in (optax.adamw, optax.contrib.muon):
+        model = Follower()
+        before = losses(model, windows.spread(2)).mean()
+        last, seconds = train(model, windows, 20, 0.5, batch_size=2, optimizer=optimizer)
+        assert losses(model, windows.spread(2)).mean() < last < 0.5 < before and seconds > 0
