@@ -202,7 +202,7 @@ def _loaded(
         return SparseTransformer(**settings, param_dtype=param_dtype, rngs=rngs, **options)
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
-    places = _places(model, family, prefix, positions)
+    places = places_of(model, family, prefix, positions)
     wanted = {place.name: place.stored for several in places.values() for place in several}
     refuse_names(files, wanted, str(path))
     refuse_shapes({name: x.shape for name, x in files.items()}, wanted, str(path))
@@ -560,7 +560,7 @@ def _read(places: list[Place], files: Mapping[str, Stored], dtype: Dtype) -> np.
     return value
 
 
-def _places(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:
+def places_of(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:
     """Where each parameter lies, those of scanned layers at several places; not those that no file has."""
     places = {}
     for at, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
