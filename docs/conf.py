@@ -3,13 +3,14 @@
 import inspect
 import pathlib
 import sys
-import tomllib
+
+import sparse_layers
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
+sys.path.insert(0, str(HERE / "_extensions"))
 
 project = "sparse_layers"
-version = release = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+version = release = sparse_layers.__version__
 copyright = "the sparse_layers authors, Apache-2.0"
 
 extensions = [

@@ -1,4 +1,7 @@
-"""In a terminal: ``python -m sparse_layers list``, ``... show strided --seq-len 4096 --png FILE``, ``... doctor``."""
+"""In a terminal: ``sparse-layers list``, ``... show strided --seq-len 4096 --png FILE``, ``... doctor``.
+
+``python -m sparse_layers`` is the same, and runs from a checkout, too.
+"""
 
 import argparse
 import pathlib
@@ -6,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from . import __version__
 from .masks.presets import preset, preset_options, presets
 from .tools.describe import describe
 from .tools.pictures import draw
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Raises:
       SystemExit: with code 2 and one line on stderr if an argument is wrong; with code 1 if ``doctor`` finds wrong
-        results; with code 0 after ``--help``.
+        results; with code 0 after ``--help`` and ``--version``.
 
     Example:
       >>> from sparse_layers.__main__ import main
@@ -49,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
       allowed pairs: 6 of 16 (37.5000%), 60.0000% of the causal pairs
       ...
     """
-    parser = _Parser(
-        prog="python -m sparse_layers", description="Sparsity patterns by name, and what runs on this machine."
-    )
+    parser = _Parser(prog="sparse-layers", description="Sparsity patterns by name, and what runs on this machine.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{list,show,doctor}")
     commands.add_parser("list", help="the names, their options with defaults, and what they mean")
     show = commands.add_parser("show", help="picture, density, blocks, plan and expected saving of one pattern")

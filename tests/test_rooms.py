@@ -17,7 +17,8 @@ FLOORS = [
     ("ops/planning",),  # WHERE to compute
     ("ops/kernels",),  # HOW
     ("scorers",),  # WHO is chosen, when the model chooses
-    ("ops", "ops/decoding"),  # THE op, and steps of decoding
+    ("ops/decoding",),  # caches, and steps of decoding
+    ("ops",),  # THE op
     ("modules", "tools"),
     ("",),  # the public doors
 ]

@@ -56,14 +56,14 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(_without_future(config.mask(part)) for part in config.pattern.split("+"))
+    return tuple(without_future(config.mask(part)) for part in config.pattern.split("+"))
 
 
-def _without_future(pattern: Any) -> Any:
+def without_future(pattern: Any) -> Any:
     """The pattern without what lies in the future, where a language model must not look, and scorers do not."""
     if isinstance(pattern, sl.Scorer):
         return pattern
-    return tuple(map(_without_future, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
+    return tuple(map(without_future, pattern)) if isinstance(pattern, tuple) else pattern & sl.Causal()
 
 
 def mean_loss(model: nnx.Module, batch: Batch, deterministic: bool = True) -> jax.Array:
@@ -108,13 +108,13 @@ def step_flops(config: Config) -> float:
     """
     hidden = (3 if config.mlp == "swiglu" else 2) * _hidden(config)
     weights = config.layers * config.features * (4 * config.features + hidden) + 256 * config.features
-    pairs = [_pairs(pattern, config.seq_len) for pattern in _patterns(config)]
+    pairs = [allowed_pairs(pattern, config.seq_len) for pattern in _patterns(config)]
     pairs = sum(pairs[layer % len(pairs)] for layer in range(config.layers))
     forward = config.batch_size * (2 * weights * config.seq_len + 4 * config.features * pairs)
     return 3.0 * forward
 
 
-def _pairs(pattern: Any, length: int) -> float:
+def allowed_pairs(pattern: Any, length: int) -> float:
     """Allowed pairs of a pattern, the mean over its heads."""
     if isinstance(pattern, sl.Scorer):
         return pattern.pairs(length)

@@ -1,7 +1,7 @@
 """`SparseSelfAttention`: Flax's own multi-head attention whose attention step follows a sparsity pattern."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from ..masks.algebra import Mask
-from ..masks.options import own_keywords
+from ..masks.options import Natural, Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
@@ -28,11 +28,24 @@ from .settings import (
     check_stream,
     query_features,
 )
-from .step import Extras, attention_step, check_inputs
+from .step import Extras, attention_step, check_inputs, check_positions
+
+
+class PrefillOptions(TypedDict, total=False):
+    """Arguments of `SparseSelfAttention.prefill` that a block hands on; see there."""
+
+    selection: Selection | None
+    positions: jax.Array | None
+    max_step: int
+    cache: Any
+    start: int
+    total: int | None
 
 
 def check_step(inputs: Any, features: int, cache: Any, kind: type[Any], ours: Mapping[str, Any]) -> None:
     """Refuses a step of decoding with other inputs than [B, features], or with the cache of another layer.
+
+    Caches with a ``max_step`` take up to so many tokens a sequence, [B, S, features].
 
     Args:
       inputs, cache: of the step.
@@ -43,30 +56,37 @@ def check_step(inputs: Any, features: int, cache: Any, kind: type[Any], ours: Ma
     Raises:
       ValueError, TypeError: see `SparseSelfAttention.decode_step`.
     """
-    shape = f"[B, {features}], one token a sequence"
+    shape, most = f"[B, {features}], one token a sequence", getattr(cache, "max_step", 0)
     check_features("inputs", inputs, shape, features)
+    check_cache(cache, kind, ours)
+    several = inputs.ndim == 3 and 1 <= inputs.shape[1] <= most
+    if not (inputs.ndim == 2 or several) or len(inputs) != cache.batch:
+        shape += f", or [B, S, {features}] with S in 1..max_step = {most}," if most else ""
+        raise ValueError(f"inputs must have shape {shape} of the cache's {cache.batch}, got {inputs.shape}")
+
+
+def check_cache(cache: Any, kind: type[Any], ours: Mapping[str, Any]) -> None:
+    """Refuses the cache of another layer; arguments as of `check_step`."""
     if not isinstance(cache, kind):
         raise TypeError(
             f"cache must be the {kind.__name__} of prefill or of the step before, got {type(cache).__name__}: {cache!r}"
         )
-    if inputs.ndim != 2 or len(inputs) != cache.batch:
-        raise ValueError(f"inputs must have shape {shape} of the cache's {cache.batch}, got {inputs.shape}")
     for name, value in ours.items():
         if getattr(cache, name) != value:
             raise ValueError(f"cache is that of another layer: {name} is {getattr(cache, name)}, not {value}")
 
 
-def checked_prompts(inputs: jax.Array, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Prompts without what stands in their padding, and their lengths, int32 [B].
+def checked_prompts(inputs: jax.Array, lengths: Any, start: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Prompts, from token ``start`` on, without what stands in their padding, and their lengths, int32 [B].
 
     Raises:
       ValueError: see `SparseSelfAttention.prefill`.
     """
     if inputs.ndim != 3:
         raise ValueError(f"inputs must have shape [B, T, {inputs.shape[-1]}], got {inputs.shape}")
-    lengths = checked_lengths(lengths, *inputs.shape[:2])
+    lengths = checked_lengths(lengths, len(inputs), start + inputs.shape[1])
     # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-    return jnp.where(jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0), lengths
+    return jnp.where(start + jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0), lengths
 
 
 class JointRMSNorm(nnx.RMSNorm):
@@ -418,57 +438,114 @@ class SparseSelfAttention(SparseAttention):
         return out
 
     def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        lengths: jax.Array | None = None,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+        max_step: int = 1,
+        cache: KVCache | None = None,
+        start: int = 0,
+        total: int | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Applies attention to prompts, and keeps their keys and values for `decode_step`.
+        """Applies attention to prompts, or to a piece of them, and keeps their keys and values for `decode_step`.
 
         Args:
-          inputs: [B, T, F] with T <= seq_len.
-          lengths: int [B], tokens of each prompt, what follows is padding; None for T.
-          selection: as of a call.
+          inputs: [B, T, F] with start + T <= seq_len.
+          lengths: int [B], tokens of each prompt so far, what follows is padding; None for start + T.
+          selection: as of a call; in a piece, of its queries, over all blocks so far.
+          positions: int [B, T] or [T], as of a call; None for start, start + 1, ...
+          max_step: the most tokens that a step will add, see `KVCache.empty`.
+          cache: that of the piece before; None for the first one.
+          start: an int, the tokens before the piece: those of the pieces before.
+          total: an int, the tokens of all pieces; None for start + T. Only ``dense_below`` of a scorer asks for it.
 
         Returns:
-          (out [B, T, out_features] as of a call, the cache). The output of padding means nothing.
+          (out [B, T, out_features] as of a call, the cache). The output of padding means nothing. In a piece, a
+          sequence that has ended keeps its cache as it is.
 
         Raises:
-          ValueError: as a call's, inputs that are not three-dimensional, lengths (outside of jit) that are not in 0..T,
-            and a pattern that is not causal.
-          TypeError: as a call's.
-          NotImplementedError: a scorer where the pattern's cache does not keep all keys, see `KVCache.attend`.
+          ValueError: as a call's, inputs that are not three-dimensional, lengths (outside of jit) that are not in
+            0..start + T, a pattern that is not causal, and a start or total that does not fit, or the cache of
+            another layer.
+          TypeError: as a call's, or a cache that is none.
+          NotImplementedError: a scorer, or a selection in a piece, where the pattern's cache does not keep all keys,
+            see `KVCache.attend`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, sparse_layers as sl
+          >>> from flax import nnx
+          >>> layer = sl.SparseSelfAttention(2, 8, pattern=sl.Causal() & sl.Window(9), seq_len=64, rngs=nnx.Rngs(0))
+          >>> x, cache = jax.random.normal(jax.random.key(0), (1, 48, 8)), None
+          >>> for start in range(0, 48, 16):
+          ...     out, cache = layer.prefill(x[:, start : start + 16], cache=cache, start=start)
+          >>> bool(jnp.allclose(out, layer(x)[:, 32:], atol=1e-5))
+          True
         """
-        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection)
-        inputs, lengths = checked_prompts(inputs, lengths)
-        query, key, value = self._heads(inputs)
+        check_inputs({"inputs": inputs}, [self.in_features], self.lengths, None, selection, positions=positions)
+        start, length = checked("start", start, Natural), inputs.shape[-2]
+        total = start + length if total is None else checked("total", total, Positive)
+        if not start + length <= total <= self.seq_len:
+            raise ValueError(
+                f"start={start} and T={length} tokens must end by total={total}, and that by seq_len={self.seq_len}"
+            )
+        inputs, lengths = checked_prompts(inputs, lengths, start)
+        if start or cache is not None:
+            check_cache(cache, KVCache, self._ours | {"batch": len(inputs)})
+            if not start:
+                raise ValueError("start must be the number of tokens before the piece where a cache is given, got 0")
+        if positions is None and start:
+            positions = start + jnp.arange(length)
+        query, key, value = self._heads(inputs, positions)
         index = self._index(inputs)
         if index is not None:
-            index = self.attention_fn.placed_index(index, self.dtype)
-        cache = KVCache.empty(
-            self.attention_fn.fn.masks,
-            self.seq_len,
-            selection=self.attention_fn.fn.selection,
-            batch=inputs.shape[0],
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_dim,
-            dtype=key.dtype,
-            index_size=None if index is None else index.key.shape[-1],
-        ).filled(key, value, lengths, index_key=None if index is None else index.key)
-        out = self.attention_fn.fn.attend(query, key, value, sinks=self._sinks, selection=selection, index=index)
-        return self.out(out), cache
+            index = self.attention_fn.placed_index(index, self.dtype, positions)
+        before = cache
+        if before is None:
+            before = KVCache.empty(
+                self.attention_fn.fn.masks,
+                self.seq_len,
+                selection=self.attention_fn.fn.selection,
+                batch=inputs.shape[0],
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_dim,
+                dtype=key.dtype,
+                index_size=None if index is None else index.key.shape[-1],
+                max_step=max_step,
+            )
+        after = before.filled(key, value, lengths, index_key=None if index is None else index.key, start=start)
+        fn, extras = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}
+        if length == total:
+            out = fn.attend(query, key, value, **extras)
+        else:
+            out = fn.attend_piece((before, after), query, key, value, start, total, **extras)
+        return self.out(out), after
 
     def decode_step(
-        self, inputs: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Applies attention to one more token of each sequence, at the cost of the pattern's row.
+        """Applies attention to one more token of each sequence, or several, at the cost of the pattern's row.
 
         Args:
-          inputs: [B, F].
+          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
           cache: of `prefill` or an earlier step.
-          position: int [B], the position of each token: the number of tokens before it.
-          selection: the key blocks that the tokens look at, a `Selection` of ids [B, 1, G, k], see `KVCache.attend`.
+          position: int [B], the position of each token, or of the first of S: the number of tokens before it. To take
+            tokens back, go on at an earlier one, see `KVCache.written`.
+          selection: the key blocks that the tokens look at, a `Selection` of ids [B, 1, G, k], or [B, S, G, k], see
+            `KVCache.attend`.
+          positions: int [B], or [B, S] or [S], by which `Rope` turns the tokens, as of a call; None for their places
+            from ``position`` on.
 
         Returns:
-          (out [B, out_features], the new cache).
+          (out [B, out_features] or [B, S, out_features], the new cache).
 
         Raises:
           ValueError: shapes that do not fit, positions (outside of jit) that are not below seq_len, or the cache of
@@ -477,17 +554,33 @@ class SparseSelfAttention(SparseAttention):
           NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
         fn = self.attention_fn.fn
-        ours = {"masks": fn.masks, "selection": fn.selection, "seq_len": fn.seq_len, "num_heads": self.num_heads}
-        check_step(inputs, self.in_features, cache, KVCache, ours | {"num_kv_heads": self.num_kv_heads})
-        position = checked_positions(position, len(inputs), self.seq_len)
-        query, key, value = (x[:, 0] for x in self._heads(inputs[:, None], position[:, None]))
+        check_step(inputs, self.in_features, cache, KVCache, self._ours)
+        if positions is not None:
+            check_positions(positions, inputs.shape[:-1])
+        tokens = inputs[:, None] if inputs.ndim == 2 else inputs
+        position = checked_positions(position, len(tokens), self.seq_len, tokens.shape[1])
+        if positions is None:
+            positions = position[:, None] + jnp.arange(tokens.shape[1])
+        elif inputs.ndim == 2:
+            positions = positions[:, None]
+
+        def stepped(x: jax.Array) -> jax.Array:
+            return x[:, 0] if inputs.ndim == 2 else x
+
+        query, key, value = map(stepped, self._heads(tokens, positions))
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
-        index = self._index(inputs[:, None])
+        index = self._index(tokens)
         if index is not None:
-            index = self.attention_fn.placed_index(index, self.dtype, position[:, None])
-            options["index"] = index.query[:, 0], index.key[:, 0]
+            index = self.attention_fn.placed_index(index, self.dtype, positions)
+            options["index"] = stepped(index.query), stepped(index.key)
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
-        return self.out(out[:, None])[:, 0], cache
+        return stepped(self.out(out.reshape(*tokens.shape[:2], *out.shape[-2:]))), cache
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        """What a cache of this layer says."""
+        fn, names = self.attention_fn.fn, ("seq_len", "num_heads", "num_kv_heads")
+        return {"masks": fn.masks, "selection": fn.selection} | {name: getattr(self, name) for name in names}
 
     def _index(self, inputs: jax.Array, losses: list[jax.Array] | None = None) -> Index | None:
         """What a scorer scores that has projections of its own; its loss changes these alone."""

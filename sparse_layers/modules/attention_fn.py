@@ -17,6 +17,8 @@ from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.choosing import choose
+from ..ops.decoding.cache import KVCache
+from ..ops.pieces import attend_piece
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
 from ..ops.planning.platforms import first_choice
@@ -145,8 +147,7 @@ class AttentionFn:
         query, key, value = (x.reshape(rows, *x.shape[-3:]) for x in (query, key, value))
         segment_ids = jax.tree.map(lambda ids: ids.reshape(rows, ids.shape[-1]), segment_ids)
         selection = jax.tree.map(lambda ids: ids.reshape(rows, *ids.shape[-3:]), selection)
-        if self.selection is not None and selection is not None:
-            raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
+        self._check_selection(selection)
         if self.selection is not None:
             shared: Any = {"scale": self.scale, "query_sharding": self.query_sharding}
             if self.selection.indexed != (index is not None):
@@ -182,6 +183,58 @@ class AttentionFn:
 
         out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
         return out.reshape(*batch, *out.shape[1:])
+
+    def attend_piece(
+        self,
+        caches: tuple[KVCache, KVCache],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        start: int,
+        total: int,
+        *,
+        selection: Selection | None = None,
+        sinks: jax.Array | None = None,
+        index: Index | None = None,
+    ) -> jax.Array:
+        """`attend` for a piece of prompts.
+
+        Args:
+          caches: before and after it was filled in.
+          query, key, value: [B, C, heads, size], of tokens start to start + C - 1.
+          start: tokens before the piece.
+          total: tokens of the prompts, which say whether a scorer chooses.
+          selection, sinks, index: as of `attend`.
+        """
+        self._check_selection(selection)
+        scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
+        # Where there are no more blocks than are chosen, everyone looks at all.
+        if scorer is not None and pooled is not None and scorer.chooses(total) and end > scorer.count * scorer.block:
+            keys = caches[1].keys[caches[1].whole()].reshape(*key.shape[::2], -1, key.shape[3])
+            shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
+            scored = query if index is None else index.query
+            selection = scorer.select(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
+        query_sharding = self.query_sharding
+        if query_sharding is not None:  # devices cannot share its tokens, whose rows are in another order
+            query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
+        return attend_piece(
+            *caches,
+            query,
+            key,
+            value,
+            start,
+            selection=selection,
+            sinks=sinks,
+            scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            implementation=self.implementation,
+            fwd_params=self.fwd_params,
+            query_sharding=query_sharding,
+        )
+
+    def _check_selection(self, selection: Selection | None) -> None:
+        if self.selection is not None and selection is not None:
+            raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
 
     # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
     def __call__(

@@ -13,7 +13,7 @@ from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
-from .attention import SparseSelfAttention
+from .attention import PrefillOptions, SparseSelfAttention
 from .attention_fn import Pattern
 from .native_sparse_attention import NativeSparseAttention
 from .rope import Rope
@@ -235,20 +235,26 @@ class SparseTransformerBlock(nnx.Module):
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection, positions)
 
     def prefill(
-        self, x: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+        self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
         check_input(self.features, x)
-        attended, cache = self.attention.prefill(_normed(self.attention_norm, x), lengths, selection=selection)
+        attended, cache = self.attention.prefill(_normed(self.attention_norm, x), lengths, **options)
         return _rest(self, x, attended, True), cache
 
     def decode_step(
-        self, x: jax.Array, cache: KVCache, position: jax.Array, *, selection: Selection | None = None
+        self,
+        x: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
         check_input(self.features, x, shape="[B, {}]")
-        normed = _normed(self.attention_norm, x)
-        attended, cache = self.attention.decode_step(normed, cache, position, selection=selection)
+        given: Any = {"selection": selection, "positions": positions}
+        attended, cache = self.attention.decode_step(_normed(self.attention_norm, x), cache, position, **given)
         return _rest(self, x, attended, True), cache
 
 

@@ -6,18 +6,18 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 
 @runtime_checkable
 class Decoder(Protocol):
     """A model that `generate` can sample from: any object with these two methods, by their position's arguments.
 
-    An NNX module, a pytree (an Equinox module, a registered dataclass) or an object of a plain class. Both methods are
-    traced by `jax.jit`. The arrays that are found in the model, in its attributes and theirs, are arguments of the
-    compiled program and may change from call to call; all else in it is compared by value, or by identity where it has
-    none, and compiled in: closures and hashable objects with arrays inside are not to be changed. Caches are a pytree
-    of the model's own.
+    An NNX module, a Linen module that is bound to its variables (``module.bind(variables)``), a pytree (an Equinox
+    module, a registered dataclass) or an object of a plain class. Both methods are traced by `jax.jit`. The arrays that
+    are found in the model, in its attributes and theirs, are arguments of the compiled program and may change from call
+    to call; all else in it is compared by value, or by identity where it has none, and compiled in: closures and
+    hashable objects with arrays inside are not to be changed. Caches are a pytree of the model's own.
 
     Two more names are used where the model has them: ``seq_len``, the most tokens that a sequence may have, and
     ``unrolled()``, which returns a model that is quicker step by step.
@@ -85,6 +85,9 @@ class _Value:
 def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
     """(a model without its arrays, hashable; its arrays), for `put_together`.
 
+    Raises:
+      ValueError: a module of Linen that is not bound to variables.
+
     Example:
       >>> import types, jax.numpy as jnp
       >>> how, arrays = taken_apart(types.SimpleNamespace(parts=[jnp.ones(3)], size=3))
@@ -108,6 +111,11 @@ def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
     graph = None
     if isinstance(model, nnx.Module):
         graph, model = nnx.split(model)
+    elif isinstance(model, linen.Module):
+        if model.scope is None:
+            raise ValueError(f"model: a module of Linen must be bound, model.bind(variables), got {model!r}")
+        module, model = model.unbind()
+        graph = _Value(module)
     return (graph, *tree(model, frozenset())), arrays
 
 
@@ -129,6 +137,8 @@ def put_together(how: Any, arrays: Iterable[Any]) -> Any:
         return made
 
     graph, *model = how
+    if isinstance(graph, _Value):
+        return graph.value.bind(tree(*model))
     return tree(*model) if graph is None else nnx.merge(graph, tree(*model))
 
 

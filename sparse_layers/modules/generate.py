@@ -1,8 +1,8 @@
 """`generate`: samples from a `SparseTransformer` or another `Decoder`, a batch of prompts at once."""
 
 import functools
-from collections.abc import Hashable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.core
@@ -22,39 +22,46 @@ def generate(
     num_tokens: int,
     *,
     lengths: jax.Array | np.ndarray | Sequence[int] | None = None,
+    padding_side: str = "right",
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop_token: int | None = None,
+    stop_token: int | Collection[int] | None = None,
     key: jax.Array | None = None,
+    on_tokens: Callable[[np.ndarray], object] | None = None,
 ) -> jax.Array:
     """Goes on from prompts, token by token; each token costs what the patterns' rows cost.
 
     The prompts are read at once by the sparse kernels, whose keys and values go to a `KVCache` for each layer. Compiled
-    once for a kind of model, a shape of prompts, a number of tokens, ``top_k``, and whether there is a temperature and
-    a ``top_p``.
-    Inside of jit, prompts, lengths and key may be traced.
+    once for a kind of model, a shape of prompts, a number of tokens, ``top_k``, the number of stop tokens, and whether
+    there is a temperature and a ``top_p``. Inside of jit, prompts, lengths and key may be traced, without
+    ``on_tokens``.
 
     Args:
       model: a `SparseTransformer`, causal in all layers, or any other `Decoder`.
       prompts: int [B, P], or a sequence of B sequences of tokens, of any lengths from 1 on. Text is encoded first.
       num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len, where
         the model has it.
-      lengths: int [B] in 1..P, where an array of prompts is padded at its end.
+      lengths: int [B] in 1..P, where an array of prompts is padded.
+      padding_side: at which end it is, "right" or "left"; what is generated is the same.
       temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
       top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
       top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
         to at least so much (nucleus sampling, Holtzman et al. 2020).
-      stop_token: 0..V-1, ends a sequence; what follows it in the result are stop tokens.
+      stop_token: 0..V-1, or several of these; each ends a sequence, which goes on with this very token in the result.
+        Once all sequences have ended, no more steps are computed, or one with on_tokens.
       key: a `jax.random.key`, needed when temperature > 0.
+      on_tokens: called with the tokens of each step, numpy int32 [B], as soon as they are known and until all sequences
+        have ended; those that have ended before others go on as in the result. What it raises comes out of `generate`.
 
     Returns:
       int32 [B, num_tokens], the tokens after each prompt.
 
     Raises:
       ValueError: one of the above does not hold, a pattern is not causal, or what the model's methods return is not as
-        `Decoder` says.
-      TypeError: the model is no `Decoder`, one of its methods returns no pair, or prompts are text or no array.
+        `Decoder` says; on_tokens inside of jit.
+      TypeError: the model is no `Decoder`, one of its methods returns no pair, prompts are text or no array, or
+        on_tokens cannot be called.
 
     Example:
       >>> import sparse_layers as sl
@@ -62,23 +69,34 @@ def generate(
       >>> model = sl.SparseTransformer(256, 2, 8, 2, patterns="local", seq_len=64, rngs=nnx.Rngs(0))
       >>> sl.generate(model, [list(b"def f("), list(b"x")], 5).shape
       (2, 5)
+      >>> sl.generate(model, [list(b"x")], 3, on_tokens=lambda tokens: print(tokens)).tolist()
+      [0]
+      [0]
+      [0]
+      [[0, 0, 0]]
     """
     methods = (getattr(model, name, None) for name in ("prefill", "decode_step"))
     if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
-    check_settings(num_tokens=num_tokens)
+    check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
+    if isinstance(prompts, Sequence):
+        padding_side = "right"  # they are padded here
     tokens, lengths, known = _prompts(prompts, lengths)
     longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
         )
-    how, arrays = taken_apart(model)
-    vocab_size = _vocab_size(how, arrays, jnp.asarray(tokens), lengths)
-    _check_tokens(tokens, known, vocab_size)  # as given: cut off to 32 bits, a wrong token could become a right one
-    for name, value, least in (("top_k", top_k, 1), ("stop_token", stop_token, 0)):
-        if value is not None:
-            checked(name, value, Annotated[int, least, vocab_size - 1 + least])
+    unrolled = getattr(model, "unrolled", None)
+    if on_tokens is not None and unrolled is not None:
+        model = unrolled()  # once, and not in each step
+    graph, arrays = taken_apart(model)
+    vocab_size = _vocab_size(graph, arrays, jnp.asarray(tokens), lengths)
+    # As given: cut off to 32 bits, a wrong token could become a right one.
+    _check_tokens(tokens, known, vocab_size, padding_side)
+    if top_k is not None:
+        checked("top_k", top_k, Annotated[int, 1, vocab_size])
+    stops = _stops(stop_token, vocab_size)
     check_settings(temperature=temperature, top_p=top_p)
     if temperature > 0 and key is None:
         raise ValueError(f"key must be a jax.random.key when temperature={temperature} > 0, got None")
@@ -87,10 +105,11 @@ def generate(
     sampling = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
     if sampling and top_p is not None:
         sampling["top_p"] = np.float32(top_p)
-    stop = np.int32(-1 if stop_token is None else stop_token)
-    return _generate(
-        how, int(num_tokens), top_k if sampling else None, arrays, jnp.asarray(tokens), lengths, stop, sampling
-    )
+    tokens = jnp.asarray(tokens) if padding_side == "right" else _to_the_left(tokens, lengths)
+    how = _How(graph, vocab_size, int(num_tokens), top_k if sampling else None)
+    if on_tokens is None:
+        return _generate(how, arrays, tokens, lengths, stops, sampling)
+    return _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens)
 
 
 def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
@@ -129,16 +148,31 @@ def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Ar
     return tokens, count, known
 
 
-def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
+def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_size: int, padding_side: str) -> None:
     if not isinstance(tokens, jax.core.Tracer):
-        read = np.asarray(tokens)[np.arange(tokens.shape[1]) < lengths[:, None]]
+        places = np.arange(tokens.shape[1])[:: 1 if padding_side == "right" else -1]
+        read = np.asarray(tokens)[places < lengths[:, None]]
         if read.min() < 0 or read.max() >= vocab_size:
             raise ValueError(f"prompts must hold tokens in 0..{vocab_size - 1}, got {read.min()} to {read.max()}")
 
 
-def _vocab_size(how: Hashable, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
+def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
+    """The stop tokens, int32 [n], or None for none."""
+    several = isinstance(stop_token, Collection) and not isinstance(stop_token, str | bytes)
+    given = list(stop_token) if several else [] if stop_token is None else [stop_token]
+    stops = [checked("stop_token", token, Annotated[int, 0, vocab_size - 1]) for token in given]
+    return np.array(stops, np.int32) if stops else None
+
+
+@jax.jit
+def _to_the_left(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Prompts that are padded at their beginning, padded at their end."""
+    return jax.vmap(jnp.roll)(tokens, lengths)
+
+
+def _vocab_size(graph: Hashable, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
     """Number of logits, by a trace that the program then shares."""
-    return _checked("prefill", _prefill.eval_shape(how, arrays, tokens, lengths), len(tokens))[0].shape[1]
+    return _checked("prefill", _prefill.eval_shape(graph, arrays, tokens, lengths), len(tokens))[0].shape[1]
 
 
 def _checked(method: str, made: Any, batch: int, vocab_size: int | None = None, caches: Any = None) -> tuple[Any, Any]:
@@ -168,36 +202,98 @@ def _looks(caches: Any) -> list[str]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(how, arrays, tokens, lengths):
-    return put_together(how, arrays).prefill(tokens, lengths)
+def _prefill(graph, arrays, tokens, lengths):
+    return put_together(graph, arrays).prefill(tokens, lengths)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(how, num_tokens, top_k, arrays, tokens, lengths, stop, sampling):
+class _How(NamedTuple):
+    """What programs are compiled for, beside shapes."""
+
+    graph: Hashable  # of the model, without its arrays
+    vocab_size: int
+    num_tokens: int
+    top_k: int | None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _generate(how, arrays, tokens, lengths, stops, sampling):
     """``sampling``: the arguments of `sample` but top_k, or None for the likeliest tokens."""
-    logits, caches = _prefill(how, arrays, tokens, lengths)
-    vocab_size = logits.shape[1]
-    model = put_together(how, arrays)
+    token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
+    model = put_together(how.graph, arrays)
     if hasattr(model, "unrolled"):
         model = model.unrolled()
-    keys = None if sampling is None else jax.random.split(sampling["key"], num_tokens)
 
-    def choose(logits, done, key):
-        token = logits.argmax(-1) if sampling is None else sample(logits, **{**sampling, "key": key}, top_k=top_k)
-        token = jnp.where(done, stop, token).astype(jnp.int32)
-        return token, done | (token == stop)
+    def goes_on(state):
+        count, token, *_ = state
+        if stops is None:  # so that the compiler knows how often, and a GPU does not wait for the host in each step
+            return count < how.num_tokens
+        return (count < how.num_tokens) & ~_ended(token, stops).all()
 
-    def step(carry, key):
-        token, caches, position, done = carry
-        made = model.decode_step(token, caches, position)
-        logits, caches = _checked("decode_step", made, len(tokens), vocab_size, caches)
-        token, done = choose(logits, done, key)
-        return (token, caches, position + 1, done), token
+    def step(state):
+        count, token, caches, made = state
+        token, caches = _next(how, model, count, token, caches, lengths, stops, sampling, keys)
+        return count + 1, token, caches, made.at[count].set(token)
 
-    first, done = choose(logits, jnp.zeros(len(tokens), bool), None if keys is None else keys[0])
-    rest = None if keys is None else keys[1:]
-    _, more = jax.lax.scan(step, (first, caches, lengths, done), rest, length=num_tokens - 1)
-    return jnp.concatenate([first[None], more]).T
+    made = jnp.zeros((how.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
+    count, token, _, made = jax.lax.while_loop(goes_on, step, (1, token, caches, made))
+    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token).T
+
+
+def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
+    """`_generate` by a loop of Python, which hands over the tokens of each step."""
+    # An ordered callback of JAX's within the compiled loop would work under jit, too. But each function would have a
+    # program compiled, for one device only; what it raises would come out as an error of JAX's, after the last step,
+    # and so would Ctrl-C.
+    token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
+    if isinstance(token, jax.core.Tracer):
+        raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {on_tokens!r}")
+    step, made = _step(how), []
+    for count in range(1, how.num_tokens + 1):
+        now = token
+        if count < how.num_tokens:  # the device computes the next step while the host deals with this one
+            token, caches = step(arrays, count, token, caches, lengths, stops, sampling, keys)
+        made.append(np.asarray(now))
+        on_tokens(made[-1])
+        if stops is not None and np.isin(made[-1], stops).all():
+            break
+    return jnp.asarray(np.pad(made, ((0, how.num_tokens - len(made)), (0, 0)), mode="edge").T)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _first(how, arrays, tokens, lengths, sampling):
+    """(the first token of each sequence; the caches; the keys of all steps)."""
+    logits, caches = _prefill(how.graph, arrays, tokens, lengths)
+    keys = None if sampling is None else jax.random.split(sampling["key"], how.num_tokens)
+    return _chosen(how, logits, 0, sampling, keys), caches, keys
+
+
+@functools.lru_cache(maxsize=64)
+def _step(how):
+    """`_next` compiled: looked up once, since a model's graph takes as long to hash as a step to compute."""
+
+    @functools.partial(jax.jit, donate_argnames="caches")
+    def step(arrays, count, token, caches, lengths, stops, sampling, keys):
+        return _next(how, put_together(how.graph, arrays), count, token, caches, lengths, stops, sampling, keys)
+
+    return step
+
+
+def _next(how, model, count, token, caches, lengths, stops, sampling, keys):
+    """(the tokens after ``token``, which are the ``count``-th ones; the caches)."""
+    made = model.decode_step(token, caches, lengths + count - 1)
+    logits, caches = _checked("decode_step", made, len(token), how.vocab_size, caches)
+    new = _chosen(how, logits, count, sampling, keys)
+    return new if stops is None else jnp.where(_ended(token, stops), token, new), caches
+
+
+def _chosen(how, logits, count, sampling, keys):
+    if sampling is None:
+        return logits.argmax(-1).astype(jnp.int32)
+    return sample(logits, **{**sampling, "key": keys[count]}, top_k=how.top_k).astype(jnp.int32)
+
+
+def _ended(token, stops):
+    return (token[:, None] == stops).any(-1)
 
 
 def sample(

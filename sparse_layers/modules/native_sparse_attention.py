@@ -29,6 +29,78 @@ from .settings import PROJECTIONS, biased, check_settings, check_stream, query_f
 from .step import check_inputs
 
 
+def fixed_parts(
+    *,
+    num_heads: int,
+    num_kv_heads: int | None,
+    in_features: int,
+    qkv_features: int | None,
+    head_dim: int | None,
+    out_features: int | None,
+    pattern: NSA | str,
+    seq_len: int,
+    rope: Rope | None,
+    rope_theta: float | None,
+    dtype: Dtype | None,
+    **kernels: Any,
+) -> dict[str, Any]:
+    """What `NativeSparseAttention`, NNX or Linen, has beside parameters, by its attributes, and the settings checked.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
+    """
+    nsa = checked_nsa(pattern)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
+    head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
+    rope, seq_len = resolved(rope, rope_theta), int(seq_len)
+    if rope is not None:
+        rope.pairs(head_dim, "head_dim")
+    fns = branches(nsa, seq_len, **kernels)
+    # Traced once, without data: a bad block size or implementation shows up now, not in the first step.
+    for name, fn in fns.items():
+        length = max(1, nsa.windows(seq_len)) if name == "compressed" else seq_len
+        query, key = (
+            jax.ShapeDtypeStruct((1, rows, heads, head_dim), dtype or jnp.float32)
+            for rows, heads in ((seq_len, num_heads), (length, num_kv_heads))
+        )
+        jax.eval_shape(fn.attend, query, key, key)
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "in_features": in_features,
+        "out_features": in_features if out_features is None else out_features,
+        "pattern": nsa,
+        "seq_len": seq_len,
+        "rope": rope,
+        **fns,
+    }
+
+
+def branches(nsa: NSA, seq_len: int, **kernels: Any) -> dict[str, AttentionFn]:
+    """The attention of each branch of `NativeSparseAttention`."""
+    masks = {
+        "compressed": Compressed(*nsa.window),
+        "selected": Causal(),
+        "sliding": Causal() & Window(nsa.sliding - 1),
+    }
+    return {name: AttentionFn((mask,), seq_len, **kernels) for name, mask in masks.items()}
+
+
+def checked_nsa(pattern: Any) -> NSA:
+    """The sizes that a pattern of `NativeSparseAttention` stands for.
+
+    Raises:
+      ValueError: it is no `NSA` and no name of one.
+    """
+    nsa = as_nsa(pattern)
+    if nsa is None:
+        raise ValueError(f"pattern must be NSA, as sl.NSA(count=8), or its name, 'nsa:count=8', got {pattern!r}")
+    return nsa
+
+
 class NativeSparseAttention(nnx.Module):
     """Native sparse attention (Yuan et al. 2025): ``out[t] = sum_c g[c, t] * attention(q[t], K[c], V[c])``.
 
@@ -81,6 +153,18 @@ class NativeSparseAttention(nnx.Module):
       2502.11089).
     """
 
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    in_features: int
+    out_features: int
+    pattern: NSA
+    seq_len: int
+    rope: Rope | None
+    compressed: AttentionFn
+    selected: AttentionFn
+    sliding: AttentionFn
+
     @own_keywords
     def __init__(
         self,
@@ -130,41 +214,36 @@ class NativeSparseAttention(nnx.Module):
         )
         check_stream(rngs, "params", "the parameters")
         biases = biased(use_bias, (*PROJECTIONS, "gate"))
-        nsa = as_nsa(pattern)
-        if nsa is None:
-            raise ValueError(f"pattern must be NSA, as sl.NSA(count=8), or its name, 'nsa:count=8', got {pattern!r}")
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % kv_heads:
-            raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={num_heads}")
-        size = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, kv_heads, size
-        self.in_features, self.out_features = in_features, in_features if out_features is None else out_features
-        self.pattern, self.seq_len, self.rope = nsa, int(seq_len), resolved(rope, rope_theta)
-        if self.rope is not None:
-            self.rope.pairs(size, "head_dim")
-        kernels = {"implementation": implementation, "scale": scale, "query_sharding": query_sharding}
-        kernels |= {"fwd_params": fwd_params, "bwd_params": bwd_params}
-        masks = Compressed(*nsa.window), Causal(), Causal() & Window(nsa.sliding - 1)
-        self.compressed, self.selected, self.sliding = (AttentionFn((mask,), self.seq_len, **kernels) for mask in masks)
-        # Traced once, without data: a bad block size or implementation shows up now, not in the first step.
-        windows = max(1, nsa.windows(self.seq_len))
-        for fn, length in ((self.compressed, windows), (self.selected, self.seq_len), (self.sliding, self.seq_len)):
-            query, key = (
-                jax.ShapeDtypeStruct((1, rows, heads, size), dtype or jnp.float32)
-                for rows, heads in ((self.seq_len, num_heads), (length, kv_heads))
-            )
-            jax.eval_shape(fn.attend, query, key, key)
-
+        fixed = fixed_parts(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            head_dim=head_dim,
+            out_features=out_features,
+            pattern=pattern,
+            seq_len=seq_len,
+            rope=rope,
+            rope_theta=rope_theta,
+            dtype=dtype,
+            scale=scale,
+            implementation=implementation,
+            fwd_params=fwd_params,
+            bwd_params=bwd_params,
+            query_sharding=query_sharding,
+        )
+        for name, value in fixed.items():
+            setattr(self, name, value)
         compression: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         shared: dict[str, Any] = compression | {"bias_init": bias_init}
 
         def projection(name: str, out: tuple[int, ...]) -> nnx.LinearGeneral:
             return nnx.LinearGeneral(in_features, out, kernel_init=kernel_init, use_bias=name in biases, **shared)
 
+        size, of_keys, window = self.head_dim, (3, self.num_kv_heads, self.head_dim), self.pattern.window
         self.query = projection("query", (num_heads, size))
-        self.key = projection("key", (3, kv_heads, size))
-        self.value = projection("value", (3, kv_heads, size))
-        self.compress_key, self.compress_value = (Compression(nsa.window, size, **compression) for _ in range(2))
+        self.key, self.value = projection("key", of_keys), projection("value", of_keys)
+        self.compress_key, self.compress_value = (Compression(window, size, **compression) for _ in range(2))
         self.gate = projection("gate", (3, num_heads))
         self.out = nnx.LinearGeneral(
             (num_heads, size),
@@ -225,21 +304,40 @@ class NativeSparseAttention(nnx.Module):
         return out.reshape(*batch, length, self.out_features)
 
     def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        lengths: jax.Array | None = None,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+        max_step: int = 1,
+        cache: NSACache | None = None,
+        start: int = 0,
+        total: int | None = None,
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.prefill`: [B, T, F] -> ([B, T, out_features], the cache); lengths int [B].
 
         Raises:
           ValueError, TypeError: see there.
+          NotImplementedError: a piece of a prompt, positions, or a max_step above 1.
         """
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
+        if total == inputs.shape[-2]:
+            total = None
+        _refuse(positions=positions, max_step=max_step, cache=cache, start=start, total=total)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *kept = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return out, NSACache.filled(self.pattern, self.seq_len, lengths, *kept, **heads)
 
     def decode_step(
-        self, inputs: jax.Array, cache: NSACache, position: jax.Array, *, selection: Selection | None = None
+        self,
+        inputs: jax.Array,
+        cache: NSACache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, NSACache]:
         """`SparseSelfAttention.decode_step`: [B, F] -> ([B, out_features], the cache); position int [B].
 
@@ -248,7 +346,9 @@ class NativeSparseAttention(nnx.Module):
 
         Raises:
           ValueError, TypeError: see there.
+          NotImplementedError: positions are given.
         """
+        _refuse(positions=positions)
         ours = {"pattern": self.pattern, "seq_len": self.seq_len, "num_heads": self.num_heads}
         check_step(inputs, self.in_features, cache, NSACache, ours | {"num_kv_heads": self.num_kv_heads})
         position = checked_positions(position, len(inputs), self.seq_len)
@@ -305,3 +405,17 @@ class NativeSparseAttention(nnx.Module):
         ids, (size, stride) = self._whole(ids), self.pattern.window
         found = ids[:, np.arange(self.pattern.windows(ids.shape[1]))[:, None] * stride + np.arange(size)]
         return jnp.where((found == found[..., :1]).all(-1), found[..., 0], -1)
+
+
+def _refuse(**given: Any) -> None:
+    """Refuses what decoding does not know here.
+
+    Raises:
+      NotImplementedError: an argument that says more than its default.
+    """
+    for name, value in given.items():
+        if value is not None and (name, value) not in (("max_step", 1), ("start", 0)):
+            raise NotImplementedError(
+                f"{name}={value!r}: NativeSparseAttention reads prompts as a whole and then a token a step, by their "
+                "places in the sequence; prefill by chunks, max_step and positions= are those of SparseSelfAttention"
+            )

@@ -371,6 +371,8 @@ _RULES: dict[str, Rule] = {
     "logits_soft_cap": _optional(_number(" > 0", lambda x: x > 0)),
     "temperature": _number(" >= 0", lambda x: x >= 0),
     "top_p": _optional(_number(" in (0, 1]", lambda x: 0 < x <= 1)),
+    "padding_side": _one_of("right", "left"),
+    "on_tokens": _optional(_callable("a function of the tokens [B] of a step")),
     "mlp": _mlp,
     "make_mlp": _optional(_callable("a function that makes the MLP")),
     "norm": _one_of("layer", "rms"),

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from ..masks.options import own_keywords
+from ..masks.options import Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
@@ -233,7 +233,7 @@ class SparseTransformer(nnx.Module):
           segment_ids: int [..., T], see `SparseSelfAttention`. Positions still count from the input's first token.
           positions: int [..., T] or [T], where they shall count otherwise: what `Rope` turns by, and the rows of
             learned tables, 0..seq_len - 1 (beyond these is no row, and the result no number). The patterns go by the
-            places of the tokens in the input all the same. `prefill` and `decode_step` count from the first token.
+            places of the tokens in the input all the same.
           deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
 
         Returns:
@@ -270,53 +270,100 @@ class SparseTransformer(nnx.Module):
             nnx.merge(graph, jax.tree.map(operator.itemgetter(turn), state)) for turn in turns for graph, state in split
         ]
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array | None = None) -> tuple[jax.Array, tuple[KVCache, ...]]:
+    def prefill(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array | None = None,
+        *,
+        chunk: int | None = None,
+        positions: jax.Array | None = None,
+        max_step: int = 1,
+    ) -> tuple[jax.Array, tuple[KVCache, ...]]:
         """Reads prompts: the logits after each, and the caches for `decode_step`. No dropout.
 
         Args:
           tokens: int [B, T] with 1 <= T <= seq_len.
           lengths: int [B] in 0..T, tokens of each prompt, what follows is padding and not read; None for T.
+          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, memory then grows with them,
+            not with T; programs grow with the number of chunks. The result is the same.
+          positions: int [B, T] or [T], as of a call; None for 0, 1, ... The caches go by places in the sequence.
+          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`.
 
         Returns:
           (logits [B, V], float32, of the token after each prompt, meaningless after none; one cache for each layer).
 
         Raises:
-          ValueError, TypeError: as `SparseSelfAttention.prefill`.
+          ValueError, TypeError: as `SparseSelfAttention.prefill`; a chunk that is no integer >= 1.
+          NotImplementedError: chunks or positions for `NSA`.
         """
         self._check_tokens(tokens, "[B, T]", 2)
+        total = tokens.shape[1]
+        chunk = total if chunk is None else checked("chunk", chunk, Positive)
         lengths = checked_lengths(lengths, *tokens.shape)
-        x, caches = self._embed(tokens, jnp.arange(tokens.shape[-1])), []
-        for block in self.layers:
-            x, cache = block.prefill(x, lengths)
-            caches.append(cache)
-        last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        return self._logits(last), tuple(caches)
+        if positions is not None:
+            check_positions(positions, tokens.shape)
+        blocks = self.layers
+
+        def read(start: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
+            piece = slice(start, start + chunk)
+            at = None if positions is None else positions[..., piece]
+            x = self._embed(tokens[:, piece], jnp.arange(total)[piece] if at is None else at)
+            so_far, new = jnp.minimum(lengths, start + x.shape[1]), []
+            options: Any = {"positions": at, "start": start, "total": total, "max_step": max_step}
+            for block, cache in zip(blocks, caches, strict=True):
+                x, cache = block.prefill(x, so_far, cache=cache, **options)
+                new.append(cache)
+            row = (so_far - 1 - start)[:, None, None]
+            picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
+            return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
+
+        caches, last = read(0, [None] * self.num_layers, 0.0)
+        for start in range(chunk, total, chunk):
+            # In one program, a compiler does first what all pieces can do side by side, and keeps the results. It
+            # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out.
+            reads = (jax.lax.optimization_barrier(lengths) > start).any()
+            caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
+        return self._logits(last), caches
 
     def decode_step(
-        self, tokens: jax.Array, caches: tuple[KVCache, ...], position: jax.Array
+        self,
+        tokens: jax.Array,
+        caches: tuple[KVCache, ...],
+        position: jax.Array,
+        *,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """Reads one more token of each sequence, at the cost of the patterns' rows. No dropout.
+        """Reads one more token of each sequence, or several, at the cost of the patterns' rows. No dropout.
 
         Args:
-          tokens: int [B].
+          tokens: int [B], or [B, S] with S at most the max_step of `prefill`.
           caches: of `prefill` or an earlier step.
-          position: int [B], the position of each token: the number of tokens before it.
+          position: int [B], the position of each token, or of the first of S: the number of tokens before it. To take
+            tokens back, go on at an earlier one, see `KVCache.written`.
+          positions: int [B], or [B, S] or [S], as of a call; None for the places from ``position`` on.
 
         Returns:
-          (logits [B, V], float32, of the token after these; the new caches).
+          (logits [B, V] or [B, S, V], float32, of the tokens after these; the new caches).
 
         Raises:
           ValueError, TypeError: as `SparseSelfAttention.decode_step`.
         """
-        self._check_tokens(tokens, "[B], one a sequence", 1)
+        self._check_tokens(tokens, "[B], one a sequence, or [B, S]", 1, 2)
         if not isinstance(caches, Sequence):
             raise TypeError(f"caches must be those of prefill or of the step before, got {type(caches).__name__}")
         if len(caches) != self.num_layers:
             raise ValueError(f"there must be caches one a layer, {self.num_layers}, got {len(caches)}")
-        position = checked_positions(position, len(tokens), self.seq_len)
-        x, new = self._embed(tokens, position), []
+        most, count = min(getattr(cache, "max_step", 1) for cache in caches), (*tokens.shape, 1)[1]
+        if tokens.ndim == 2 and not 1 <= count <= most:
+            shape = f"[B], one a sequence, or [B, S] with S in 1..max_step = {most}"
+            raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
+        if positions is not None:
+            check_positions(positions, tokens.shape)
+        position = checked_positions(position, len(tokens), self.seq_len, count)
+        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)
+        x, new = self._embed(tokens, places if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
-            x, cache = block.decode_step(x, cache, position)
+            x, cache = block.decode_step(x, cache, position, positions=positions)
             new.append(cache)
         return self._logits(x), tuple(new)
 
@@ -328,13 +375,13 @@ class SparseTransformer(nnx.Module):
         model.blocks, model.scan_layers = nnx.List(self.layers), False
         return model
 
-    def _check_tokens(self, tokens: jax.Array, shape: str, ndim: int | None = None) -> None:
+    def _check_tokens(self, tokens: jax.Array, shape: str, *ndim: int) -> None:
         check_array("tokens", tokens, shape)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers {shape}, got {tokens.dtype}")
-        if tokens.ndim < 1 or tokens.ndim != (tokens.ndim if ndim is None else ndim):
+        if tokens.ndim < 1 or (ndim and tokens.ndim not in ndim):
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
-        if ndim != 1 and not 1 <= tokens.shape[-1] <= self.seq_len:
+        if 1 not in ndim and not 1 <= tokens.shape[-1] <= self.seq_len:
             raise ValueError(f"tokens: got {tokens.shape[-1]} tokens, but T must lie in 1..seq_len={self.seq_len}")
 
         kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))

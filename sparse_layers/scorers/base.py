@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
 from ..masks.presets import presets
 from ..ops.kernels.triton_gpu import choose, score
-from ..ops.planning.platforms import candidates, platform
+from ..ops.planning.platforms import candidates, own_arrays, platform
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
@@ -298,9 +297,7 @@ class Scorer(abc.ABC):
 
 def _has_kernels(batch: int, blocks: int) -> bool:
     """Whether there are kernels that choose among so many blocks, and arrays are a device's own, as these need."""
-    mesh = jax.sharding.get_abstract_mesh()
-    own = jax.device_count() == 1 if mesh.empty else mesh.size == 1 or {*mesh.axis_types} == {AxisType.Manual}
-    return own and "triton" in candidates(platform()) and choose.unsupported(blocks, batch) is None
+    return own_arrays() and "triton" in candidates(platform()) and choose.unsupported(blocks, batch) is None
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:

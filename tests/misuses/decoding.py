@@ -14,6 +14,7 @@ def names():
         "whole": sl.KVCache.empty(sl.Causal(), 32, batch=2, num_heads=4, head_size=16),
         "choose": lambda *shape: sl.Selection(jnp.ones(shape, int), block=16),
         "cache": sl.KVCache.empty(mask, 32, batch=2, num_heads=4, head_size=16),
+        "few": sl.KVCache.empty(mask, 32, batch=2, num_heads=4, head_size=16, max_step=3),
         "x": jnp.ones((2, 4, 16)),
         "at": jnp.zeros(2, int),
         "sizes": {"batch": 2, "num_heads": 4, "head_size": 16},
@@ -62,8 +63,15 @@ MISUSES = [
     Misuse(
         "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
     ),
-    # One token.
-    Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", FLOATS),
+    Misuse("empty(mask, 32, **sizes, max_step=0)", ValueError, "max_step", "got 0", SIZE),
+    # One token, or some.
+    Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", "or [B, S, K, H] with S in 1..max_step = 1"),
+    Misuse("cache.step(x, k[:, :0], v[:, :0], at)", ValueError, "key", "(2, 0, 4, 16)", "in 1..max_step = 1"),
+    Misuse("few.written(k[:, :4], v[:, :4], at)", ValueError, "key", "(2, 4, 4, 16)", "in 1..max_step = 3"),
+    Misuse("few.written(k[:, :3], v[:, :2], at)", ValueError, "value", "(2, 2, 4, 16)", "axes are [B, S, K, Hv]"),
+    Misuse("few.attend(q, at)", ValueError, "query", "(2, 32, 4, 16)", "or [B, S, N, H] with S in 1..max_step = 3"),
+    Misuse("few.step(x, k[:, :2], v[:, :2], at)", ValueError, "query", "(2, 4, 16)", "as many tokens as key, (2, 2"),
+    Misuse("few.step(q[:, :3], k[:, :3], v[:, :3], at + 30)", ValueError, "position", "30", "0..seq_len - 3 = 29"),
     Misuse("cache.step(x, x[:, :2], x, at)", ValueError, "key", "(2, 2, 16)", "axes are [B, K, H]"),
     Misuse("cache.step(x, x, x[:1], at)", ValueError, "value", "(1, 4, 16)", "axes are [B, K, Hv]"),
     Misuse("cache.step(x, x, x.astype(int), at)", ValueError, "value", "int32", FLOATS),
@@ -112,6 +120,9 @@ MISUSES = [
     Misuse("cache.filled(jnp.tile(k, (1, 2, 1, 1)), v)", ValueError, "key", "(2, 64, 4, 16)", "P in 1..32"),
     Misuse("cache.filled(k, v, 5)", ValueError, "lengths", "shape ()", INTEGERS),
     Misuse("cache.filled(k, v, [33, 1])", ValueError, "lengths", "33", "must lie in 0..32"),
+    Misuse("cache.filled(k, v, start=3)", ValueError, "key", "(2, 32, 4, 16)", "in 1..29, from start=3 on"),
+    Misuse("cache.filled(k[:, :4], v[:, :4], [9, 3], start=4)", ValueError, "lengths", "9", "must lie in 0..8"),
+    Misuse("cache.filled(k, v, start=-1)", ValueError, "start", "-1", "must be an integer >= 0"),
     Misuse("cache.filled(k, v, [1.0, 2.0])", ValueError, "lengths", "float64", INTEGERS),
     Misuse("cache.filled(k, v, 'all')", ValueError, "lengths", "'all'", INTEGERS),
 ]

@@ -3,6 +3,7 @@
 import types
 
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
@@ -50,6 +51,16 @@ def linen_block(*sizes, **options):
     return linen.SparseTransformerBlock(*(sizes or (N, F)), **{"pattern": MASK, "seq_len": T} | options)
 
 
+class LM(nn.Module):
+    """A model of Linen."""
+
+    def prefill(self, tokens, lengths):
+        return jnp.zeros((len(tokens), V)), ()
+
+    def decode_step(self, tokens, caches, position):
+        return jnp.zeros((len(tokens), V)), caches
+
+
 def foreign(**methods):
     """A model that `generate` can sample from, but for the methods that are given."""
 
@@ -75,6 +86,9 @@ def names():
         "a_native": native(),
         "a_block": block(),
         "a_model": model(),
+        "linen": linen,
+        "linen_lm": LM(),
+        "N": N,
         "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
@@ -347,6 +361,9 @@ CALLS = [
     ("a_native(x, selection=chosen[0])", ValueError, "selection", "shape (8, 1, 1)", "leading axes of inputs, (2,)"),
     ("a_native.prefill(x[0])", ValueError, "inputs", "got (8, 16)", "must have shape [B, T, 16]"),
     ("a_native.decode_step(x[:, 0], cache, position)", TypeError, "cache", "got KVCache", "the NSACache of prefill"),
+    ("a_native.prefill(x, start=3)", NotImplementedError, "start=3", "3", "reads prompts as a whole"),
+    ("a_native.prefill(x, total=8, max_step=2)", NotImplementedError, "max_step=2", "2", "and then a token a step"),
+    ("a_native.prefill(x, positions=jnp.arange(8))", NotImplementedError, "positions", "[0, 1, 2", "their places"),
     ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
     ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
     ("crossing(x, y[0])", ValueError, "inputs_kv", "got shape (12, 16)", "leading axes of inputs_q, (2,)"),
@@ -377,6 +394,20 @@ CALLS = [
     ("layer.decode_step(x[:1, 0], cache, position)", ValueError, "inputs", "got (1, 16)", "of the cache's 2"),
     ("layer.decode_step(x[:, 0].astype(int), cache, position)", ValueError, "inputs", "got int32", "must be floats"),
     ("layer.decode_step(x[:, 0], cache, 4)", ValueError, "position", "of shape ()", "must be integers of shape (2,)"),
+    ("layer.prefill(x, max_step=0)", ValueError, "max_step", "got 0", "must be an integer >= 1"),
+    ("layer.prefill(x, positions=position)", ValueError, "positions", "(2,)", "must have shape (2, 8) or (8,)"),
+    ("layer.prefill(x, start=2)", ValueError, "start=2", "T=8", "must end by total=10, and that by seq_len=8"),
+    ("layer.prefill(x[:, :4], total=3)", ValueError, "total=3", "T=4", "must end by total=3"),
+    ("layer.prefill(x[:, :4], start=4)", TypeError, "cache", "NoneType", "must be the KVCache of prefill"),
+    ("layer.prefill(x, cache=cache)", ValueError, "start", "got 0", "must be the number of tokens before the piece"),
+    ("layer.prefill(x[:1, :4], cache=cache, start=4)", ValueError, "cache", "batch is 2", "not 1"),
+    (
+        "layer.decode_step(x[:, 0], cache, position, positions=tokens)",
+        ValueError,
+        "positions",
+        "got (2, 4)",
+        "must have shape (2,)",
+    ),
     ("a_block([[1.0]])", TypeError, "x must be", "got list: [[1.0]]", "must be an array [..., T, 16]"),
     ("a_block(tokens)", ValueError, "x must be", "got int32", "tokens are embedded first"),
     ("a_block(x[..., :8])", ValueError, "x must have", "got (2, 8, 8)", "must have shape [..., T, 16]"),
@@ -402,6 +433,9 @@ CALLS = [
         "-4294967296",
         "into int32",
     ),
+    ("a_model.prefill(tokens, chunk=0)", ValueError, "chunk", "got 0", "must be an integer >= 1"),
+    ("a_model.prefill(tokens, chunk=2.0)", ValueError, "chunk", "got 2.0", "must be an integer >= 1"),
+    ("a_model.prefill(tokens, positions=position)", ValueError, "positions", "got (2,)", "shape (2, 4) or (4,)"),
     ("a_model.prefill(tokens[0])", ValueError, "tokens", "got (4,)", "must have shape [B, T]"),
     ("a_model.decode_step(tokens[:, 0], None, position)", TypeError, "caches", "got NoneType", "those of prefill"),
     ("a_model.decode_step(tokens[:, 0], (None, None), position)", TypeError, "cache", "None", "the KVCache of prefill"),
@@ -410,6 +444,14 @@ CALLS = [
     ("linen_attention(3).init(jax.random.key(0), x)", ValueError, "num_heads=3", "features=16", "must divide"),
     ("linen_attention().init(jax.random.key(0), [1.0])", TypeError, "inputs", "got list: [1.0]", "must be an array"),
     ("linen_attention().init(jax.random.key(0), tokens)", ValueError, "inputs", "got int32", "must be floats"),
+    (
+        "linen_attention().init(jax.random.key(0), tokens, method='prefill')",
+        ValueError,
+        "inputs",
+        "got int32",
+        "must be floats",
+    ),
+    ("linen.NativeSparseAttention(N, pattern=mask, seq_len=8)", ValueError, "pattern", "got Causal()", "must be NSA"),
     ("linen_block().init(jax.random.key(0), tokens)", ValueError, "x must be", "got int32", "must be floats"),
     ("linen_block().init(jax.random.key(0), None)", TypeError, "x must be", "got NoneType: None", "must be an array"),
 ]
@@ -485,6 +527,16 @@ GENERATE = [
     ("sl.generate(a_model, [[1]], 3, top_k=2.0)", ValueError, "top_k", "got 2.0", INTEGER),
     ("sl.generate(a_model, [[1]], 3, top_p=True)", ValueError, "top_p", "got True", "in (0, 1]"),
     ("sl.generate(a_model, [[1]], 3, stop_token='x')", ValueError, "stop_token", "got 'x'", "must be an integer >= 0"),
+    ("sl.generate(a_model, [[1]], 3, stop_token=[1, -1])", ValueError, "stop_token", "got -1", "an integer >= 0"),
+    ("sl.generate(a_model, [[1]], 3, on_tokens=3)", TypeError, "on_tokens", "got 3", "a function of the tokens"),
+    (
+        "sl.generate(a_model, tokens, 3, padding_side='start')",
+        ValueError,
+        "padding_side",
+        "got 'start'",
+        "'right' or 'left'",
+    ),
+    ("sl.generate(linen_lm, [[1]], 3)", ValueError, "model", "LM", "must be bound, model.bind(variables)"),
     ("sl.generate(None, [[1]], 3)", TypeError, "model", "got None", "must have prefill and decode_step"),
     ("sl.generate(sl.SparseTransformer, [[1]], 3)", TypeError, "model", "got <class", "prefill and decode_step"),
 ]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from flax import traverse_util as flat
 
@@ -202,10 +203,10 @@ def test_any_module_as_mlp():
     scanned = nnx.eval_shape(lambda: model(make_mlp=experts, scan_layers=True, changed=False))
     assert pure(scanned)["blocks"][0]["mlp_module"]["layers"][0]["kernel"].shape == (4, F, 3)
 
-    class Mlp(sl.linen.nn.Module):
-        @sl.linen.nn.compact
+    class Mlp(nn.Module):
+        @nn.compact
         def __call__(self, x):
-            return sl.linen.nn.Dense(F)(x)
+            return nn.Dense(F)(x)
 
     linen = sl.linen.SparseTransformerBlock(N, F, pattern=PATTERN, seq_len=T, make_mlp=Mlp)
     params = jax.eval_shape(linen.init, jax.random.key(0), x)["params"]

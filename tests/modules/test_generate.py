@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.modules.generate import sample
+from tests.programs import USUAL
 
 T, F, V, N, B = 40, 16, 32, 4, 3
 MODELS = {
@@ -47,8 +49,8 @@ MODELS = {
 }
 
 
-def make(num_layers=2, seed=0, **options):
-    model = sl.SparseTransformer(V, N, F, num_layers, seq_len=T, rngs=nnx.Rngs(seed), **options)
+def make(num_layers=2, seed=0, seq_len=T, **options):
+    model = sl.SparseTransformer(V, N, F, num_layers, seq_len=seq_len, rngs=nnx.Rngs(seed), **options)
     rng = np.random.default_rng(seed)  # away from zeros, such as those of the head
     state = nnx.state(model, nnx.Param)
     nnx.update(model, jax.tree.map(lambda p: jnp.asarray(p + np.float32(0.2 * rng.normal(size=p.shape))), state))
@@ -96,6 +98,51 @@ def test_decoding_equals_the_full_forward(name):
     np.testing.assert_allclose(later, full[rows, positions], atol=2e-5)
 
 
+GEMMA = {"positions": "rope", "rope": (sl.Rope(50.0), sl.Rope(2000.0)), "normalize_qk": "rms", "norm": "rms"}
+GEMMA |= {"patterns": ("sliding_window:window=6", "all"), "norm_placement": "sandwich", "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize("options", [GEMMA, MODELS["per head, sinks, soft cap"]], ids=["Gemma", "learned positions"])
+def test_prompts_in_chunks_and_several_tokens_at_positions_of_ones_own(options):
+    """Chunks of 8 of 20 tokens, then steps of 3 of which the last is rejected; no position is the token's place."""
+    model, rng, lengths = make(**options), np.random.default_rng(0), np.array([1, 9, 20])
+    text, positions, rows = rng.integers(0, V, (B, T)), rng.integers(0, T, (B, T)), np.arange(B)[:, None]
+    full = np.asarray(nnx.jit(lambda model, text: model(text, positions=positions))(model, text))
+    assert np.abs(full - forward(model, text)).max() > 1e-2
+
+    def prefill(model, chunk):
+        return model.prefill(text[:, :20], lengths, positions=positions[:, :20], max_step=3, chunk=chunk)
+
+    whole, chunks = nnx.jit(lambda model: (prefill(model, None), prefill(model, 8)))(model)
+    np.testing.assert_allclose(chunks[0], full[rows[:, 0], lengths - 1], atol=2e-5)
+    for ours, theirs in zip(jax.tree.leaves(chunks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    step = nnx.jit(lambda model, tokens, *x, **named: model.decode_step(tokens, *x, **named))
+    caches, position = chunks[1], lengths
+    for _ in range(4):
+        at = position[:, None] + np.arange(3)
+        guesses = np.where(np.arange(3) < 2, text[rows, at], 3)
+        logits, caches = step(model, guesses, caches, position, positions=positions[rows, at])
+        np.testing.assert_allclose(logits[:, :2], full[rows, at[:, :2]], atol=2e-5)
+        position = position + 2
+    logits, _ = step(model, text[rows[:, 0], position], caches, position, positions=positions[rows[:, 0], position])
+    np.testing.assert_allclose(logits, full[rows[:, 0], position], atol=2e-5)
+
+
+def test_chunks_bound_the_memory_of_a_prompt():
+    options = {"patterns": "sliding_window:window=16", "implementation": "reference", "seq_len": 1024}
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(**options)))
+
+    def temporary(length):
+        def prefill(state, tokens):
+            return nnx.merge(graph, state).prefill(tokens, chunk=128)
+
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        return jax.jit(prefill).lower(state, tokens).compile(USUAL).memory_analysis().temp_size_in_bytes
+
+    assert temporary(1024) < 1.05 * temporary(512)
+
+
 @pytest.mark.parametrize("choosing", [False, True])
 def test_a_layer_and_a_block_decode_as_they_compute(choosing):
     pattern = "all" if choosing else "local:local_attn_ctx=5"
@@ -133,6 +180,9 @@ def test_greedy_generation_is_the_full_forwards_argmax(name):
         row[: len(prompt) + COUNT] = [*prompt, *new]
     likeliest = np.asarray(forward(model, text)).argmax(-1)
     np.testing.assert_array_equal(likeliest[np.arange(B)[:, None], LENGTHS[:, None] - 1 + np.arange(COUNT)], made)
+    stream = []
+    np.testing.assert_array_equal(sl.generate(model, PROMPTS, COUNT, on_tokens=stream.append), made)
+    np.testing.assert_array_equal(np.stack(stream, axis=1), made)
 
 
 def test_padded_prompts_are_sequences_of_prompts():
@@ -143,17 +193,19 @@ def test_padded_prompts_are_sequences_of_prompts():
     assert ragged.shape == (B, COUNT) and ragged.dtype == jnp.int32
     again = sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=jax.random.key(4))
     assert (np.asarray(again) != ragged).any()
+    stream = sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=key, on_tokens=lambda tokens: None)
+    np.testing.assert_array_equal(stream, ragged)
 
 
-def test_a_stop_token_ends_a_sequence():
-    model = make(**MODELS["interleaved"])
-    made = np.asarray(sl.generate(model, PROMPTS, COUNT))
-    stop = int(made[0, 4])
-    stopped = np.asarray(sl.generate(model, PROMPTS, COUNT, stop_token=stop))
-    for free, ended in zip(made, stopped, strict=True):
-        end = int(np.argmax(free == stop)) + 1 if (free == stop).any() else len(free)
-        np.testing.assert_array_equal(ended[:end], free[:end])
-        assert (ended[end:] == stop).all()
+def test_prompts_padded_at_their_beginning_are_those_padded_at_their_end():
+    model, options = make(**MODELS["interleaved"]), {"temperature": 1.0, "key": jax.random.key(3)}
+    left = np.stack([np.pad(prompt, (LENGTHS.max() - len(prompt), 0), constant_values=V + 7) for prompt in PROMPTS])
+    options |= {"lengths": LENGTHS, "padding_side": "left"}
+    want = np.asarray(sl.generate(model, PROMPTS, COUNT, temperature=1.0, key=options["key"]))
+    np.testing.assert_array_equal(sl.generate(model, left, COUNT, **options), want)
+    np.testing.assert_array_equal(sl.generate(model, PROMPTS, COUNT, **options | {"lengths": None}), want)
+    with pytest.raises(ValueError, match=f"prompts must hold tokens in 0..{V - 1}, got 0 to {V + 7}"):
+        sl.generate(model, left, COUNT, **options | {"lengths": LENGTHS.max() + 0 * LENGTHS})
 
 
 def frequencies(logits, **options):
@@ -180,7 +232,7 @@ def test_generation_is_compiled_once():
     from sparse_layers.modules.generate import _generate
 
     model = make(**MODELS["interleaved"])
-    sl.generate(model, PROMPTS, COUNT)
+    sl.generate(model, PROMPTS, COUNT, stop_token=0)
     before = _generate._cache_size()
     sl.generate(model, PROMPTS[::-1], COUNT)
     sl.generate(make(seed=1, **MODELS["interleaved"]), PROMPTS, COUNT, stop_token=1)
@@ -225,6 +277,7 @@ def test_caches_of_other_layers_are_refused():
         (([[1]], 3), {"top_k": 33}, ["top_k", "32", "33"]),
         (([[1]], 3), {"top_p": 0.0}, ["top_p", "(0, 1]", "0.0"]),
         (([[1]], 3), {"stop_token": 32}, ["stop_token", "31", "32"]),
+        (([[1]], 3), {"stop_token": [4, 32]}, ["stop_token", "31", "32"]),
     ],
 )
 def test_refusals(refusing, arguments, options, words):
@@ -247,7 +300,7 @@ def test_a_pattern_that_is_not_causal_is_refused():
 def test_layers_refuse_other_shapes(method):
     layer = sl.SparseSelfAttention(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))
     _, cache = layer.prefill(jnp.ones((B, 4, F)))
-    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 1, F)), cache, jnp.zeros(B, int))}[method]
+    wrong = {"prefill": (jnp.ones((4, F)),), "decode_step": (jnp.ones((B, 2, F)), cache, jnp.zeros(B, int))}[method]
     with pytest.raises(ValueError, match="inputs must have shape"):
         getattr(layer, method)(*wrong)
     with pytest.raises(ValueError, match=f"seq_len={T}"):
@@ -331,6 +384,92 @@ def test_what_changes_inside_of_a_plain_model_is_seen():
     assert sl.generate(model, [[1]], 3).tolist() == [chain(-table, 2, 1, 3)]
     model.after.append(model)  # in a circle: what is compiled in then, is compiled in by identity
     assert sl.generate(model, [[1]], 3).tolist() == [chain(-table, 2, 1, 3)]
+
+
+# --- stop tokens and streams -----------------------------------------------------------------------------------------
+
+
+class Counted(Plain):
+    """Each step that is computed tells so; caches hold their number, and an array of the model itself, twice."""
+
+    steps: ClassVar[list] = []
+
+    def __init__(self, table):
+        super().__init__(table, 0)
+        self.steps.clear()
+
+    def prefill(self, tokens, lengths):
+        logits, _ = super().prefill(tokens, lengths)
+        return logits, (jnp.zeros((), int), self.table, self.table)
+
+    def decode_step(self, tokens, caches, position):
+        if caches:
+            jax.debug.callback(self.steps.append, caches[0])
+            caches = caches[0] + 1, *caches[1:]
+        return self.after[0](self.table[tokens]), caches
+
+
+# From each token to one other: 0 1 2 3 4 5 ..., and 8 8 8.
+CHAIN = jnp.asarray(np.eye(9, dtype=np.float32)[[1, 2, 3, 4, 5, 6, 7, 0, 8]])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "stop, rows, steps",
+    [
+        (None, [[1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 0, 1, 2]], 6),
+        ([], [[1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 0, 1, 2]], 6),
+        (7, [[1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 7, 7, 7]], 6),
+        ((5, 2, 8), [[1, 2, 2, 2, 2, 2, 2], [4, 5, 5, 5, 5, 5, 5]], 1),
+        (np.array([1, 4]), [[1] * 7, [4] * 7], 0),
+    ],
+)
+def test_stop_tokens_end_sequences_and_all_of_them_end_the_steps(stop, rows, steps, streams):
+    model, seen = Counted(CHAIN), []
+    options = {"on_tokens": seen.append} if streams else {}
+    made = sl.generate(model, [[5, 0], [3]], 7, stop_token=stop, **options)
+    assert made.tolist() == rows and made.dtype == jnp.int32
+    jax.effects_barrier()
+    # A stream has its next step under way when it sees that it was not needed.
+    assert len(model.steps) == min(steps + streams, 6)
+    if streams:
+        assert np.stack(seen, axis=1).tolist() == [row[: steps + 1] for row in rows]
+        assert {(type(tokens), tokens.dtype) for tokens in seen} == {(np.ndarray, np.dtype("int32"))}
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_what_a_stream_raises_comes_out(error):
+    raised, seen = error(), []
+
+    def show(tokens):
+        seen.append(tokens.tolist())
+        if len(seen) == 3:
+            raise raised
+
+    model = Counted(CHAIN)
+    with pytest.raises(error) as caught:
+        sl.generate(model, [[0], [3]], 7, on_tokens=show)
+    assert caught.value is raised and seen == [[1, 4], [2, 5], [3, 6]]
+    jax.effects_barrier()
+    assert len(model.steps) <= 3
+    # Neither are the model's arrays gone, nor is anything compiled for another function.
+    traces = []
+    model.after[0] = lambda logits: traces.append(1) or logits
+    for _ in range(2):
+        assert sl.generate(model, [[0], [3]], 3, on_tokens=lambda tokens: None).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert len(traces) == 2, "prefill's and a step's"
+
+
+def test_a_stream_cannot_be_compiled():
+    model = Plain(CHAIN, 0)
+    with pytest.raises(ValueError, match="on_tokens must be None inside of jit"):
+        jax.jit(lambda prompts: sl.generate(model, prompts, 3, on_tokens=print))(jnp.ones((1, 2), int))
+    assert jax.jit(lambda x, n: sl.generate(model, x, 3, lengths=n, padding_side="left"))(
+        jnp.array([[-1, 1, 2], [3, 4, 5]]), jnp.array([2, 3])
+    ).tolist() == [[3, 4, 5], [6, 7, 0]]
+
+
+# --- layers in models of others --------------------------------------------------------------------------------------
 
 
 class Stack(nnx.Module):

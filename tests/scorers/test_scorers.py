@@ -291,6 +291,29 @@ def test_decoding_is_the_forward_pass_token_by_token(prompt):
     np.testing.assert_allclose(logits, right[np.arange(2), position - 1], atol=1e-4)
 
 
+def test_prompts_in_chunks_and_several_tokens_a_step():
+    """Chunks divide neither blocks nor windows, and all choose by the length of the whole; guesses are taken back."""
+    infllm = dataclasses.replace(SCORERS["infllm"], dense_below=80)
+    options = {"implementation": "reference"}  # the kernels are tested elsewhere
+    made = model(patterns=("sliding_window:window=20", *(SCORERS | {"infllm": infllm}).values()), **options)
+    right, tokens, rows = np.asarray(apply(made, TOKENS)), np.asarray(TOKENS), np.arange(2)[:, None]
+    position = np.array([90, 82])
+    whole, chunks = (
+        nnx.jit(lambda m, x, n, chunk=chunk: m.prefill(x, n, chunk=chunk, max_step=3))(made, tokens[:, :90], position)
+        for chunk in (None, 37)
+    )
+    np.testing.assert_allclose(chunks[0], right[np.arange(2), position - 1], atol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(chunks), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    caches = chunks[1]
+    for count in (0, 2, 3, 1, 3):
+        at = position[:, None] + np.arange(3)
+        guesses = np.where(np.arange(3) < count, tokens[rows, at], 7)
+        logits, caches = step(made, guesses, caches, position)
+        np.testing.assert_allclose(logits[:, :count], right[rows, at[:, :count]], atol=1e-4)
+        position = position + count
+
+
 def test_a_step_reads_the_chosen_blocks_only():
     scorer = SCORERS["moba"]
     q, k, v = arrays(T, (4, 2))

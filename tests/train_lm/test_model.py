@@ -8,7 +8,7 @@ from examples.train_lm.config import Config
 from examples.train_lm.sample import sample
 from examples.training.config import Refusal
 from examples.training.data import Batch
-from examples.training.model import _without_future, build, mean_loss, step_flops
+from examples.training.model import build, mean_loss, step_flops, without_future
 from examples.training.run import Run
 
 from .conftest import TINY
@@ -18,7 +18,7 @@ from .conftest import TINY
     "pattern", [sl.Full(), sl.Window(3, 1), sl.Blocks(sl.Causal(), 150), sl.preset("strided", local_attn_ctx=8)]
 )
 def test_patterns_lose_the_future_only(pattern):
-    np.testing.assert_array_equal(_without_future(pattern).dense(200), np.tril(pattern.dense(200)))
+    np.testing.assert_array_equal(without_future(pattern).dense(200), np.tril(pattern.dense(200)))
 
 
 def test_no_pattern_sees_the_future():

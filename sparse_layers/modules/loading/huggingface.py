@@ -112,7 +112,8 @@ def from_gpt2(
       path: a ``.safetensors`` file, or a folder with a ``model.safetensors``; a ``config.json`` beside it is read.
       patterns: see `SparseTransformer`; with "all" the logits are GPT-2's.
       num_heads: None for the configuration's, or for one for each 64 features, as in all released sizes.
-      seq_len, dtype, param_dtype, rngs, **options: see `from_huggingface`.
+      seq_len, dtype, param_dtype, rngs: see `from_huggingface`.
+      **options: see `from_huggingface`.
 
     Returns:
       A `SparseTransformer` with learned positions.
@@ -201,7 +202,7 @@ def _loaded(
         return SparseTransformer(**settings, param_dtype=param_dtype, rngs=rngs, **options)
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
-    places = _places(model, family, prefix, positions)
+    places = places_of(model, family, prefix, positions)
     wanted = {place.name: place.stored for several in places.values() for place in several}
     refuse_names(files, wanted, str(path))
     refuse_shapes({name: x.shape for name, x in files.items()}, wanted, str(path))
@@ -559,7 +560,7 @@ def _read(places: list[Place], files: Mapping[str, Stored], dtype: Dtype) -> np.
     return value
 
 
-def _places(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:
+def places_of(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:
     """Where each parameter lies, those of scanned layers at several places; not those that no file has."""
     places = {}
     for at, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
-from ...masks.options import Length, Positive, checked, own_keywords
+from ...masks.options import Length, Natural, Positive, checked, own_keywords
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
     accumulator,
@@ -28,6 +28,7 @@ from ..kernels.call import (
 )
 from ..planning.selection import Selection
 from ..planning.views import RowOrder
+from . import fused
 from .reads import Part, Store, parts
 
 
@@ -53,13 +54,14 @@ class Layout:
       masks: the masks that the heads take in turn.
       length: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
+      max_step: the most tokens that a step adds.
 
     Attributes:
       heads: the query heads, by mask.
       stores: (store, key heads in it), for each array of keys.
     """
 
-    def __init__(self, masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int):
+    def __init__(self, masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int, max_step: int):
         group = num_heads // num_kv_heads
         self.heads = []
         held: dict[Store, set[int]] = {}
@@ -67,9 +69,8 @@ class Layout:
             queries = tuple(h for h in range(num_heads) if masks[h % len(masks)] == mask)
             keys = tuple(h // group for h in queries)
             counts = {keys.count(k) for k in keys}
-            self.heads.append(
-                Heads(queries, tuple(dict.fromkeys(keys)) if len(counts) == 1 else keys, parts(mask, length))
-            )
+            some = tuple(dict.fromkeys(keys)) if len(counts) == 1 else keys
+            self.heads.append(Heads(queries, some, parts(mask, length, max_step)))
             for part in self.heads[-1].parts:
                 held.setdefault(part.store, set()).update(keys)
         self.stores = [(store, tuple(sorted(heads))) for store, heads in held.items()]
@@ -81,26 +82,31 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _made(masks, length, num_heads, num_kv_heads) -> Layout:
-    return Layout(masks, length, num_heads, num_kv_heads)
+def _made(masks, length, num_heads, num_kv_heads, max_step) -> Layout:
+    return Layout(masks, length, num_heads, num_kv_heads, max_step)
 
 
 Integers: TypeAlias = ArrayLike | Sequence[int]
+# Query, key and value of a step.
+Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "pooled"],
-    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads"],
+    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads", "max_step"],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
     """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
 
-    Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds one token and attends from it. A window keeps
-    as many rows as it is wide, a stride reads one residue class, summary columns keep nothing else: a step costs what
-    the pattern's row costs, or with a selection what its blocks cost, and the result is that of
+    Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds a token and attends from it, or a few tokens
+    at once. A window keeps as many rows as it is wide, a stride reads one residue class, summary columns keep nothing
+    else: a step costs what the pattern's row costs, or with a selection what its blocks cost, and the result is that of
     `block_sparse_attention` in that row.
+
+    Of the last tokens, up to ``max_step`` may be taken back, as speculative decoding rejects what it guessed: the next
+    step begins at an earlier position, and what the cache holds of later ones is not seen.
 
     Args:
       *given: none, see `KVCache.empty`.
@@ -113,6 +119,7 @@ class KVCache:
       selection: the scorer that chooses the blocks that a step reads, or None.
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
+      max_step: the most tokens that a step adds.
 
     Raises:
       ValueError: arrays that do not fit, in the methods that take them.
@@ -128,6 +135,12 @@ class KVCache:
       >>> out, cache = cache.step(q[:, 39], k[:, 39], v[:, 39], jnp.array([39]))
       >>> bool(jnp.allclose(out, sl.block_sparse_attention(q, k, v, mask)[:, 39], atol=1e-5))
       True
+      >>> cache = sl.KVCache.empty(mask, 40, batch=1, num_heads=2, head_size=16, max_step=4)
+      >>> cache = cache.filled(k[:, :30], v[:, :30])
+      >>> wrong, cache = cache.step(q[:, 1:5], k[:, 1:5], v[:, 1:5], jnp.array([30]))  # four guesses, and the first ...
+      >>> right, cache = cache.step(q[:, 30:33], k[:, 30:33], v[:, 30:33], jnp.array([30]))  # ... was rejected
+      >>> bool(jnp.allclose(right, sl.block_sparse_attention(q, k, v, mask)[:, 30:33], atol=1e-5))
+      True
     """
 
     keys: tuple[jax.Array, ...]
@@ -138,6 +151,7 @@ class KVCache:
     seq_len: int
     num_heads: int
     num_kv_heads: int
+    max_step: int
 
     def __init__(self, *given: Any, **fields: Any):
         if given or fields.keys() != self.__dataclass_fields__.keys():
@@ -170,6 +184,7 @@ class KVCache:
         dtype: DTypeLike = jnp.float32,
         selection: Scorer | str | None = None,
         index_size: int | None = None,
+        max_step: int = 1,
     ) -> "KVCache":
         """A cache without tokens.
 
@@ -184,6 +199,7 @@ class KVCache:
           dtype: of keys and values.
           selection: how steps choose key blocks, see `SparseSelfAttention`.
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
+          max_step: the most tokens that a step adds, and that may be taken back: a window keeps so many more, less one.
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
@@ -195,12 +211,13 @@ class KVCache:
         num_heads, head_size = checked("num_heads", num_heads, Positive), checked("head_size", head_size, Positive)
         num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)
         value_size = head_size if value_size is None else checked("value_size", value_size, Positive)
+        max_step = checked("max_step", max_step, Positive)
         masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
             )
-        stores = _made(masks, seq_len, num_heads, num_kv_heads).stores
+        stores = _made(masks, seq_len, num_heads, num_kv_heads, max_step).stores
         keys, values = (
             tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
             for size in (head_size, value_size)
@@ -210,15 +227,16 @@ class KVCache:
             index_size = head_size if index_size is None else checked("index_size", index_size, Positive)
             each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
-        sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
         cache = cls(keys=keys, values=values, pooled=pooled, masks=masks, selection=scorer, **sizes)
         if pooled is not None:
-            cache._whole()
+            cache.whole()
         return cache
 
     @property
-    def _layout(self) -> Layout:
-        return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads)
+    def layout(self) -> Layout:
+        """Who reads which of the arrays."""
+        return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
 
     @property
     def batch(self) -> int:
@@ -230,7 +248,7 @@ class KVCache:
         """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
         if self.pooled is not None and self.selection is not None:
             return self.selection.count * self.selection.block
-        return max(sum(part.reads for part in heads.parts) for heads in self._layout.heads)
+        return max(sum(part.reads for part in heads.parts) for heads in self.layout.heads)
 
     @property
     def nbytes(self) -> int:
@@ -244,50 +262,63 @@ class KVCache:
         lengths: Integers | None = None,
         *,
         index_key: jax.Array | None = None,
+        start: int = 0,
     ) -> "KVCache":
         """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
 
+        Or after a piece of one, when it holds the ``start`` tokens before. Sequences that had ended stay as they are.
+
         Args:
-          key: [B, P, K, H], 1 <= P <= seq_len.
+          key: [B, P, K, H], 1 <= P <= seq_len - start, of tokens start to start + P - 1.
           value: [B, P, K, Hv].
-          lengths: int [B] in 0..P, tokens of each sequence, what follows is padding and not read; None for P.
+          lengths: int [B] in 0..start + P, tokens of each sequence so far, what follows is padding and not read; None
+            for start + P.
           index_key: [B, P, 1, size], for a scorer like `MSA` alone.
+          start: tokens before these.
 
         Returns:
           A new cache.
 
         Raises:
-          ValueError: shapes that do not fit the cache, or lengths (outside of jit) that are not in 0..P.
+          ValueError: shapes that do not fit the cache, or lengths (outside of jit) that are not in 0..start + P.
           TypeError: key or value is no array.
         """
         key, value = checked_array("key", key), checked_array("value", value)
+        start = checked("start", start, Natural)
         batch, length = len(self.keys[0]), key.shape[1] if key.ndim > 1 else 0
-        if not 1 <= length <= self.seq_len:
-            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{self.seq_len}, got {key.shape}")
+        if not 1 <= length <= self.seq_len - start:
+            most = f"{self.seq_len - start}" + (f", from start={start} on" if start else "")
+            raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{most}, got {key.shape}")
         self._check(
             "B, P, K", length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
         )
-        last = checked_lengths(lengths, batch, length)[:, None] - 1
+        last = checked_lengths(lengths, batch, start + length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             filled = []
-            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
+            for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
                 token = store.token(jnp.arange(store.runs * store.run), last)
-                held = jnp.broadcast_to((token >= 0) & (token <= last), (batch, store.runs * store.run))
-                rows = jnp.where(held, token, 0)
+                held = jnp.broadcast_to((token >= start) & (token <= last), (batch, store.runs * store.run))
+                rows = jnp.where(held, token - start, 0)
                 taken = jnp.take_along_axis(_some(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
                 # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                taken = jnp.where(held[:, None, :, None], taken, 0)
-                filled.append(taken.reshape(array.shape).astype(array.dtype))
+                others = fused.rows_of(array) if start else jnp.zeros((), array.dtype)
+                taken = jnp.where(held[:, None, :, None], taken.astype(array.dtype), others)
+                filled.append(taken.reshape(array.shape))
             return tuple(filled)
 
         pooled = None
         if self.pooled is not None and self.selection is not None:
             # Windows that are not full yet are written when they are; until then nobody sees them.
-            inside = jnp.arange(length)[:, None, None] <= last[..., None, None]
-            scored = self._scored(key, index_key)
-            new = self.selection.pool(jnp.where(inside, scored, 0)).astype(self.pooled.dtype)
-            pooled = self.pooled.at[:, : new.shape[1]].set(new)
+            inside = start + jnp.arange(length)[:, None, None] <= last[..., None, None]
+            scored, (size, stride) = jnp.where(inside, self._scored(key, index_key), 0), self.selection.window
+            number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
+            begin = number * stride
+            if begin < start:
+                earlier = fused.rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
+                scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
+            new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
+            pooled = self.pooled.at[:, number : number + new.shape[1]].set(new)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
     def step(
@@ -303,61 +334,82 @@ class KVCache:
         selection: Selection | None = None,
         index: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, "KVCache"]:
-        """Adds a token to each sequence, and attends from it: `written`, then `attend` with its options.
+        """Adds a token to each sequence, or several, and attends from it: `written`, then `attend` with its options.
 
         ``index`` are the index queries and keys of a scorer like `MSA`, see there.
 
         Returns:
-          (out [B, N, Hv] in the dtype of query, the new cache).
+          (out [B, N, Hv] or [B, S, N, Hv] in the dtype of query, the new cache).
 
         Raises:
           ValueError, TypeError, NotImplementedError: as these.
         """
-        # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of the cache.
         index_query, index_key = (None, None) if index is None else index
-        cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
         options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
         options["index_query"] = index_query
-        return cache.attend(query, position, **options), cache
+
+        def plain(cache: KVCache, sinks: Any, position: Any, token: Token) -> tuple[jax.Array, KVCache]:
+            query, key, value = token
+            # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of it all.
+            cache = jax.lax.optimization_barrier(cache.written(key, value, position, index_key=index_key))
+            if query.shape[:-2] != key.shape[:-2]:
+                raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
+            return cache.attend(query, position, **options | {"sinks": sinks}), cache
+
+        token = checked_array("query", query), checked_array("key", key), checked_array("value", value)
+        query, key, value = token
+        one = index is None and selection is None and query.shape[:-2] == key.shape[:-2]
+        if not one or not fused.steps(self, query):
+            return plain(self, sinks, position, token)
+        self._step("K", position, **self._of_keys(key, value))
+        at, several = self._step("N", position, query=(query, self.num_heads, self.keys))
+        of_logits = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+
+        def kernel(cache: KVCache, sinks: Any, position: jax.Array, token: Token) -> tuple[jax.Array, KVCache]:
+            query, key, value = map(several, token)
+            out, keys, values = fused.step(cache, query, key, value, position, sinks, of_logits)
+            return out.reshape(*token[0].shape[:-1], -1), dataclasses.replace(cache, keys=keys, values=values)
+
+        return fused.or_plain(kernel, plain, self, checked_sinks(sinks, self.num_heads), at[:, 0], token)
 
     def written(
         self, key: jax.Array, value: jax.Array, position: Integers, *, index_key: jax.Array | None = None
     ) -> "KVCache":
-        """The cache with one more token in each sequence.
+        """The cache with one more token in each sequence, or S of them.
 
         Args:
-          key: [B, K, H].
-          value: [B, K, Hv].
-          position: int [B], the tokens' positions, each one more than its sequence's last and < seq_len.
-          index_key: [B, 1, size], for a scorer like `MSA` alone.
+          key: [B, K, H], or [B, S, K, H] with S <= max_step.
+          value: [B, K, Hv], or [B, S, K, Hv].
+          position: int [B], that of the tokens, or of the first of S: one more than that of the sequence's last token,
+            and the last one < seq_len. If it is less, tokens from there on are taken back: at most max_step of them,
+            with those that were taken back before and have not been written anew.
+          index_key: [B, 1, size] or [B, S, 1, size], for a scorer like `MSA` alone.
 
         Raises:
-          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - 1.
+          ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - S.
           TypeError: key or value is no array.
         """
         key, value = checked_array("key", key), checked_array("value", value)
-        self._check(
-            "B, K", None, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
-        )
-        position = self._positions(position)
+        tokens, several = self._step("K", position, **self._of_keys(key, value))
 
         def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             done = []
-            for array, (store, heads) in zip(arrays, self._layout.stores, strict=True):
-                run, row = jnp.divmod(store.slot(position), store.run)
+            for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
+                run, row = jnp.divmod(store.slot(tokens), store.run)
                 put = jax.vmap(lambda x, new, run, row: x.at[:, run, row].set(new, mode="drop"))
-                done.append(put(array, _some(new, heads).astype(array.dtype), run, row))
+                new_rows = _some(jnp.swapaxes(several(new), 1, 2), heads).astype(array.dtype)
+                done.append(put(array, new_rows, run, row))
             return tuple(done)
 
         keys, pooled = write(self.keys, key), None
         if self.pooled is not None and self.selection is not None:
             size, stride = self.selection.window
-            first = position - size + 1
+            first = tokens - size + 1
             if self.selection.indexed:
-                window = self._scored(key, index_key)[:, :, None]
+                window = several(self._scored(key, index_key))[..., None, :]
             else:
-                held = keys[self._whole()].reshape(len(key), self.num_kv_heads, -1, key.shape[-1])
-                window = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1))(held, first)
+                cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
+                window = jax.vmap(cut)(fused.rows_of(keys[self.whole()]), first)
             ends = (first >= 0) & (first % stride == 0)
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -375,18 +427,18 @@ class KVCache:
         selection: Selection | None = None,
         index_query: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of one query a sequence, over the pattern's row, or over what it has of the blocks chosen.
+        """Attention of one query a sequence, or S, over the pattern's row, or over what it has of the blocks chosen.
 
         Args:
-          query: [B, N, H].
-          position: int [B], the queries' positions, those of the tokens written last.
+          query: [B, N, H], or [B, S, N, H] with S <= max_step.
+          position: int [B], the queries' positions, or those of the first of S; of the tokens written last.
           scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
-          selection: the key blocks that the queries look at, a `Selection` of ids [B, 1, G, k]; of the keys, only those
-            in its blocks are read. The cache must hold all: see Raises.
-          index_query: [B, K, size], for a scorer like `MSA` alone.
+          selection: the key blocks that the queries look at, a `Selection` of ids [B, 1, G, k], or [B, S, G, k]; of the
+            keys, only those in its blocks are read. The cache must hold all: see Raises.
+          index_query: [B, K, size] or [B, S, K, size], for a scorer like `MSA` alone.
 
         Returns:
-          [B, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
+          [B, N, Hv] or [B, S, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
 
         Raises:
           ValueError: as `written`; a scale, soft cap, sinks or selection that `block_sparse_attention` refuses.
@@ -403,55 +455,56 @@ class KVCache:
           (1, 2, 16)
         """
         query = checked_array("query", query)
-        self._check("B, N", None, query=(query, self.num_heads, self.keys))
-        position, given = self._positions(position), checked_sinks(sinks, self.num_heads)
+        at, several = self._step("N", position, query=(query, self.num_heads, self.keys))
+        given = checked_sinks(sinks, self.num_heads)
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
 
-        def outs(found: list[tuple[Heads, list[tuple[jax.Array, ...]]]]) -> jax.Array:
-            outs = [self._attend(heads, query, reads, scale, cap, given) for heads, reads in found]
-            order = [head for heads, _ in found for head in heads.queries]
-            return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
-
-        def chosen(ids: jax.Array, block: int) -> jax.Array:
-            return outs([self._chosen(position, ids, block)])
+        def chosen(ids: jax.Array | None, block: int | None) -> jax.Array:
+            plain, args = functools.partial(_attended, block, (scale, cap)), (self, several(query), at, given, ids)
+            if not fused.attends(self, query, ids is not None):
+                return plain(*args)
+            return fused.or_plain(functools.partial(fused.attend, block, (scale, cap)), plain, *args)
 
         def all_of_row() -> jax.Array:
-            return outs([(heads, self._row(heads, position)) for heads in self._layout.heads])
+            return chosen(None, None)
 
         scorer = self.selection
         if selection is not None:
             if scorer is not None:
                 raise ValueError(f"selection must be None, for {scorer} chooses the blocks, got {selection!r}")
-            lengths, heads = (1, self.seq_len), (self.num_heads, self.num_kv_heads)
-            out = chosen(checked_selection(selection, (len(query),), lengths, heads)[:, 0], selection.block)
+            lengths, heads = (at.shape[1], self.seq_len), (self.num_heads, self.num_kv_heads)
+            ids = checked_selection(selection, (len(query),), lengths, heads)
+            out = chosen(jnp.repeat(ids, selection.granularity, axis=1)[:, : at.shape[1]], selection.block)
         elif scorer is None or self.pooled is None:
             out = all_of_row()
         else:
-            at, start = position[:, None], jnp.zeros((1, 1), jnp.int32)
-            scoring = self._scored(query, index_query)[:, None]
-            ids = scorer.choice(scoring, self.pooled, at, start, self.seq_len, scale)[:, 0]
-            out = chosen(ids, scorer.block)
+            scoring, start = several(self._scored(query, index_query)), jnp.zeros((1, at.shape[1]), jnp.int32)
+            out = chosen(scorer.choice(scoring, self.pooled, at, start, self.seq_len, scale), scorer.block)
             if scorer.dense_below > scorer.count * scorer.block:
-                dense = position < scorer.dense_below
+                dense = at < scorer.dense_below
                 whole = jax.lax.cond(dense.any(), all_of_row, lambda: out)
-                out = jnp.where(dense[:, None, None], whole, out)
-        return out.astype(query.dtype)
+                out = jnp.where(dense[..., None, None], whole, out)
+        return out.astype(query.dtype).reshape(*query.shape[:-1], -1)
 
     def _row(self, heads: Heads, position: jax.Array) -> list[tuple[jax.Array, ...]]:
         """What the heads of one mask read, by part: keys, values, and which of them they see; see `_attend`."""
         reads = []
         for part in heads.parts:
-            index, held = self._layout.find(part.store)
+            index, held = self.layout.find(part.store)
             pieces, allowed = part.places(position)
             chosen = [held.index(h) for h in heads.keys]
             k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
             reads.append((k, v, allowed[:, None, None]))
         return reads
 
-    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
-        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
+    def listed(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, jax.Array, jax.Array, jax.Array]:
+        """All heads, by who chooses, and what they may read of the blocks ids [B, G, k], L keys for each list.
+
+        Returns:
+          (heads, first tokens of what is read for each entry [B, lists, k], tokens [B, lists, L], whether query heads
+          see them, bool [B, lists, query heads of each or 1, L]).
+        """
         length, kv_heads = self.seq_len, self.num_kv_heads
-        index = self._whole()
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
         ids = jnp.broadcast_to(ids, (batch, lists, k))
         twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
@@ -461,20 +514,27 @@ class KVCache:
         seen = ~twice[..., None] & (tokens // block == ids[..., None])
         tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
         at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
+        if len(self.masks) == 1:
+            turn = turn[:, :1]
         rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
+        heads = Heads(tuple(range(self.num_heads)), tuple(range(lists)), ())
+        return heads, start, tokens, functools.reduce(jnp.logical_or, rules)
+
+    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
+        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
+        heads, start, tokens, seen = self.listed(position, ids, block)
+        index, kv_heads, width = self.whole(), self.num_kv_heads, min(block, self.seq_len)
 
         def blocks(array: jax.Array) -> jax.Array:
             def one(x, first):
                 return jax.lax.dynamic_slice(x, (0, first, 0), (1, width, x.shape[-1]))
 
-            each = start.reshape(batch, kv_heads, lists // kv_heads * k)
-            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, each)
-            return found.reshape(batch, lists, k * width, array.shape[-1])
+            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
+            return found.reshape(*tokens.shape, array.shape[-1])
 
         # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-        values = jnp.where(seen[..., None], blocks(self.values[index]), 0)
-        reads = blocks(self.keys[index]), values, functools.reduce(jnp.logical_or, rules)
-        return Heads(tuple(range(self.num_heads)), tuple(range(lists)), ()), [reads]
+        values = jnp.where(seen.any(2)[..., None], blocks(self.values[index]), 0)
+        return heads, [(blocks(self.keys[index]), values, seen)]
 
     def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
         """What the scorer scores: queries or keys, or what it has in their place.
@@ -495,7 +555,7 @@ class KVCache:
             raise ValueError(f"index queries and keys must have shape {shape} for this cache, got {index.shape}")
         return index
 
-    def _whole(self) -> int:
+    def whole(self) -> int:
         """Which of the arrays has all keys in a row.
 
         Raises:
@@ -503,12 +563,12 @@ class KVCache:
         """
         whole = Store(RowOrder(self.seq_len), self.seq_len, self.seq_len)
         everyone = tuple(range(self.num_kv_heads))
-        if dict(self._layout.stores).get(whole) != everyone or not all(mask.computable for mask in self.masks):
+        if dict(self.layout.stores).get(whole) != everyone or not all(mask.computable for mask in self.masks):
             raise NotImplementedError(
                 "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
                 f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
             )
-        return self._layout.find(whole)[0]
+        return self.layout.find(whole)[0]
 
     def _attend(self, heads, query, reads, scale, cap, sinks):
         """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least.
@@ -550,17 +610,64 @@ class KVCache:
                     f"axes are [{axes}, {'Hv' if name == 'value' else 'H'}]"
                 )
 
-    def _positions(self, position: Any) -> jax.Array:
-        return checked_positions(position, len(self.keys[0]), self.seq_len)
+    def _of_keys(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[jax.Array, ...]]]:
+        """A token's arrays, as `_check` takes them."""
+        return {"key": (key, self.num_kv_heads, self.keys), "value": (value, self.num_kv_heads, self.values)}
+
+    def _step(
+        self, axis: str, position: Any, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]
+    ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """Checks arrays of a step, as `_check` takes them, [B, heads, size] or [B, S, heads, size].
+
+        Returns:
+          (the positions of its tokens, [B, S], S = 1 without such an axis; what gives an array this axis if it lacks).
+        """
+        (name, (x, *_)), *_ = arrays.items()
+        count = x.shape[1] if x.ndim == 4 else None
+        if count is not None and not 1 <= count <= self.max_step:
+            shape = f"[B, {axis}, H], or [B, S, {axis}, H] with S in 1..max_step = {self.max_step}"
+            raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+        self._check(f"B, {axis}" if count is None else f"B, S, {axis}", count, **arrays)
+        first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
+        tokens = first[:, None] + jnp.arange(count or 1)
+        return tokens, (lambda x: x[:, None]) if count is None else (lambda x: x)
 
 
-def checked_positions(position: Any, batch: int, seq_len: int) -> jax.Array:
-    """The positions of one token in each sequence, int32 [batch].
+def _attended(
+    block: int | None,
+    of_logits: tuple[float, float | None],
+    cache: KVCache,
+    query: jax.Array,
+    at: jax.Array,
+    sinks: jax.Array | None,
+    ids: jax.Array | None,
+) -> jax.Array:
+    """As `fused.attend`, in XLA."""
+
+    def one(query: jax.Array, at: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        """That of one query a sequence."""
+        if ids is None or block is None:
+            found = [(heads, cache._row(heads, at)) for heads in cache.layout.heads]
+        else:
+            found = [cache._chosen(at, ids, block)]
+        outs = [cache._attend(heads, query, reads, *of_logits, sinks) for heads, reads in found]
+        order = [head for heads, _ in found for head in heads.queries]
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+
+    args = (query, at) if ids is None else (query, at, ids)
+    # Mapped, for what queries read as a whole is then read once.
+    out = jax.vmap(one, 1, 1)(*args) if query.shape[1] > 1 else one(*(x[:, 0] for x in args))[:, None]
+    return out.astype(query.dtype)
+
+
+def checked_positions(position: Any, batch: int, seq_len: int, count: int = 1) -> jax.Array:
+    """The positions of a token in each sequence, or of the first of several, int32 [batch].
 
     Raises:
-      ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - 1.
+      ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - count.
     """
-    return _checked("position", position, batch, seq_len - 1, f"seq_len - 1 = {seq_len - 1}")
+    most = seq_len - count
+    return _checked("position", position, batch, most, f"seq_len - {count} = {most}")
 
 
 def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
@@ -598,4 +705,4 @@ def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.A
     else:
         some = jnp.array(heads)[:, None]
         array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
-    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+    return fused.rows_of(array)

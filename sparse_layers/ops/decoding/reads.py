@@ -9,6 +9,10 @@ keys that suits it. Here every part keeps its keys in that order and reads one c
 * gathered order: the gathered rows alone are kept, and read as a whole or by a table (summary columns, a prefix).
 
 Positions are arithmetic, so that every token of a batch may stand elsewhere. `KVCache` holds the arrays.
+
+Steps may add several tokens at once, and take some of the last ones back. A ring is then so much longer that what a
+query sees is still there when the tokens behind it are. In their rows, the query expects tokens that lie farther back
+than it sees.
 """
 
 import dataclasses
@@ -37,8 +41,8 @@ class Store:
     """Where a part keeps its keys: ``runs`` contiguous pieces of ``run`` rows.
 
     Attributes:
-      order: of the rows. In natural and residue-major order each residue class is a ring of ``kept`` rows; of gathered
-        tokens every one has a place.
+      order: of the rows. In natural and residue-major order each residue class is a ring of ``kept`` rows, the farthest
+        token that a query sees and all since; of gathered tokens every one has a place.
       kept: rows of a class.
       run: rows of a piece.
     """
@@ -146,8 +150,10 @@ class Part:
 
 
 @functools.lru_cache(maxsize=256)
-def parts(mask: Mask, length: int) -> tuple[Part, ...]:
+def parts(mask: Mask, length: int, max_step: int = 1) -> tuple[Part, ...]:
     """The parts of a causal mask that together read the fewest keys a step, over ``length`` tokens.
+
+    A step adds up to ``max_step`` of them.
 
     Raises:
       ValueError: some query sees a later key.
@@ -165,7 +171,7 @@ def parts(mask: Mask, length: int) -> tuple[Part, ...]:
         for _, groups in splits(mask, length, length):
             if not mask.computable:  # its pairs are known in natural order only, from a table
                 groups = [((RowOrder(length), RowOrder(length)), mask)]
-            found = [part for (_, order), term in groups for part in _part(term, order, length)]
+            found = [part for (_, order), term in groups for part in _part(term, order, length, max_step)]
             cost = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
             weighed.append((cost, len(weighed), found))
         # A mask that allows nothing still has a row to look at; by `Empty`, for a part without a table is traced.
@@ -173,13 +179,16 @@ def parts(mask: Mask, length: int) -> tuple[Part, ...]:
         return tuple(min(weighed, key=lambda entry: entry[:2])[2]) or (nothing,)
 
 
-def _part(mask: Mask, order: RowOrder, length: int) -> list[Part]:
+def _part(mask: Mask, order: RowOrder, length: int, max_step: int) -> list[Part]:
     """The part in a row order of its keys, or none if nothing is allowed in it."""
     view = Reordered(mask, order if order.complete else RowOrder(length), order)
     grid, block = _grid(view)
     if not len(grid.rows):
         return []
-    kept = min(_reach(view, grid, block) + 1, order.shape[0]) if order.complete else order.rows
+    kept = order.rows
+    if order.complete:
+        later = (max_step - 1) // math.prod(order.shape[1:])  # tokens of a class that a step adds behind a query
+        kept = min(_reach(view, grid, block) + 1 + later, order.shape[0])
     widest = int(np.bincount(grid.rows).max())
     # Rows that are picked out are copied before they are multiplied: the whole is read as fast as half of it is picked.
     if mask.computable and ((order.complete and not order.natural) or kept <= 2 * widest * block):

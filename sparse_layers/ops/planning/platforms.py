@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from ...masks.options import near
 
@@ -119,6 +120,12 @@ def platform() -> str:
 def generic(platform: str) -> str:
     """A platform's name here: "gpu" for those of any maker."""
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def own_arrays() -> bool:
+    """Whether arrays are a device's own, as kernels need them that nobody splits: inside `jax.shard_map` they are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.device_count() == 1 if mesh.empty else mesh.size == 1 or {*mesh.axis_types} == {AxisType.Manual}
 
 
 def candidates(platform: str) -> tuple[str, ...]:

@@ -362,9 +362,9 @@ class Reordered(Mask):
             return () if made_for else None
         if isinstance(mask, Grid) and self._on(mask):
             return mask.axes
-        alike = q.shape[1:] == kv.shape[1:] and q.offset == kv.offset
-        if isinstance(mask, Strided) and alike and q.shape[1:] == (mask.stride,):
-            return Full(), Window(0)
+        if isinstance(mask, Strided) and q.shape[1:] == kv.shape[1:] == (mask.stride,):
+            # Whole strides apart, tokens of one column have one residue.
+            return None if (q.offset - kv.offset) % mask.stride else (Full(), Window(0))
         return None
 
     def _on(self, mask: OnGrid) -> bool:

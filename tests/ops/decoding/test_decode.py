@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.ops.decoding import reads
 from sparse_layers.ops.decoding.reads import parts
 from tests.arrays import inputs
 from tests.ops.cases import BOTH_WAYS, TINY
@@ -42,6 +43,7 @@ CASES |= {
     "four parts": sl.Causal() & (sl.Window(5) | sl.Strided(9) | sl.Columns(8, 6) | sl.Global(3)),
     "rows of a prefix": sl.Causal() & sl.Prefix(9).T,
     "two strides": sl.Causal() & (sl.Strided(4) | sl.Strided(6)),
+    "every second key": sl.Causal() & sl.Window(13) & sl.Strided(2),
     "blocks of random keys": sl.Causal() & sl.Blocks(sl.Window(0) | sl.Random(1, seed=3), 4),
 }
 
@@ -76,10 +78,9 @@ def compared(mask, arrays, start, prompt=None, exactly=False, chosen=None, **opt
     return run(*arrays, start, prompt)
 
 
-def empty(mask, dtype=jnp.float32, num_kv_heads=K):
-    return sl.KVCache.empty(
-        mask, T, batch=B, num_heads=N, num_kv_heads=num_kv_heads, head_size=H, value_size=HV, dtype=dtype
-    )
+def empty(mask, dtype=jnp.float32, num_kv_heads=K, max_step=1):
+    sizes = {"batch": B, "num_heads": N, "num_kv_heads": num_kv_heads, "head_size": H, "value_size": HV}
+    return sl.KVCache.empty(mask, T, **sizes, dtype=dtype, max_step=max_step)
 
 
 def reference(q, k, v, mask, **options):
@@ -141,6 +142,58 @@ def test_a_choice_is_a_set_of_blocks_and_nothing_else_is_read():
     mapped = jax.vmap(attend, (None, 0))(clean, np.stack([ids, ids[::-1]]))
     np.testing.assert_allclose(mapped, [want, attend(clean, ids[::-1])], atol=1e-6)
     np.testing.assert_array_equal(attend(clean, ids[..., :0]), 0)
+
+
+SEVERAL = ["sliding_window", "sparse_transformer_fixed", "bigbird", "array of full blocks", "differs by head"]
+SEVERAL += ["empty rows", "four parts", "every second key"]
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, "one choice", "by query head", "heads in turn"])
+def test_several_tokens_a_step_and_tokens_taken_back(name):
+    """Steps of 5 tokens, of which 0 to 5 are right; the others are taken back, and one follows where they stood."""
+    mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
+    q, k, v = arrays(heads=(N, kv_heads, kv_heads))
+    ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
+    found, want = by_several(mask, (q, k, v), 5, sl.Selection(ids, block=block) if choosing else None)
+    np.testing.assert_allclose(found, want, atol=2e-6)
+
+
+def test_tokens_are_taken_back_where_a_reach_is_known_roughly(monkeypatch):
+    monkeypatch.setattr(reads, "_REACH_ELEMENTS", 0)
+    mask = sl.Causal() & sl.Window(21) & ~sl.Window(18)
+    assert parts(mask, T, 5)[0].store.kept == 48 + 4
+    np.testing.assert_allclose(*by_several(mask, arrays(), 5), atol=2e-6)
+
+
+def by_several(mask, arrays, count, chosen=None):
+    """(steps, reference): the right ones among the results of steps of ``count`` tokens and of one, in turn."""
+    start = np.array([0, T // 3, T - 9])
+    right = jnp.asarray(np.random.default_rng(2).integers(0, count + 1, (20, B)))
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+
+    @jax.jit
+    def run(q, k, v):
+        batch, want = jnp.arange(B), reference(q, k, v, mask, selection=chosen, **options)
+        rows = batch[:, None]
+        cache = empty(mask, num_kv_heads=k.shape[2], max_step=count).filled(k, v, start)
+
+        def step(carry, right):
+            cache, position = carry
+            tokens = jnp.minimum(position, T - count)[:, None] + jnp.arange(count)
+            wrong = (jnp.arange(count) >= right[:, None])[..., None, None]
+            guesses = (jnp.where(wrong, 1e3, x[rows, tokens]) for x in (k, v))
+            own = jax.tree.map(lambda ids: ids[rows, tokens], chosen)
+            several, cache = cache.step(q[rows, tokens], *guesses, tokens[:, 0], selection=own, **options)
+            at = jnp.minimum(tokens[:, 0] + right, T - 1)
+            own = jax.tree.map(lambda ids: ids[batch, at][:, None], chosen)
+            one, cache = cache.step(q[batch, at], k[batch, at], v[batch, at], at, selection=own, **options)
+            several, expected = (jnp.where(wrong, 0, x) for x in (several, want[rows, tokens]))
+            return (cache, at + 1), ((several, one), (expected, want[batch, at]))
+
+        results = jax.lax.scan(step, (cache, jnp.asarray(start)), right)[1]
+        return [jnp.concatenate([x.ravel() for x in each]) for each in results]
+
+    return run(*arrays)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])

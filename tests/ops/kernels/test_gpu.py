@@ -3,10 +3,12 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.ops.decoding import fused
 from tests.ops import test_selections as chosen
 from tests.ops.cases import NEEDED, SMALL, Case, check
 
@@ -73,3 +75,41 @@ def test_selections(name, granularity, scope, block, group, dtype):
         k=2 + number % 3,
     )
     check_twice(case)
+
+
+PATTERNS = ["causal", "sliding_window", "sparse_transformer_strided", "sparse_transformer_fixed", "bigbird"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("batch", "heads"), [(16, (16, 16)), (1, (8, 8)), (2, (16, 2))])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_steps_of_decoding(name, batch, heads, dtype, monkeypatch):
+    """What the kernel computes and writes, in a loop, is what XLA does, after prompts of unequal lengths."""
+    length, steps, size = 4096, 4, 96
+    keys = jax.random.split(jax.random.key(0), 3)
+    each = zip(keys, (*heads, heads[1]), strict=True)
+    q, k, v = (jax.random.normal(x, (batch, length, n, size), dtype) for x, n in each)
+    start = jnp.where(jnp.arange(batch) % 2, length // 2, length - steps)
+    sizes = {"batch": batch, "num_heads": heads[0], "num_kv_heads": heads[1], "head_size": size, "dtype": dtype}
+    cache = sl.KVCache.empty(name, length, **sizes)
+
+    def run(cache, q, k, v):
+        def step(cache, offset):
+            at = start + offset
+            out, cache = cache.step(*(x[jnp.arange(batch), at] for x in (q, k, v)), at)
+            return cache, out
+
+        return jax.lax.scan(step, cache.filled(k, v, start), jnp.arange(steps))
+
+    assert fused.steps(cache, q[:, 0])
+    after, out = jax.jit(run)(cache, q, k, v)
+    monkeypatch.setattr(fused, "candidates", lambda _: ())
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (cache, q, k, v))
+    with jax.default_matmul_precision("highest"):
+        _, right = jax.jit(lambda *args: run(*args))(*wide)
+    budget = 8 * max(float(jnp.finfo(dtype).eps), 2e-6) * float(jnp.abs(v.astype(jnp.float32)).max())
+    assert jnp.abs(out.astype(jnp.float32) - right).max() <= budget
+    kept = jax.jit(lambda: cache.filled(k, v, start + steps))()
+    for ours, theirs in zip(after.keys + after.values, kept.keys + kept.values, strict=True):
+        held = theirs != 0
+        assert bool(held.any()) and bool(jnp.where(held, ours == theirs, True).all())

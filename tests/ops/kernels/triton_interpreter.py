@@ -54,26 +54,27 @@ class KernelBug(AssertionError):
     """A kernel did what a GPU would not forbid but nobody can want."""
 
 
-def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages):
+def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
     """Launches a kernel as `launch.call` of `triton_gpu` does, but interprets it, wherever JAX computes.
 
     The kernel's parameters are pointers to ``arrays``, then to arrays like ``outputs``, then the ``constants``.
     """
     del num_warps, num_stages  # they change how fast a GPU is, not what it computes
     outputs = tuple(jax.ShapeDtypeStruct(output.shape, output.dtype) for output in outputs)
-    launch = functools.partial(run, kernel, tuple(grid), outputs, constants)
-    return tuple(jax.pure_callback(launch, outputs, *arrays, vmap_method="sequential"))
+    changed = tuple(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)
+    launch = functools.partial(run, kernel, tuple(grid), outputs, constants, in_place=tuple(in_place))
+    return tuple(jax.pure_callback(launch, outputs + changed, *arrays, vmap_method="sequential"))
 
 
-def run(kernel, grid, outputs, constants, *arrays):
-    """The outputs of a kernel as numpy arrays."""
+def run(kernel, grid, outputs, constants, *arrays, in_place=()):
+    """The outputs of a kernel as numpy arrays, and copies of the arrays that it changes."""
     function, names = interpreted(kernel), kernel.arg_names
     with LOCK, np.errstate(all="ignore"):  # infinities and NaNs are as welcome as on a GPU
-        inputs = [np.ascontiguousarray(array) for array in arrays]
+        inputs = [np.array(x) if i in in_place else np.ascontiguousarray(x) for i, x in enumerate(arrays)]
         results = [np.full(output.shape, poison(output.dtype), output.dtype) for output in outputs]
         MACHINE.kernel, MACHINE.grid_dim = kernel.fn.__name__, grid + (1,) * (3 - len(grid))
         MACHINE.buffers = [
-            Buffer(name, array, place, writable=place >= len(inputs))
+            Buffer(name, array, place, writable=place >= len(inputs) or place in in_place, given=place in in_place)
             for place, (name, array) in enumerate(zip(names, inputs + results, strict=False))
         ]
         pointers = {buffer.name: buffer.pointer for buffer in MACHINE.buffers}
@@ -83,7 +84,7 @@ def run(kernel, grid, outputs, constants, *arrays):
                 function(**pointers, **constants)
         finally:
             MACHINE.buffers = []  # they may be large
-    return tuple(results)
+    return *results, *(inputs[i] for i in in_place)
 
 
 def poison(dtype):
@@ -103,8 +104,8 @@ SLOT_BITS = 41
 class Buffer:
     """An argument of the kernel: its elements, and which program wrote each of them, if any did."""
 
-    def __init__(self, name, array, place, writable):
-        self.name, self.shape = name, array.shape
+    def __init__(self, name, array, place, writable, given=False):
+        self.name, self.shape, self.given = name, array.shape, given
         # Triton reads booleans as bytes.
         self.elements = array.reshape(-1).view(np.int8 if array.dtype == bool else array.dtype)
         self.shift = int(math.log2(array.itemsize))
@@ -195,8 +196,9 @@ class Machine(stock.InterpreterBuilder):
         if buffer.owner is not None:
             wanted = index if mask is None else index[mask]
             owner = buffer.owner[wanted]
-            if (owner != self.program).any():
-                at = (owner != self.program).argmax()
+            wrong = (owner != self.program) & ~(buffer.given & (owner < 0))  # what is changed in place held something
+            if wrong.any():
+                at = wrong.argmax()
                 writer = f"program number {owner.flat[at]} wrote" if owner.flat[at] >= 0 else "nobody has written"
                 raise self.bug(f"conflict: loads {buffer.element(wanted.flat[at])}, which {writer}")
         values = buffer.elements.take(index, mode="clip")  # "clip" is the fast way; the indices have been checked

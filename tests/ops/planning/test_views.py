@@ -39,6 +39,8 @@ ORDERS = [
     RowOrder(40, (3, 13), (2, 8), phase=(0, 5)),
     RowOrder(20, (20,), (8,), phase=(3,)),
     RowOrder(9, (3, 3), (3, 3), (1, 1), offset=4),  # a single row
+    RowOrder(40, (2, 8), (2, 1), offset=24),  # the last tokens, residue-major
+    RowOrder(37, (3, 8), (3, 1), offset=16),
 ]
 
 
@@ -243,6 +245,7 @@ def test_grades_in_row_space_are_exact(mask, q_order, kv_order, seed):
     ("mask", "q_order", "kv_order"),
     [
         (sl.Strided(8), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
+        (sl.Strided(8), RowOrder(40, (2, 8), (2, 1), offset=24), RowOrder(40, (4, 8), (4, 1), offset=8)),
         (sl.Columns(8, 6), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
         (sl.Window(9), RowOrder(64), RowOrder(50)),
         (sl.Prefix(5), RowOrder(64), RowOrder.gathered(64, 64, 0, 5)),
@@ -263,6 +266,7 @@ def test_grades_are_sure_of_what_an_order_is_made_for(mask, q_order, kv_order):
             RowOrder.residue_major(50, 8),
         ),  # T != S: classes differ in length
         (sl.Strided(4), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
+        (sl.Strided(8), RowOrder(40, (2, 8), (2, 1), offset=24), RowOrder(40, (4, 8), (4, 1), offset=5)),
         (sl.Columns(8, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
         (sl.Columns(8, 6, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
         (sl.Columns(16, 6, 8), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),

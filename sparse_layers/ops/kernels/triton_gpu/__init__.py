@@ -4,7 +4,7 @@ Programs follow lists of active blocks (`lists.py`), free ones without any mask.
 `backward_kernel.py` and `by_key_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py`
 strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, `settings.py` has the
 tile sizes, and `launch.py` is the way to the device. For scorers, `score.py` computes how much single queries want each
-block, and `choose.py` chooses.
+block, and `choose.py` chooses. `decode.py` computes what a step of decoding reads of a cache.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """

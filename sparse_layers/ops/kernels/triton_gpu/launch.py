@@ -4,6 +4,7 @@ import ctypes
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,17 +79,35 @@ def call(
     constants: Mapping[str, Any],
     num_warps: int,
     num_stages: int,
+    in_place: Sequence[int] = (),
 ) -> Sequence[jax.Array]:
-    """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants."""
+    """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants.
+
+    Those of the arrays that are changed ``in_place``, by their index, follow the outputs in what is returned; JAX
+    copies them first if someone else needs them as they were. See `changes_in_place`.
+    """
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     options: dict[str, Any] = {"grid": tuple(grid), "num_warps": num_warps, "num_stages": num_stages}
+    if in_place:
+        options["input_output_aliases"] = {index: len(outputs) + i for i, index in enumerate(in_place)}
+        outputs = [*outputs, *(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)]
     # jax-triton renamed arguments in 0.4. Fused multiply-add is asked for: Triton is about to change its default.
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
         options |= {"out_type": tuple(outputs), "backend_options": {"enable_fp_fusion": True}}
     else:
         options |= {"out_shape": tuple(outputs), "enable_fp_fusion": True}
-    return jax_triton.triton_call(*arrays, kernel=kernel, **options, **constants)
+    with warnings.catch_warnings():
+        # References are to take the place of aliases, but JAX 0.11 does not know them under derivatives of one's own.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(*arrays, kernel=kernel, **options, **constants)
+
+
+def changes_in_place() -> bool:
+    """Whether kernels can change arrays in place: before jax-triton 0.4, they would have to take these twice."""
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
 
 
 def places(at: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:

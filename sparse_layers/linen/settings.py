@@ -1,0 +1,106 @@
+"""What the layers for Linen have in common: their attributes, and the rules for them."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from ..masks.algebra import Mask
+from ..modules.attention_fn import AttentionFn, Pattern
+from ..modules.rope import Rope
+from ..modules.settings import PROJECTIONS, biased, check_settings
+from ..ops.planning.params import BwdParams, FwdParams
+from ..ops.planning.plan import Plan
+from ..scorers import Scorer, masks_and_scorer
+
+_Layer = TypeVar("_Layer")
+
+
+class Settings(nn.Module, kw_only=True):
+    """Attributes of all layers, see `SparseSelfAttention`."""
+
+    pattern: Pattern
+    qkv_features: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    scale: float | None = None
+    implementation: str | None = None
+    fwd_params: FwdParams | None = None
+    bwd_params: BwdParams | None = None
+    query_sharding: jax.sharding.PartitionSpec | None = None
+    use_bias: bool | Collection[str] = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros
+    out_kernel_init: Initializer | None = None
+
+    def __post_init__(self):
+        check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        biases = biased(self.use_bias, self._with_biases)
+        if not isinstance(self.use_bias, bool):  # in one order and hashable
+            self.use_bias = tuple(name for name in self._with_biases if name in biases)
+        self._resolve_pattern()
+        super().__post_init__()
+
+    _with_biases = PROJECTIONS
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The most tokens of each input, by the names of the attributes that say them."""
+        raise NotImplementedError
+
+    @nn.nowrap
+    def _resolve_pattern(self) -> None:
+        """Refuses what is no pattern of this layer, and makes it a value."""
+        raise NotImplementedError
+
+
+class OfOneSequence(Settings, kw_only=True):
+    """Those of self-attention and of the block around it."""
+
+    seq_len: int
+    rope: Rope | None = None
+    rope_theta: float | None = None
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {"seq_len": self.seq_len}
+
+
+class OverPattern(Settings, kw_only=True):
+    """Those of attention over one pattern."""
+
+    use_sinks: bool = False
+    logits_soft_cap: float | None = None
+    selection: Scorer | str | None = None
+    normalize_qk: bool | str = False
+    norm_epsilon: float = 1e-6
+    out_bias_init: Initializer | None = None
+
+    @nn.nowrap
+    def _resolve_pattern(self) -> None:
+        masks, _ = masks_and_scorer(self.pattern, self.selection, list(self.lengths.values()))
+        # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
+        if not isinstance(self.pattern, str | Mask | Scorer):
+            self.pattern = masks
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled pattern for the longest inputs (cached)."""
+        settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
+        lengths = list(self.lengths.values())
+        return AttentionFn(masks_and_scorer(self.pattern, None, lengths)[0], lengths[0], **settings).plan(*lengths)
+
+
+def around(kind: type[_Layer], **parts: Any) -> _Layer:
+    """A layer of NNX around layers of Linen, for one call: what it does with them is written once, with NNX."""
+    layer = object.__new__(kind)
+    vars(layer).update(parts)
+    return layer

@@ -1,0 +1,172 @@
+"""Attention of a decoding step: the kernel that reads rows of a cache where they lie, and the one that merges splits.
+
+A program has the query heads of one key head of one query token, and walks over its share of the rows that are listed
+for it, part by part. Rows that are not seen are not read. What a program computes of its share is merged by lse.
+"""
+
+# Triton compiles these functions, and its types are not those that Python sees.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import addresses, full, load_rows, logits, store_rows, zeros
+
+
+class Kept(NamedTuple):
+    """What the kernel knows of one of the arrays that keep keys, and of the list of rows that are read of it."""
+
+    HEADS: int
+    ROWS: int  # of a head
+    FIRST: int  # where the list begins
+    COUNT: int  # rows in the list
+    CLASSES: int  # row i of the list holds nothing before position i * CLASSES; 0 where that is not known
+
+
+class Step(NamedTuple):
+    """What the kernels know of a step; a constant of their compilation."""
+
+    TOKENS: int  # queries in a row of a sequence, neighbouring batch entries
+    HEADS: int  # key heads that are read, each with:
+    GROUP: int  # query heads
+    LISTS: int  # lists of rows of a query token: 1 or HEADS
+    LENGTH: int  # of the lists of all arrays together, and of what is before them
+    H: int
+    HV: int
+    D: int  # H and HV, rounded up to powers of two
+    DV: int
+    KEPT: tuple  # of `Kept`
+    SCALE: float
+    CAP: float  # 0 for no soft cap
+    SINKS: bool
+    WRITES: bool  # whether a token is written, and attended to: before lists, whether it is seen (0, -1), and its rows
+    SPLITS: int  # programs that share a list
+    ROWS: int  # rows of a tile of queries, a power of two, as are:
+    TILE: int  # rows of a tile of keys
+    PARTIAL: int  # SPLITS, rounded up
+
+
+@triton.jit
+def _added(peak, total, out, x, values, dtype: tl.constexpr):
+    """The state of a softmax (peak, sum, weighted values) with logits [rows, keys] to base 2, and values, of more."""
+    highest = tl.maximum(peak, tl.max(x, 1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(peak - base)
+    out = tl.dot(weights.to(dtype), values, out * shrink[:, None], input_precision="ieee")
+    return highest, total * shrink + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _started(queries, new_k, new_v, seen, sinks, head, C: tl.constexpr):
+    """The state of a softmax over sinks and the new token, of which neither has to be there."""
+    row = tl.arange(0, C.ROWS)
+    peak, total, out = full(C.ROWS, float("-inf")), full(C.ROWS, 0.0), zeros(C.ROWS, C.DV)
+    if C.SINKS:
+        peak = tl.load(sinks + head * C.GROUP + row, mask=row < C.GROUP, other=0.0) * 1.4426950408889634
+        total += 1.0
+    if C.WRITES:
+        x = logits(tl.sum(queries.to(tl.float32) * new_k.to(queries.dtype).to(tl.float32), 1), C)
+        x = tl.where(seen >= 0, x, float("-inf"))
+        highest = tl.maximum(peak, x)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        weight, total = tl.exp2(x - base), total * tl.exp2(peak - base)
+        out = weight[:, None] * tl.where(seen >= 0, new_v.to(queries.dtype).to(tl.float32), 0.0)
+        peak, total = highest, total + weight
+    return peak, total, out
+
+
+@triton.jit
+def decode_kernel(
+    q,  # [B * TOKENS, HEADS, GROUP, H]
+    new_k,  # [B, HEADS, H] if WRITES, as
+    new_v,  # [B, HEADS, HV]
+    k0,  # [B, KEPT[0].HEADS, KEPT[0].ROWS, H] and so on, as many as KEPT has
+    v0,
+    k1,
+    v1,
+    k2,
+    v2,
+    k3,
+    v3,
+    heads,  # int32 [arrays, HEADS], heads of the arrays
+    rows,  # int32 [B * TOKENS, LISTS, LENGTH]: the position, what WRITES needs, and rows of heads, negative for none
+    sinks,  # float32 [HEADS, GROUP] if SINKS
+    out,  # [B * TOKENS, HEADS, GROUP, HV], or with splits float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV], as
+    lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
+    C: tl.constexpr,
+):
+    """Attention of each query, or what each split has of it; grid (SPLITS of HEADS, B * TOKENS)."""
+    split, head, b = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
+    keys, values = (k0, k1, k2, k3), (v0, v1, v2, v3)
+    row, sequence = tl.arange(0, C.ROWS), b // C.TOKENS
+    vector = sequence * C.HEADS + head
+    rows += (b * C.LISTS + head % C.LISTS) * C.LENGTH
+    own = tl.load(rows)
+    exists = row < C.GROUP
+    queries = load_rows(
+        addresses(q + (b * C.HEADS + head) * C.GROUP * C.H, row, C.H, C.D, False), exists, C.H, C.D, True
+    )
+    dtype: tl.constexpr = q.dtype.element_ty
+
+    new_key, new_value, seen, column, column_v = queries, queries, own, tl.arange(0, C.D), tl.arange(0, C.DV)
+    if C.WRITES:
+        seen, new_k, new_v = tl.load(rows + 1), new_k + vector * C.H, new_v + vector * C.HV
+        new_key = tl.load(new_k + column, mask=column < C.H, other=0.0).to(k0.dtype.element_ty)[None, :]
+        new_value = tl.load(new_v + column_v, mask=column_v < C.HV, other=0.0)
+        new_value = new_value.to(v0.dtype.element_ty)[None, :]
+    peak, total, result = _started(queries, new_key, new_value, seen, sinks, head, C)
+    if C.SPLITS > 1:  # what is there but once is the first one's
+        peak, total = tl.where(split > 0, float("-inf"), peak), tl.where(split > 0, 0.0, total)
+        result = tl.where(split > 0, 0.0, result)
+    for i in tl.static_range(len(C.KEPT)):
+        first = (sequence * C.KEPT[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.KEPT[i].ROWS
+        k, v, end = keys[i] + first * C.H, values[i] + first * C.HV, own * 0 + C.KEPT[i].COUNT
+        if C.WRITES:
+            slot = tl.load(rows + 2 + i).to(tl.int64)
+            writes = (slot >= 0) & (split == 0)
+            tl.store(k + slot * C.H + column[None, :], new_key, mask=(column < C.H)[None, :] & writes)
+            tl.store(v + slot * C.HV + column_v[None, :], new_value, mask=(column_v < C.HV)[None, :] & writes)
+        if C.KEPT[i].CLASSES > 0:
+            end = tl.minimum(end, own // C.KEPT[i].CLASSES + 1)
+        each = tl.cdiv(tl.cdiv(end, C.TILE), C.SPLITS) * C.TILE
+        for begin in tl.range(split * each, tl.minimum(split * each + each, end), C.TILE):
+            place = begin + tl.arange(0, C.TILE)
+            taken = tl.load(rows + C.KEPT[i].FIRST + place, mask=place < end, other=-1)
+            there = taken >= 0
+            some = load_rows(addresses(k, taken, C.H, C.D, True), there, C.H, C.D, True).to(dtype)
+            x = logits(tl.dot(queries, tl.trans(some), input_precision="ieee"), C)
+            x = tl.where(there[None, :], x, float("-inf"))
+            some = load_rows(addresses(v, taken, C.HV, C.DV, True), there, C.HV, C.DV, True).to(dtype)
+            peak, total, result = _added(peak, total, result, x, some, dtype)
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    result_of = (b * C.HEADS + head) * C.SPLITS + split
+    store_rows(addresses(out + result_of * C.GROUP * C.HV, row, C.HV, C.DV, False), result, exists, C.HV, C.DV)
+    if C.SPLITS > 1:
+        tl.store(
+            lse + result_of * C.GROUP + row, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=exists
+        )
+
+
+@triton.jit
+def merge_kernel(
+    partial,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV]
+    lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
+    out,  # [B * TOKENS, HEADS, GROUP, HV]
+    C: tl.constexpr,
+):
+    """The splits of a query put together; grid (B * TOKENS * HEADS * GROUP,)."""
+    query = tl.program_id(0).to(tl.int64)
+    group, entry = query % C.GROUP, query // C.GROUP
+    split = tl.arange(0, C.PARTIAL)
+    place, exists = (entry * C.SPLITS + split) * C.GROUP + group, split < C.SPLITS
+    logs = tl.load(lse + place, mask=exists, other=float("-inf"))
+    highest = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
+    values = load_rows(addresses(partial, place, C.HV, C.DV, True), exists, C.HV, C.DV, True)
+    total = tl.sum(weights, 0)
+    result = tl.sum(weights[:, None] * values, 0) / tl.where(total > 0, total, 1.0)
+    column = tl.arange(0, C.DV)
+    tl.store(out + query * C.HV + column, result.to(out.dtype.element_ty), mask=column < C.HV)

@@ -1,0 +1,60 @@
+"""Prompts that are read in pieces give what they give as a whole, and leave the same in the cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_layers as sl
+from sparse_layers.ops.pieces import attend_piece
+from tests.ops.decoding.test_decode import CASES, HV, WHOLE, B, N, T, arrays, empty, reference
+
+# Tokens of a piece: they divide 70 or not, are a whole number of strides or not, more than a ring holds or fewer.
+PIECES = {
+    "sliding_window": 35,
+    "sparse_transformer_fixed": 26,
+    "bigbird": 26,
+    "array": 35,
+    "mask_mod": 26,
+    "differs by head": 35,
+    "empty rows": 26,
+    "heads without keys": 35,
+    "four parts": 26,
+    "every second key": 9,
+    "one choice": 35,
+    "by query head": 26,
+    "heads in turn": 26,
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_the_whole(name):
+    """Sequences end before, in and behind pieces; one is empty."""
+    mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
+    ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
+    lengths, size = jnp.array([0, 37, T]), PIECES[name]
+    options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
+
+    def chosen(start, end):  # of blocks that have begun, which are all that these queries may see
+        own = ids[:, start:end]
+        return sl.Selection(np.where(own * block < end, own, -1), block=block) if choosing else None
+
+    @jax.jit
+    def run(q, k, v):
+        fresh, outs = empty(mask, num_kv_heads=kv_heads, max_step=3), []
+        cache = fresh
+        for start in range(0, T, size):
+            end = min(T, start + size)
+            own = [x[:, start:end] for x in (q, k, v)]
+            before, cache = cache, cache.filled(*own[1:], jnp.minimum(lengths, end), start=start)
+            given = options | {"selection": chosen(start, end), "implementation": "reference"}
+            outs.append(attend_piece(before, cache, *own, start, **given))
+        want = reference(q, k, v, mask, selection=chosen(0, T), **options)
+        return jnp.concatenate(outs, axis=1), want, cache, fresh.filled(k, v, lengths)
+
+    out, want, cache, whole = run(*arrays(heads=(N, kv_heads, kv_heads)))
+    assert out.shape == (B, T, N, HV)
+    valid = (np.arange(T) < lengths[:, None])[..., None, None]
+    np.testing.assert_allclose(np.where(valid, out, 0), np.where(valid, want, 0), atol=2e-6)
+    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,199 @@
+"""The kernel of a decoding step: rows of a cache in float64, what goes without it, and what it takes of a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+
+from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
+from sparse_layers.ops.kernels.triton_gpu import decode, launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step.
+
+    Attributes:
+      arrays: (heads, rows, rows that a query is told of) of each pair of arrays.
+      heads: key heads that are read, and query heads of each.
+      sizes: H and Hv.
+      tokens: queries of each of the two sequences.
+      lists: of rows, one for all heads or one for each.
+      splits: programs that share a list.
+      writes: whether a token is written, too.
+      rest: soft cap, and whether there are sinks.
+    """
+
+    arrays: tuple[tuple[int, int, int], ...]
+    heads: tuple[int, int] = (2, 1)
+    sizes: tuple[int, int] = (16, 16)
+    tokens: int = 1
+    lists: int = 1
+    splits: int = 1
+    writes: bool = False
+    rest: tuple[float | None, bool] = (None, False)
+    dtype: str = "float32"
+
+
+CASES = {
+    "one": Case(((2, 300, 150),), writes=True, rest=(None, True)),
+    "grouped": Case(((2, 90, 70), (2, 300, 200)), (2, 8), (40, 24), writes=True, splits=3, dtype="bfloat16"),
+    "four": Case(((2, 30, 20), (3, 20, 20), (2, 40, 5), (4, 90, 90)), (2, 3), (24, 48), 3, splits=2, dtype="float16"),
+    "by head": Case(((3, 150, 140),), (3, 4), tokens=3, lists=3, rest=(2.0, True), dtype="bfloat16"),
+    "one head of many": Case(((5, 90, 70),), (1, 20), (130, 8), splits=4, rest=(2.0, False)),
+}
+
+
+def exact(query, pieces, cap, sinks):
+    """Attention [G, Hv] of the query heads of a key head in float64, to (keys, values)."""
+    keys, values = (np.concatenate(x) for x in zip(*pieces, strict=True))
+    logits = 0.3 * query @ keys.T
+    weights = np.exp(logits if cap is None else cap * np.tanh(logits / cap))
+    total = weights.sum(-1) + np.exp(sinks)
+    return weights @ values / np.where(total == 0, 1, total)[:, None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_the_formula(name, monkeypatch):
+    """What nobody sees is no number, the row of the new token among it; the last query sees nothing."""
+    case, rng = CASES[name], np.random.default_rng(0)
+    monkeypatch.setattr(decode, "number_of_splits", lambda *_: case.splits)
+    (heads, group), (size, value_size), (cap, with_sinks) = case.heads, case.sizes, case.rest
+    queries = 2 * case.tokens
+
+    def numbers(*shape):
+        return np.asarray(jnp.asarray(rng.normal(size=shape), case.dtype).astype(jnp.float32))
+
+    query, at = numbers(queries, heads, group, size), np.full(queries, 1000)
+    new, reads, slots = (numbers(2, heads, size), numbers(2, heads, value_size)), [], [np.array([0, -1])]
+    sinks, found = numbers(heads, group) if with_sinks else np.full((heads, group), -np.inf), []
+    for of_array, count, length in case.arrays:
+        order = np.argsort(rng.random((queries, case.lists, count)), axis=-1)[..., :length].astype(np.int32)
+        rows = np.where(rng.random(order.shape) < 0.7, order, -1)
+        rows[-1], slot = -1, np.array([rng.integers(count), -1])
+        if case.writes:
+            rows = np.where(rows == slot[:, None, None], -1, rows)
+        chosen = tuple(range(heads)) if case.writes else tuple(rng.integers(of_array, size=heads).tolist())
+        keys, values = (np.full((2, of_array, count, x), np.nan, np.float32) for x in case.sizes)
+        for b, i in np.ndindex(queries, heads):
+            own = rows[b, i % case.lists]
+            for x in (keys, values):
+                seen = x[b // case.tokens, chosen[i], own[own >= 0]]
+                x[b // case.tokens, chosen[i], own[own >= 0]] = np.where(np.isnan(seen), numbers(*seen.shape), seen)
+        found.append((keys, values, chosen, rows))
+        slots.append(slot)
+        k, v = (jnp.asarray(x, case.dtype) for x in (keys, values))
+        reads.append(decode.Read(k, v, chosen, jnp.asarray(rows)))
+    options, given = decode.Options(0.3, cap), jnp.asarray(sinks) if with_sinks else None
+    low, at = jnp.asarray(query, case.dtype), jnp.asarray(at, jnp.int32)
+    if case.writes:
+        token = jnp.asarray(new[0], case.dtype), jnp.asarray(new[1], case.dtype)
+        out, *arrays = decode.step(low, token, reads, jnp.stack(slots, 1).astype(jnp.int32), at, options, given)
+        for i, changed in enumerate(arrays):
+            for before, after, slot in zip(found, changed, slots[1:], strict=True):
+                before[i][0, :, slot[0]] = new[i][0]
+                np.testing.assert_array_equal(after.astype(jnp.float32), before[i])
+    else:
+        out = decode.attend(low, reads, at, options, given)
+    assert out.dtype == case.dtype
+    wide = np.asarray(out.astype(jnp.float32), np.float64)
+    for b, i in np.ndindex(queries, heads):
+        pieces = []
+        for keys, values, chosen, rows in found:
+            own = rows[b, i % case.lists]
+            pieces.append([x[b // case.tokens, chosen[i], own[own >= 0]].astype(np.float64) for x in (keys, values)])
+        if case.writes and b == 0:
+            pieces.append([x[0, i][None].astype(np.float64) for x in new])
+        right = exact(query[b, i].astype(np.float64), pieces, cap, sinks[i].astype(np.float64))
+        # Rounding of weights and result to the dtype, of sums in float32, relative to the largest value.
+        budget = 4 * max(float(jnp.finfo(case.dtype).eps), 2e-7) * 4
+        np.testing.assert_allclose(wide[b, i], right, atol=budget)
+    np.testing.assert_array_equal(wide[-1], 0)
+
+
+def test_what_is_not_there_yet_is_not_looked_at():
+    """Rows in the order of positions, of which the last are those of tokens to come: here they would be seen."""
+    keys = jnp.asarray(np.arange(4 * 2 * 64, dtype=np.float32).reshape(1, 1, 512, 1) % 7)
+    rows = jnp.arange(512, dtype=jnp.int32)[None, None]
+    out = decode.attend(
+        jnp.zeros((1, 1, 1, 1)), [decode.Read(keys, keys, (0,), rows, 2)], jnp.array([600]), decode.Options(1.0)
+    )
+    np.testing.assert_allclose(out.ravel(), keys[0, 0, :301].mean(), rtol=1e-6)
+
+
+def test_lists_are_shared_where_programs_are_few():
+    def splits(count, programs):
+        return decode.number_of_splits(count, 64, 256, programs, 132)
+
+    assert splits(1024, 256) == splits(65536, 1024) == splits(64, 1) == 1
+    assert splits(65536, 8) >= 16
+    assert splits(1 << 20, 1) == decode.MOST_SPLITS
+
+
+def test_what_goes_without_the_kernel(monkeypatch):
+    query, kept = jax.ShapeDtypeStruct((4, 8, 64), "bfloat16"), jax.ShapeDtypeStruct((4, 8, 100, 64), "bfloat16")
+
+    def reason(query=query, kept=kept, group=1, reads=1):
+        return decode.unsupported(query, [kept], [kept], group, reads)
+
+    assert reason() is None
+    assert "float64" in str(reason(query=query.update(dtype="float64")))
+    assert "5" in str(reason(reads=5))
+    assert "257" in str(reason(query=query.update(shape=(4, 8, 257))))
+    assert "65" in str(reason(group=65))
+    assert "65536" in str(reason(query=query.update(shape=(65536, 8, 64))))
+    monkeypatch.setattr(launch, "device", lambda: "no GPU")
+    assert reason() == "no GPU"
+
+
+# (capability, sequences, key heads, query heads of each, head size, dtype, rows of arrays, whether a token is written)
+COMPILED = {
+    "strided": (90, 16, 16, 1, 64, "bfloat16", (129, 512), True),
+    "alone": (90, 1, 8, 1, 64, "bfloat16", (1024,), True),
+    "grouped": (90, 16, 8, 8, 128, "bfloat16", (65536,), False),
+    "float32": (80, 16, 8, 4, 128, "float32", (65536,), True),
+    "wide": (86, 4, 8, 64, 256, "float16", (4096,), False),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_and_fits(name, monkeypatch):
+    """Loads of several tiles are on their way, in programs of which several fit a multiprocessor."""
+    capability, batch, heads, group, size, dtype, lengths, writes = COMPILED[name]
+    target, found = TARGETS[capability], []
+
+    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
+        dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
+        found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, target))
+        return [jnp.zeros(x.shape, x.dtype) for x in (*outputs, *(arrays[i] for i in in_place))]
+
+    monkeypatch.setattr(launch, "call", call)
+    monkeypatch.setattr(launch, "device", lambda: target)
+
+    def step(query, token, slots, at, kept, rows):
+        reads = [decode.Read(x, x, tuple(range(heads)), row) for x, row in zip(kept, rows, strict=True)]
+        if writes:
+            return decode.step(query, (token, token), reads, slots, at, decode.Options(0.1))
+        return decode.attend(query, reads, at, decode.Options(0.1, 30.0), jnp.zeros((heads, group)))
+
+    def shaped(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    jax.eval_shape(
+        step,
+        shaped(batch, heads, group, size),
+        shaped(batch, heads, size),
+        shaped(batch, 1 + len(lengths), dtype="int32"),
+        shaped(batch, dtype="int32"),
+        [shaped(batch, heads, rows, size) for rows in lengths],
+        [shaped(batch, 1, rows, dtype="int32") for rows in lengths],
+    )
+    assert len(found) == (2 if found[0].constants["C"].SPLITS > 1 else 1)
+    kernels = [resources(compiled(one)) for one in found]
+    assert all(used.shared <= target.shared_memory and used.stack == 0 for used in kernels)
+    assert kernels[0].copies and kernels[0].at_once(found[0]) >= (1 if group > 16 else 2)
+    assert {*kernels[0].products} == (set() if dtype == "float32" else {"mma.sync"})
