@@ -138,7 +138,7 @@ def test_the_sdist_has_what_its_tests_need(built):
     files = "CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE Makefile PKG-INFO README.md conftest.py pyproject.toml"
     # hatchling leaves out what git ignores, and says what that is.
     assert {name for name in inside if "/" not in name} == {*files.split(), ".gitignore"}
-    folders = {".github", "benchmarks", "examples", "sparse_layers", "tests"}
+    folders = {".github", "benchmarks", "docs", "examples", "sparse_layers", "tests"}
     assert {name.partition("/")[0] for name in inside if "/" in name} == folders
 
 
