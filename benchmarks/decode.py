@@ -55,7 +55,8 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     shape = options.batch, seq_len, options.heads, options.head_size
     (mask,), dtype = sl.as_masks(sl.preset(PATTERNS[name])), jnp.dtype(options.dtype)
     keys, values = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed in (0, 1))
-    empty = sl.KVCache.empty(mask, seq_len, batch=shape[0], num_heads=shape[2], head_size=shape[3], dtype=dtype)
+    sizes = {"batch": shape[0], "num_heads": shape[2], "head_size": shape[3], "dtype": dtype}
+    empty = sl.KVCache.empty(mask, seq_len, implementation=options.implementation, **sizes)
     cache = jax.jit(sl.KVCache.filled)(empty, keys, values, jnp.full(shape[0], seq_len - options.steps))
     queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
     last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="in one compiled loop")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
+    parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw what is found")
     parser.add_argument("--of", type=pathlib.Path, nargs="+", metavar="FILE.json", help="only --plot these records")
     add_option(parser)

@@ -64,6 +64,13 @@ MISUSES = [
         "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
     ),
     Misuse("empty(mask, 32, **sizes, max_step=0)", ValueError, "max_step", "got 0", SIZE),
+    Misuse(
+        "empty(mask, 32, **sizes, implementation='hopper')",
+        ValueError,
+        "implementation",
+        "'hopper'",
+        "'xla' or 'triton'",
+    ),
     # One token, or some.
     Misuse("cache.step(q, k, v, at)", ValueError, "key", "(2, 32, 4, 16)", "or [B, S, K, H] with S in 1..max_step = 1"),
     Misuse("cache.step(x, k[:, :0], v[:, :0], at)", ValueError, "key", "(2, 0, 4, 16)", "in 1..max_step = 1"),

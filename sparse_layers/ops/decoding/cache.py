@@ -94,7 +94,7 @@ Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "pooled"],
-    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads", "max_step"],
+    meta_fields=["masks", "selection", "seq_len", "num_heads", "num_kv_heads", "max_step", "implementation"],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
@@ -120,6 +120,7 @@ class KVCache:
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
       max_step: the most tokens that a step adds.
+      implementation: who attends in steps, "xla" or "triton".
 
     Raises:
       ValueError: arrays that do not fit, in the methods that take them.
@@ -152,6 +153,7 @@ class KVCache:
     num_heads: int
     num_kv_heads: int
     max_step: int
+    implementation: str
 
     def __init__(self, *given: Any, **fields: Any):
         if given or fields.keys() != self.__dataclass_fields__.keys():
@@ -185,6 +187,7 @@ class KVCache:
         selection: Scorer | str | None = None,
         index_size: int | None = None,
         max_step: int = 1,
+        implementation: str | None = None,
     ) -> "KVCache":
         """A cache without tokens.
 
@@ -200,9 +203,13 @@ class KVCache:
           selection: how steps choose key blocks, see `SparseSelfAttention`.
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
           max_step: the most tokens that a step adds, and that may be taken back: a window keeps so many more, less one.
+          implementation: who attends in steps: "xla", or "triton", a kernel for NVIDIA GPUs, where it serves the call
+            and arrays are a device's own. None for "xla": the kernel was interpreted and compiled, and has not run on
+            a GPU yet.
 
         Raises:
-          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide.
+          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; an unknown
+            implementation.
           TypeError: the pattern is no mask.
         """
         if not is_floating(dtype):
@@ -212,6 +219,8 @@ class KVCache:
         num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)
         value_size = head_size if value_size is None else checked("value_size", value_size, Positive)
         max_step = checked("max_step", max_step, Positive)
+        if implementation not in (None, "xla", "triton"):
+            raise ValueError(f"implementation must be None, 'xla' or 'triton' for a cache, got {implementation!r}")
         masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
@@ -228,7 +237,8 @@ class KVCache:
             each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
-        cache = cls(keys=keys, values=values, pooled=pooled, masks=masks, selection=scorer, **sizes)
+        held: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
+        cache = cls(**held, masks=masks, selection=scorer, implementation=implementation or "xla", **sizes)
         if pooled is not None:
             cache.whole()
         return cache

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 def attends(cache: "KVCache", query: jax.Array, chosen: bool) -> bool:
     """Whether `attend` serves queries [B, N, H] or [B, S, N, H], to blocks that are chosen or not."""
-    if not own_arrays() or "triton" not in candidates(platform()) or (chosen and len(cache.masks) > 1):
+    if (
+        cache.implementation != "triton"
+        or not own_arrays()
+        or "triton" not in candidates(platform())
+        or (chosen and len(cache.masks) > 1)
+    ):
         return False
     group, most = cache.num_heads // cache.num_kv_heads, max(len(heads.parts) for heads in cache.layout.heads)
     return decode.unsupported(query, cache.keys, cache.values, group, most) is None

@@ -70,6 +70,7 @@ def filled(case, dtype=jnp.float32):
     shapes = [(B, T, n, size) for n, size in zip(heads, (H, H, HV), strict=True)]
     q, k, v = (jnp.asarray(inputs(*shape, seed=seed).astype(dtype)) for seed, shape in enumerate(shapes))
     sizes = {"num_heads": N, "num_kv_heads": case.kv_heads, "head_size": H, "value_size": HV, "max_step": case.tokens}
+    sizes["implementation"] = "triton"
     cache = jax.jit(lambda *x: sl.KVCache.empty(case.mask, T, batch=B, dtype=dtype, **sizes).filled(*x))(k, v, START)
 
     return cache, (q, k, v)

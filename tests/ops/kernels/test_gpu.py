@@ -91,7 +91,7 @@ def test_steps_of_decoding(name, batch, heads, dtype, monkeypatch):
     q, k, v = (jax.random.normal(x, (batch, length, n, size), dtype) for x, n in each)
     start = jnp.where(jnp.arange(batch) % 2, length // 2, length - steps)
     sizes = {"batch": batch, "num_heads": heads[0], "num_kv_heads": heads[1], "head_size": size, "dtype": dtype}
-    cache = sl.KVCache.empty(name, length, **sizes)
+    cache = sl.KVCache.empty(name, length, implementation="triton", **sizes)
 
     def run(cache, q, k, v):
         def step(cache, offset):
