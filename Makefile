@@ -1,6 +1,7 @@
 # make train [ARGS="--pattern local:local_attn_ctx=64 --out runs/local"]   train the example language model
 # make test                                                                lint, types, tests and doctests
 # make docs                                                                the site, in docs/_build
+# make test-docs                                                           the site, looked at in a browser
 # make venv                                                                only the environment that both use
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ endif
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: train test docs venv clean
+.PHONY: train test docs test-docs venv clean
 
 train: $(stamp)
 	$(bin)/python -m examples.train_lm.train $(ARGS)
@@ -30,6 +31,9 @@ test: $(stamp)
 # Nothing is fetched; a warning is an error.
 docs: $(stamp) $(stamp)-docs
 	$(bin)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build
+
+test-docs: docs
+	$(bin)/python -m pytest -q docs/test_site.py
 
 venv: $(stamp)
 

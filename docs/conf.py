@@ -14,6 +14,7 @@ version = release = sparse_layers.__version__
 copyright = "the sparse_layers authors, Apache-2.0"
 
 extensions = [
+    "explorer",
     "gallery",
     "pages",
     "myst_parser",
@@ -23,7 +24,10 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "sparse_layers"
-html_static_path = ["_static"]
+html_show_sphinx = False
+# What is written at the beginning of a build has a place before that.
+html_static_path = ["_static", "generated/explorer"]
+(HERE / "generated" / "explorer").mkdir(parents=True, exist_ok=True)
 html_css_files = ["site.css"]
 # Names between single backticks are links where something has that name.
 default_role = "py:obj"
