@@ -62,3 +62,13 @@ def test_the_pictures_of_grids_are_right():
     for start, end in zip(starts, [*starts[1:], None], strict=True):
         mask = sl.preset(f"{names[start:end].strip()}:shape=7x8,{options[start:end].strip()}")
         assert "\n".join(row[start:end].rstrip() for row in rows) == sl.grid_picture(mask, (7, 8), query=(5, 2))
+
+
+def test_the_formulas_of_patterns_are_those_of_the_masks():
+    table = TEXTS["docs/design_space.md"].partition("## Who has")[0]
+    rows = re.findall(r"^\| [^|`]+ \| `(.+?)` \| `(.+?)` \|", table, re.M)
+    assert len(rows) >= 13
+    for code, formula in rows:
+        (mask,) = sl.as_masks(eval(code.replace("\\|", "|"), {"sl": sl}))
+        said = [[bool(eval(formula, {"q": q, "k": k})) for k in range(96)] for q in range(96)]
+        assert (mask.dense(96) == said).all(), code
