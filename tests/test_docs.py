@@ -6,6 +6,7 @@ import re
 import pytest
 
 import sparse_layers as sl
+from sparse_layers import linen
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -41,6 +42,9 @@ def test_every_public_name_is_in_the_reference_once():
     text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
     named = re.findall(r"^\.\. auto(?:class|function):: sparse_layers\.(\w+)$", text, re.M)
     assert sorted(named) == sorted(sl.__all__)
+    linen_text = (DOCS / "api" / "linen.md").read_text(encoding="utf-8")
+    layers = {name for name, value in vars(linen).items() if isinstance(value, type)}
+    assert {*re.findall(r"autoclass:: sparse_layers\.linen\.(\w+)$", linen_text, re.M)} == layers
 
 
 @pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in LINKED])

@@ -277,9 +277,11 @@ class SparseCrossAttention(OverPattern):
         [entries, q_len, kv_len].
       q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
         corner.
-      out_features, dropout_rate, qkv_features, num_kv_heads, head_dim, use_sinks, scale, logits_soft_cap,
-        implementation, fwd_params, bwd_params, query_sharding, selection, normalize_qk, norm_epsilon, use_bias, dtype,
-        param_dtype, precision, kernel_init, bias_init, out_kernel_init, out_bias_init: see `SparseSelfAttention`.
+      out_features, qkv_features, num_kv_heads, head_dim: see `SparseSelfAttention`.
+      dropout_rate, use_sinks, scale, logits_soft_cap, selection: see there.
+      normalize_qk, norm_epsilon, use_bias, dtype, param_dtype, precision: see there.
+      implementation, fwd_params, bwd_params, query_sharding: see there.
+      kernel_init, bias_init, out_kernel_init, out_bias_init: see there.
 
     Raises:
       ValueError, NotImplementedError: as `SparseSelfAttention`.

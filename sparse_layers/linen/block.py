@@ -50,10 +50,11 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
       out_kernel_init: that of the last ones; None for the scaled default.
       normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
       pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, makes the attention `NativeSparseAttention`.
-      qkv_features, num_kv_heads, head_dim, rope, rope_theta, use_sinks, scale,
-        logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection, dtype, param_dtype,
-        precision, out_bias_init: see `SparseSelfAttention`; dtype and param_dtype are those of the whole block, the
-        last two only attention's.
+      qkv_features, num_kv_heads, head_dim, rope, rope_theta: see `SparseSelfAttention`.
+      use_sinks, scale, logits_soft_cap, selection, query_sharding: see there.
+      implementation, fwd_params, bwd_params: see there.
+      dtype, param_dtype: see there, those of the whole block.
+      precision, out_bias_init: see there, attention's alone.
 
     Raises:
       ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,

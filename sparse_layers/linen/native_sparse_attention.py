@@ -49,9 +49,10 @@ class NativeSparseAttention(OfOneSequence):
       pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``; it is kept as `NSA`.
       seq_len: the longest input, in tokens.
       use_bias: whether projections have biases, or the names of those that do, "gate" among them.
-      out_features, qkv_features, num_kv_heads, head_dim, rope, rope_theta, scale, implementation, fwd_params,
-        bwd_params, query_sharding, dtype, param_dtype, precision, kernel_init, bias_init, out_kernel_init: see
-        `sparse_layers.NativeSparseAttention`.
+      out_features, qkv_features, num_kv_heads, head_dim: see `sparse_layers.NativeSparseAttention`.
+      rope, rope_theta, scale, dtype, param_dtype, precision: see there.
+      implementation, fwd_params, bwd_params, query_sharding: see there.
+      kernel_init, bias_init, out_kernel_init: see there.
 
     Raises:
       ValueError, TypeError, NotImplementedError: as `SparseSelfAttention`; a pattern that is not `NSA`.

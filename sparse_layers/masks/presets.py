@@ -344,7 +344,7 @@ def dilated(window: Positive = 256, dilation: Positive = 4) -> Mask:
 
 
 def longformer(window: Positive = 512, global_tokens: Natural = 64, causal: bool = True) -> Mask:
-    """A sliding window and global tokens that see all and are seen by all (Beltagy et al. 2020).
+    """A sliding window, and global tokens that all see, and that see all if not causal (Beltagy et al. 2020).
 
     Causal: ``k <= q and (q - k < window or k < global_tokens or q < global_tokens)``. Bidirectional: ``abs(q - k) <=
     window // 2 or k < global_tokens or q < global_tokens``, as in the paper, where half the window lies on each side.
