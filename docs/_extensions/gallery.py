@@ -98,6 +98,8 @@ def blocks(mask: sl.Mask, length: int) -> int:
 
 def entry(name: str, summary: str) -> str:
     """What the page says of one preset."""
+    given = sl.preset_options(name).items()
+    options = ", ".join(f"`{option}`" if value is None else f"`{option}={value!r}`" for option, value in given)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
 ## `{name}`
@@ -107,6 +109,8 @@ def entry(name: str, summary: str) -> str:
 ```python
 {call(name)}
 ```
+
+{f"Options and their defaults: {options}." if options else ""}
 
 {pictures(name)}
 

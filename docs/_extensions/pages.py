@@ -21,7 +21,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 def relinked(text: str, origin: pathlib.Path, folder: pathlib.Path) -> str:
     """A text of ``origin`` with links as they are right in ``folder``.
 
-    Of a link to what is no page only the words stay: the site must not lead nowhere.
+    Of a link to what is no page its words and the file's name stay: the site must not lead nowhere.
     """
 
     def link(found: re.Match[str]) -> str:
@@ -33,7 +33,7 @@ def relinked(text: str, origin: pathlib.Path, folder: pathlib.Path) -> str:
         elif name in COPIED:
             path = DOCS / COPIED[name]
         elif not image and not (path.suffix == ".md" and path.is_relative_to(DOCS)):
-            return words
+            return words if words in {name, path.name} else f"{words} (`{name}`)"
         return f"{image}[{words}]({os.path.relpath(path, folder)}{anchor or ''})"
 
     return _LINK.sub(link, text)

@@ -457,7 +457,7 @@ class SparseSelfAttention(SparseAttention):
           lengths: int [B], tokens of each prompt so far, what follows is padding; None for start + T.
           selection: as of a call; in a piece, of its queries, over all blocks so far.
           positions: int [B, T] or [T], as of a call; None for start, start + 1, ...
-          max_step: the most tokens that a step will add, see `KVCache.empty`.
+          max_step: the most tokens that a step will add, see `KVCache.empty`; of later pieces, that of their cache.
           cache: that of the piece before; None for the first one.
           start: an int, the tokens before the piece: those of the pieces before.
           total: an int, the tokens of all pieces; None for start + T. Only ``dense_below`` of a scorer asks for it.
@@ -494,6 +494,8 @@ class SparseSelfAttention(SparseAttention):
         inputs, lengths = checked_prompts(inputs, lengths, start)
         if start or cache is not None:
             check_cache(cache, KVCache, self._ours | {"batch": len(inputs)})
+            if cache is not None and max_step not in (1, cache.max_step):
+                raise ValueError(f"max_step must be that of the cache, {cache.max_step}, got {max_step}")
             if not start:
                 raise ValueError("start must be the number of tokens before the piece where a cache is given, got 0")
         if positions is None and start:

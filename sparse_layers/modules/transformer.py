@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -284,8 +285,9 @@ class SparseTransformer(nnx.Module):
         Args:
           tokens: int [B, T] with 1 <= T <= seq_len.
           lengths: int [B] in 0..T, tokens of each prompt, what follows is padding and not read; None for T.
-          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, memory then grows with them,
-            not with T; programs grow with the number of chunks. The result is the same.
+          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, and two copies of those that
+            keep all keys, memory then grows with them and not with T; programs grow with the number of chunks. The
+            result is the same. Call it under `jax.jit`.
           positions: int [B, T] or [T], as of a call; None for 0, 1, ... The caches go by places in the sequence.
           max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`.
 
@@ -322,7 +324,10 @@ class SparseTransformer(nnx.Module):
             # In one program, a compiler does first what all pieces can do side by side, and keeps the results. It
             # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out.
             reads = (jax.lax.optimization_barrier(lengths) > start).any()
-            caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
+            if isinstance(reads, jax.core.Tracer):
+                caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
+            elif reads:
+                caches, last = read(start, caches, last)
         return self._logits(last), caches
 
     def decode_step(

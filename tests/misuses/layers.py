@@ -401,6 +401,7 @@ CALLS = [
     ("layer.prefill(x[:, :4], start=4)", TypeError, "cache", "NoneType", "must be the KVCache of prefill"),
     ("layer.prefill(x, cache=cache)", ValueError, "start", "got 0", "must be the number of tokens before the piece"),
     ("layer.prefill(x[:1, :4], cache=cache, start=4)", ValueError, "cache", "batch is 2", "not 1"),
+    ("layer.prefill(x[:, :4], cache=cache, start=4, max_step=3)", ValueError, "max_step", "got 3", "of the cache, 1"),
     (
         "layer.decode_step(x[:, 0], cache, position, positions=tokens)",
         ValueError,

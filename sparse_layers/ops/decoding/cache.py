@@ -106,7 +106,7 @@ class KVCache:
     `block_sparse_attention` in that row.
 
     Of the last tokens, up to ``max_step`` may be taken back, as speculative decoding rejects what it guessed: the next
-    step begins at an earlier position, and what the cache holds of later ones is not seen.
+    step begins at an earlier position, and what the cache holds of later ones, numbers that are finite, is not seen.
 
     Args:
       *given: none, see `KVCache.empty`.
