@@ -20,7 +20,7 @@ SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((64, 64), (256, 256)), 3: 
 VIDEOS = {"radial", "sliding_tile", "spatial_temporal"}
 # Where the default would not show, or does not fit so few tokens.
 OPTIONS: dict[str, dict[str, Any]] = {"chunked": {"chunk": 1024}, "axial": {"axes": -1}, "sliding_tile": {"tile": 4}}
-SIDE, MASKS, BLOCK = 64, 4, 128
+SIDE, MASKS, BLOCK = 64, 2, 128
 BACKEND = "triton"
 
 
@@ -42,37 +42,50 @@ def call(name: str) -> str:
 
 
 def pictures(name: str) -> str:
-    """The masks, and the keys of one query."""
-    masks, length = made(name, 0), LENGTHS[0]
-    figures = []
+    """The masks with the keys of one query; on a grid, where the former say little, the keys of two."""
+    masks, length, shape = [*made(name, 0)], LENGTHS[0], options(name, 0).get("shape")
+    if shape is not None:
+        return figures([of_place(masks[0], shape, query) for query in (length * 5 // 8 + SIDE // 3, length // 32 + 1)])
+    found = []
     for number, mask in enumerate(masks[:MASKS]):
         of = f", heads {number}, {number + len(masks)}, ..." if len(masks) > 1 else ""
-        figures.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
-    shape = options(name, 0).get("shape")
-    query = length * 5 // 8 + (SIDE // 3 if shape else 0)
-    seen = np.broadcast_to(next(iter(masks))(np.array(query), np.arange(length)), (length,))
-    if shape is None:
-        strip = np.repeat(shares(seen.reshape(1, -1), length // 256), 8, axis=0)
-        figures.append(figure(svg(strip), f"keys of query {query}"))
-    elif len(shape) == 2:
-        figures.append(figure(svg(seen.reshape(shape) * np.int8(2)), f"keys of pixel {divmod(query, shape[1])}"))
-    else:
-        frames = seen.reshape(shape).transpose(1, 0, 2).reshape(shape[1], -1)
-        frame, rest = divmod(query, shape[1] * shape[2])
-        places = f"{frame}, {rest // shape[2]}, {rest % shape[2]}"
-        figures.append(figure(svg(frames * np.int8(2)), f"keys of place ({places}), frame by frame"))
-    return f'<div class="patterns">{"".join(figures)}</div>'
+        found.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
+    query = length * 5 // 8
+    strip = np.repeat(shares(keys_of(masks[0], query, length), length // 256), 8, axis=0)
+    return figures([*found, figure(svg(strip), f"keys of query {query}")])
+
+
+def of_place(mask: sl.Mask, shape: tuple[int, ...], query: int) -> str:
+    """The keys of a query of a grid, in their places; a video frame by frame."""
+    seen = keys_of(mask, query, int(np.prod(shape))).reshape(shape) * np.int8(2)
+    place = ", ".join(map(str, np.unravel_index(query, shape)))
+    if len(shape) == 2:
+        return figure(svg(seen), f"keys of pixel ({place}) of {shape[0]} × {shape[1]}")
+    gap = np.ones((shape[1], shape[0], 1), np.int8)
+    frames = np.concatenate([seen.transpose(1, 0, 2), gap], axis=2).reshape(shape[1], -1)
+    caption = f"keys of place ({place}) of {' × '.join(map(str, shape))}, frame by frame"
+    return figure(svg(frames), caption, "wide")
+
+
+def keys_of(mask: sl.Mask, query: int, length: int) -> np.ndarray:
+    """Which keys a query sees: bool [length]."""
+    return np.broadcast_to(mask(np.array(query), np.arange(length)), (length,))
 
 
 def shares(seen: np.ndarray, cell: int) -> np.ndarray:
-    """Cells of a row: 2 where all keys are seen, 1 where some are."""
+    """Cells of a row [1, ...]: 2 where all keys are seen, 1 where some are."""
     parts = seen.reshape(1, -1, cell)
     return np.where(parts.all(-1), np.int8(2), np.where(parts.any(-1), np.int8(1), np.int8(0)))
 
 
-def figure(picture: str, caption: str) -> str:
+def figure(picture: str, caption: str, kind: str = "") -> str:
     """A picture with a line below it."""
-    return f"<figure>{picture}<figcaption>{html.escape(caption)}</figcaption></figure>"
+    return f'<figure class="{kind}">{picture}<figcaption>{html.escape(caption)}</figcaption></figure>'
+
+
+def figures(found: list[str]) -> str:
+    """Pictures side by side."""
+    return f'<div class="patterns">{"".join(found)}</div>'
 
 
 def costs(name: str, number: int) -> list[str]:
@@ -102,7 +115,7 @@ def entry(name: str, summary: str) -> str:
     options = ", ".join(f"`{option}`" if value is None else f"`{option}={value!r}`" for option, value in given)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
-## `{name}`
+### `{name}`
 
 {summary}
 
@@ -120,9 +133,21 @@ def entry(name: str, summary: str) -> str:
 """)
 
 
+def kind(name: str) -> str:
+    """Under which heading a preset stands."""
+    if "shape" in sl.preset_options(name):
+        return "Images and videos"
+    masks = made(name, 0)
+    return "Causal" if all(count(mask, *LENGTHS[:1] * 2, 1 << 26).causal for mask in masks) else "Both ways"
+
+
 def page() -> str:
-    """All presets."""
-    return "\n\n".join(entry(name, summary) for name, summary in sl.presets().items()) + "\n"
+    """All presets, by kind."""
+    presets = sl.presets().items()
+    parts = []
+    for title in ("Causal", "Both ways", "Images and videos"):
+        parts += [f"## {title}", *(entry(name, summary) for name, summary in presets if kind(name) == title)]
+    return "\n\n".join(parts) + "\n"
 
 
 def write(app: Any) -> None:
