@@ -17,7 +17,7 @@ extensions = [
     "explorer",
     "gallery",
     "pages",
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -36,6 +36,9 @@ suppress_warnings = ["misc.highlighting_failure"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the texts say shapes and dtypes
 napoleon_numpy_docstring, napoleon_use_rtype, napoleon_use_ivar = False, False, True
+# Notebooks run in each build, and one that fails ends it.
+nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 300
+nb_merge_streams = True
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 # Parts of other pages.
