@@ -97,9 +97,9 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
     """By the same program, for ids of either kind; a device without room for its tiles goes the other way."""
     ran = []
 
-    def run(kernel, *args, run=triton_interpreter.run):
+    def run(kernel, *args, run=triton_interpreter.run, **options):
         ran.append(kernel.fn.__name__)
-        return run(kernel, *args)
+        return run(kernel, *args, **options)
 
     monkeypatch.setattr(triton_interpreter, "run", run)
     step = compiled(jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2), has_aux=True))
