@@ -8,6 +8,8 @@ import json
 import pathlib
 from typing import Any
 
+from gallery import BACKEND, of_dense
+
 import sparse_layers as sl
 from sparse_layers.masks.counting import count
 from sparse_layers.masks.pictures import cells
@@ -15,7 +17,6 @@ from sparse_layers.ops.planning.plan import make_plan
 
 SIDE = 64
 LENGTHS, BLOCKS = (1024, 4096, 16384), (64, 128)
-BACKEND = "triton"
 NEAR = {
     "nothing near": "",
     "the last 64 keys": "sl.Window(63)",
@@ -62,12 +63,9 @@ def entry(masks: tuple[sl.Mask, ...], length: int) -> dict[str, Any]:
 
 def planned(mask: sl.Mask, length: int, block: int, causal: bool) -> dict[str, Any]:
     """The passes of a mask's chain, and what it costs beside dense attention."""
-    options: dict[str, Any] = {"implementation": BACKEND, "fwd_params": sl.FwdParams(block, block)}
-    plan = make_plan(mask, length, **options)
-    dense = make_plan(sl.Causal() if causal else sl.Full(), length, **options).candidates[0][0][1]
-    cost = plan.candidates[0][0][1] / dense
+    plan = make_plan(mask, length, implementation=BACKEND, fwd_params=sl.FwdParams(block, block))
     passes = [f"{link.orders}: {link.blocks}" for link in plan.chains[0]]
-    return {"passes": passes, "cost": f"{cost:.1%} of dense {'causal ' * causal}attention"}
+    return {"passes": passes, "cost": f"{of_dense(plan, causal):.1%} of dense {'causal ' * causal}attention"}
 
 
 def data() -> dict[str, Any]:

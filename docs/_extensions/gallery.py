@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+from pages import write_if_new
 
 import sparse_layers as sl
 from sparse_layers.masks.counting import count
@@ -92,15 +93,19 @@ def costs(name: str, number: int) -> list[str]:
     """A row of the table: what is kept and what it costs, the mean over heads."""
     masks, length = made(name, number), LENGTHS[number]
     causal = all(count(mask, length, length, 1 << 26).causal for mask in masks)
-    whole = sl.Causal() if causal else sl.Full()
-    dense = make_plan(whole, length, implementation=BACKEND).candidates[0][0][1]
-    plan = make_plan(masks, length, implementation=BACKEND)
     pairs = [count(mask, length, length, 1 << 26).pairs for mask in masks]
     every = length * (length + 1) // 2 if causal else length**2
-    cost = np.mean([found[0][1] for found in plan.candidates]) / dense
+    cost = of_dense(make_plan(masks, length, implementation=BACKEND), causal)
     kept, grid = np.mean([blocks(mask, length) for mask in masks]), -(-length // BLOCK)
     computed = f"{kept / (grid * (grid + 1) // 2 if causal else grid**2):.1%}"
     return [str(length), f"{np.mean(pairs) / every:.2%}", computed, f"{cost:.1%} of {'causal' if causal else 'full'}"]
+
+
+def of_dense(plan: sl.Plan, causal: bool) -> float:
+    """What a plan is expected to cost, the mean over its masks, beside attention to all keys or all before."""
+    options: dict[str, Any] = {name: getattr(plan, name) for name in ("implementation", "fwd_params", "bwd_params")}
+    dense = make_plan(sl.Causal() if causal else sl.Full(), plan.q_len, **options).candidates[0][0][1]
+    return float(np.mean([found[0][1] for found in plan.candidates])) / dense
 
 
 def blocks(mask: sl.Mask, length: int) -> int:
@@ -151,11 +156,8 @@ def page() -> str:
 
 
 def write(app: Any) -> None:
-    """Writes the part, where it is not what it was."""
-    path, text = pathlib.Path(app.srcdir) / "generated" / "gallery.md", page()
-    path.parent.mkdir(exist_ok=True)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+    """Writes the part."""
+    write_if_new(pathlib.Path(app.srcdir) / "generated" / "gallery.md", page())
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -40,15 +40,20 @@ def relinked(text: str, origin: pathlib.Path, folder: pathlib.Path) -> str:
 
 
 def copy(app: Any) -> None:
-    """Writes the copies, where they are not what they were."""
+    """Writes the copies."""
     for origin, page in COPIED.items():
         path = DOCS / page
         # What the front page includes stands in the folder above.
         folder = DOCS if origin == "README.md" else path.parent
         text = relinked((ROOT / origin).read_text(encoding="utf-8"), ROOT / origin, folder)
-        path.parent.mkdir(exist_ok=True)
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+        write_if_new(path, text)
+
+
+def write_if_new(path: pathlib.Path, text: str) -> None:
+    """Writes a part of the site where it is not what it was: what is older than its page is not built again."""
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
 
 
 def _read(app: Any, name: str, source: list[str]) -> None:

@@ -66,6 +66,5 @@ def train(
         begin = time.perf_counter()
         found.append(float(step(model, state, windows.batch(number, batch_size))))  # waits for the result
         seconds.append(time.perf_counter() - begin)
-    return statistics.mean(found[-max(1, steps // 10) :]), statistics.median(
-        seconds[1:] or seconds
-    )  # the first one compiles
+    later = seconds[1:] or seconds  # the first one compiles
+    return statistics.mean(found[-max(1, steps // 10) :]), statistics.median(later)

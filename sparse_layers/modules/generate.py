@@ -158,8 +158,8 @@ def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_siz
 
 def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
     """The stop tokens, int32 [n], or None for none."""
-    several = isinstance(stop_token, Collection) and not isinstance(stop_token, str | bytes)
-    several = several and getattr(stop_token, "ndim", 1) > 0  # an array of one number is a number
+    one = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be a number, too
+    several = isinstance(stop_token, Collection) and not one
     given = list(stop_token) if several else [] if stop_token is None else [stop_token]
     stops = [checked("stop_token", token, Annotated[int, 0, vocab_size - 1]) for token in given]
     return np.array(stops, np.int32) if stops else None

@@ -16,7 +16,7 @@ import numpy as np
 
 from .attention import block_sparse_attention
 from .decoding.cache import Heads, KVCache
-from .decoding.reads import Store
+from .decoding.reads import Store, all_heads, rows_of, some_heads
 from .kernels.call import merged
 from .planning.selection import Selection
 from .planning.views import Reordered, RowOrder
@@ -62,13 +62,13 @@ def attend_piece(
         for masks, store in parts:
             index, held = layout.find(store)
             place = [held.index(head) for head in heads.keys]
-            own_key, own_value = (_of_heads(x, heads.keys) for x in (key, value))
+            own_key, own_value = (some_heads(x, heads.keys, axis=2) for x in (key, value))
             k_order, k = _read(store, before.keys[index], after.keys[index], place, own_key, start)
             _, v = _read(store, before.values[index], after.values[index], place, own_value, start)
             # From the first token of a whole turn of residues, so that queries and keys of one have a column each.
             first = start // store.classes * store.classes
             order = RowOrder.residue_major(start + query.shape[1] - first, store.classes)
-            q = jnp.pad(_of_heads(query, heads.queries), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
+            q = jnp.pad(some_heads(query, heads.queries, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
             q_order = dataclasses.replace(order, length=first + order.length, offset=first)
             out, lse = block_sparse_attention(
                 order.gather(q, order.rows),
@@ -82,8 +82,7 @@ def attend_piece(
             )
             found.append([order.scatter(x)[:, start - first :] for x in (out.astype(lse.dtype), lse)])
         outs.append(functools.reduce(merged, found)[0])
-    turn = np.argsort([head for heads, _ in groups for head in heads.queries])
-    return _of_heads(jnp.concatenate(outs, axis=2), turn.tolist()).astype(query.dtype)
+    return all_heads(outs, [heads.queries for heads, _ in groups], axis=2).astype(query.dtype)
 
 
 def _read(
@@ -111,10 +110,4 @@ def _read(
 
 def _rows(array: jax.Array, heads: Sequence[int], rows: jax.Array) -> jax.Array:
     """Some rows of some heads of a cache's array: [B, L, n, H]."""
-    array = array.reshape(*array.shape[:2], -1, array.shape[-1]).swapaxes(1, 2)
-    return _of_heads(array.at[:, rows].get(mode="promise_in_bounds"), heads)
-
-
-def _of_heads(x: jax.Array, heads: Sequence[int]) -> jax.Array:
-    """Some heads of [B, T, heads, H]; where these are all, as it is."""
-    return x if tuple(heads) == tuple(range(x.shape[2])) else x[:, :, np.array(heads)]
+    return some_heads(rows_of(array).swapaxes(1, 2).at[:, rows].get(mode="promise_in_bounds"), heads, axis=2)

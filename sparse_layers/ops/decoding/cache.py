@@ -29,7 +29,7 @@ from ..kernels.call import (
 from ..planning.selection import Selection
 from ..planning.views import RowOrder
 from . import fused
-from .reads import Part, Store, parts
+from .reads import Part, Store, all_heads, parts, rows_of, some_heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,9 +310,9 @@ class KVCache:
                 token = store.token(jnp.arange(store.runs * store.run), last)
                 held = jnp.broadcast_to((token >= start) & (token <= last), (batch, store.runs * store.run))
                 rows = jnp.where(held, token - start, 0)
-                taken = jnp.take_along_axis(_some(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
+                taken = jnp.take_along_axis(some_heads(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
                 # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                others = fused.rows_of(array) if start else jnp.zeros((), array.dtype)
+                others = rows_of(array) if start else jnp.zeros((), array.dtype)
                 taken = jnp.where(held[:, None, :, None], taken.astype(array.dtype), others)
                 filled.append(taken.reshape(array.shape))
             return tuple(filled)
@@ -325,7 +325,7 @@ class KVCache:
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
             begin = number * stride
             if begin < start:
-                earlier = fused.rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
+                earlier = rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
                 scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
             pooled = self.pooled.at[:, number : number + new.shape[1]].set(new)
@@ -407,7 +407,7 @@ class KVCache:
             for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
                 run, row = jnp.divmod(store.slot(tokens), store.run)
                 put = jax.vmap(lambda x, new, run, row: x.at[:, run, row].set(new, mode="drop"))
-                new_rows = _some(jnp.swapaxes(several(new), 1, 2), heads).astype(array.dtype)
+                new_rows = some_heads(jnp.swapaxes(several(new), 1, 2), heads).astype(array.dtype)
                 done.append(put(array, new_rows, run, row))
             return tuple(done)
 
@@ -419,7 +419,7 @@ class KVCache:
                 window = several(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                window = jax.vmap(cut)(fused.rows_of(keys[self.whole()]), first)
+                window = jax.vmap(cut)(rows_of(keys[self.whole()]), first)
             ends = (first >= 0) & (first % stride == 0)
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -587,7 +587,7 @@ class KVCache:
         heads of each or 1, L].
         """
         dtype = accumulator(query.dtype)
-        query = _some(query, heads.queries)
+        query = some_heads(query, heads.queries)
         query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
         logits, gathered = [], []
         for k, v, allowed in reads:
@@ -661,8 +661,7 @@ def _attended(
         else:
             found = [cache._chosen(at, ids, block)]
         outs = [cache._attend(heads, query, reads, *of_logits, sinks) for heads, reads in found]
-        order = [head for heads, _ in found for head in heads.queries]
-        return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)[:, np.argsort(order)]
+        return all_heads(outs, [heads.queries for heads, _ in found], axis=1)
 
     args = (query, at) if ids is None else (query, at, ids)
     # Mapped, for what queries read as a whole is then read once.
@@ -697,11 +696,6 @@ def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Ar
     return jnp.asarray(values, jnp.int32)
 
 
-def _some(x: jax.Array, heads: Sequence[int]) -> jax.Array:
-    """Some heads of [B, heads, ...]; where these are all, as it is: an axis that is indexed could not stay sharded."""
-    return x if tuple(heads) == tuple(range(x.shape[1])) else x[:, np.array(heads)]
-
-
 def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
     """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
 
@@ -709,10 +703,10 @@ def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.A
       [B, len(heads), n * rows, size].
     """
     if pieces is None:
-        array = _some(array, heads)
+        array = some_heads(array, heads)
     elif heads == list(range(array.shape[1])):
         array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pieces)
     else:
         some = jnp.array(heads)[:, None]
         array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
-    return fused.rows_of(array)
+    return rows_of(array)

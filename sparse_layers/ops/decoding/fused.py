@@ -15,7 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from ..kernels.triton_gpu import decode, launch
 from ..planning.platforms import candidates, own_arrays, platform
-from .reads import Part
+from .reads import Part, all_heads, rows_of, some_heads
 
 if TYPE_CHECKING:
     from .cache import Heads, KVCache
@@ -77,8 +77,7 @@ def attend(
         for heads, reads in found
     ]
     outs = [out.reshape(*query.shape[:2], -1, out.shape[-1]) for out in outs]
-    order = [head for heads, _ in found for head in heads.queries]
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=2)[:, :, np.argsort(order)]
+    return all_heads(outs, [heads.queries for heads, _ in found], axis=2)
 
 
 def step(
@@ -138,15 +137,9 @@ def _read(
     return decode.Read(rows_of(cache.keys[index]), rows_of(cache.values[index]), of_keys, rows, classes)
 
 
-def rows_of(array: jax.Array) -> jax.Array:
-    """All rows of [B, heads, pieces, rows, size]: [B, heads, pieces * rows, size]."""
-    return array.reshape(*array.shape[:2], -1, array.shape[-1])
-
-
 def _grouped(query: jax.Array, heads: "Heads") -> jax.Array:
     """The queries of some heads: [B, S, N, H] -> [B * S, key heads, query heads of each, H]."""
-    if heads.queries != tuple(range(query.shape[2])):
-        query = query[:, :, np.array(heads.queries)]
+    query = some_heads(query, heads.queries, axis=2)
     return query.reshape(query.shape[0] * query.shape[1], len(heads.keys), -1, query.shape[-1])
 
 

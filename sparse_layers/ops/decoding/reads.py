@@ -18,6 +18,7 @@ than it sees.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -239,6 +240,22 @@ def _reach(view: Reordered, grid: BlockGrid, block: int) -> int:
         if reach >= blocks * block - 1:  # no nearer block reaches farther
             break
     return reach
+
+
+def rows_of(array: jax.Array) -> jax.Array:
+    """All rows of a store [B, heads, pieces, rows, size]: [B, heads, pieces * rows, size]."""
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+
+def some_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
+    """Some heads of an axis; where these are all, x as it is: an axis that is indexed could not stay sharded."""
+    return x if tuple(heads) == tuple(range(x.shape[axis])) else x[(slice(None),) * axis + (np.array(heads),)]
+
+
+def all_heads(outs: Sequence[jax.Array], heads: Sequence[Sequence[int]], axis: int) -> jax.Array:
+    """What was computed for some heads each, put together in the order of all heads."""
+    order = np.argsort([head for some in heads for head in some]).tolist()
+    return some_heads(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=axis), order, axis)
 
 
 def _round_up(n: int, block: int) -> int:

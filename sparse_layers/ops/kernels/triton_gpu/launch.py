@@ -93,7 +93,7 @@ def call(
         options["input_output_aliases"] = {index: len(outputs) + i for i, index in enumerate(in_place)}
         outputs = [*outputs, *(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)]
     # jax-triton renamed arguments in 0.4. Fused multiply-add is asked for: Triton is about to change its default.
-    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
+    if _since_0_4():
         options |= {"out_type": tuple(outputs), "backend_options": {"enable_fp_fusion": True}}
     else:
         options |= {"out_shape": tuple(outputs), "enable_fp_fusion": True}
@@ -105,6 +105,11 @@ def call(
 
 def changes_in_place() -> bool:
     """Whether kernels can change arrays in place: before jax-triton 0.4, they would have to take these twice."""
+    return _since_0_4()
+
+
+def _since_0_4() -> bool:
+    """Whether jax-triton is 0.4 or later."""
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     return "out_type" in inspect.signature(jax_triton.triton_call).parameters
