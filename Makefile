@@ -1,6 +1,6 @@
 # make train [ARGS="--pattern local:local_attn_ctx=64 --out runs/local"]   train the example language model
 # make test                                                                lint, types, tests and doctests
-# make docs                                                                the site, in docs/_build
+# make docs                                                                the site, in docs/_build/html
 # make test-docs                                                           the site, looked at in a browser
 # make venv                                                                only the environment that both use
 PYTHON ?= python3
@@ -30,7 +30,7 @@ test: $(stamp)
 
 # Nothing is fetched; a warning is an error.
 docs: $(stamp) $(stamp)-docs
-	$(bin)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build
+	$(bin)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
 
 test-docs: docs
 	$(bin)/python -m pytest -q docs/test_site.py

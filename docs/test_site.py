@@ -6,7 +6,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports] (of the extra docs)
 
-SITE = pathlib.Path(__file__).parent / "_build"
+SITE = pathlib.Path(__file__).parent / "_build" / "html"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
