@@ -5,8 +5,10 @@
 A step adds a token to each sequence and attends from it, at the end of a full cache. ``keys`` are those that a query
 head reads; ``bytes`` what XLA counts for the attention of the step on a CPU (as written: it counts intermediate arrays,
 too, and of a fused gather all that could have been gathered, so it is counted before it is fused); ``cache`` the bytes
-that are kept. Times are those of steps in one compiled loop, the median of some loops. Each result is first checked
-against float64 in its last row.
+that are kept. Times are those of steps in one compiled loop, the median of some loops. A round of the loop has several
+steps, as that of a model has several layers: what a round costs by itself is not a layer's. (XLA copies caches in
+rounds of several steps: ``--implementation xla --unroll 1``.) Each result is first checked against float64 in its last
+row.
 """
 
 import argparse
@@ -33,8 +35,8 @@ PATTERNS = {
 }
 
 
-def loop(cache: sl.KVCache, tokens: jax.Array) -> tuple[jax.Array, sl.KVCache]:
-    """Steps over the last positions: tokens [n, 3, B, N, H] -> out [n, B, N, H]."""
+def loop(cache: sl.KVCache, tokens: jax.Array, unroll: int) -> tuple[jax.Array, sl.KVCache]:
+    """Steps over the last positions, so many a round: tokens [n, 3, B, N, H] -> out [n, B, N, H]."""
     count, _, batch = tokens.shape[:3]
 
     def step(cache, each):
@@ -42,7 +44,7 @@ def loop(cache: sl.KVCache, tokens: jax.Array) -> tuple[jax.Array, sl.KVCache]:
         out, cache = cache.step(query, key, value, jnp.full(batch, position))
         return cache, out
 
-    cache, out = jax.lax.scan(step, cache, (cache.seq_len - count + jnp.arange(count), tokens))
+    cache, out = jax.lax.scan(step, cache, (cache.seq_len - count + jnp.arange(count), tokens), unroll=unroll)
     return out, cache
 
 
@@ -61,7 +63,7 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
     last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
     tokens = jnp.stack([queries, *last], axis=1)
-    run = jax.jit(loop, donate_argnums=0).lower(cache, tokens).compile()
+    run = jax.jit(loop, donate_argnums=0, static_argnums=2).lower(cache, tokens, options.unroll).compile()
     shapes = jax.eval_shape(lambda *x: x, cache, queries[0], jnp.full(shape[0], 0))
     with jax.default_device(jax.devices("cpu")[0]):  # on GPUs, a kernel does not tell what it reads
         analysis: Any = jax.jit(sl.KVCache.attend).lower(*shapes).cost_analysis()
@@ -119,7 +121,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=32, help="in one compiled loop")
+    parser.add_argument("--steps", type=int, default=256, help="in one compiled loop")
+    parser.add_argument("--unroll", type=int, default=8, help="steps in a round of the loop")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")

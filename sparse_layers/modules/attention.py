@@ -517,7 +517,7 @@ class SparseSelfAttention(SparseAttention):
                 dtype=key.dtype,
                 index_size=None if index is None else index.key.shape[-1],
                 max_step=max_step,
-                implementation="triton" if self.attention_fn.fn.implementation == "triton" else None,
+                implementation="xla" if self.attention_fn.fn.implementation in ("xla", "reference") else None,
             )
         after = before.filled(key, value, lengths, index_key=None if index is None else index.key, start=start)
         fn, extras = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}

@@ -120,7 +120,7 @@ class KVCache:
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
       max_step: the most tokens that a step adds.
-      implementation: who attends in steps, "xla" or "triton".
+      implementation: who attends in steps, "xla" or, where it can, "triton".
 
     Raises:
       ValueError: arrays that do not fit, in the methods that take them.
@@ -204,8 +204,7 @@ class KVCache:
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
           max_step: the most tokens that a step adds, and that may be taken back: a window keeps so many more, less one.
           implementation: who attends in steps: "xla", or "triton", a kernel for NVIDIA GPUs, where it serves the call
-            and arrays are a device's own. None for "xla": the kernel was interpreted and compiled, and has not run on
-            a GPU yet.
+            and arrays are a device's own, and XLA elsewhere. None for "triton".
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; an unknown
@@ -238,7 +237,7 @@ class KVCache:
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
         held: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
-        cache = cls(**held, masks=masks, selection=scorer, implementation=implementation or "xla", **sizes)
+        cache = cls(**held, masks=masks, selection=scorer, implementation=implementation or "triton", **sizes)
         if pooled is not None:
             cache.whole()
         return cache

@@ -11,12 +11,15 @@ import numpy as np
 
 # Arrays of keys that a launch can read, and query heads of a key head; head sizes at most.
 MOST_KEPT, MOST_GROUP, MOST_SIZE = 4, 64, 256
-# Bytes of keys and values of a tile, of which several are on their way; rows of one at the least and most.
-TILE_BYTES, LEAST_ROWS, MOST_ROWS = 16384, 16, 128
-STAGES, WARPS = 7, 4
+# By whether a program has several query heads: bytes of keys and values of a tile, and stages of tiles on their way.
+# The best of 8 and of 5 choices on an H200, for windows of 1024 and for 16,384 to 65,536 keys.
+TILE_BYTES, STAGES, WARPS = {False: 16384, True: 32768}, {False: 4, True: 6}, 4
+# Rows of a tile at the least and most, and bytes of shared memory that are not for tiles or queries.
+LEAST_ROWS, MOST_ROWS, OTHER_BYTES = 16, 64, 16384
 # How many of the programs that share a list are worth while: by bytes that the whole GPU would read meanwhile for each
-# multiprocessor, what a second kernel costs; and how much more than such a share a multiprocessor reads alone.
-MERGE_BYTES, ALONE, MOST_SPLITS = 80_000, 1.5, 64
+# multiprocessor, what a second kernel costs; how much of such a share one program can read, and how much several on a
+# multiprocessor where others have none.
+MERGE_BYTES, ONE, ALONE, MOST_SPLITS = 80_000, 0.65, 1.5, 64
 _DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -139,10 +142,12 @@ def _launched(
         Kept(x.keys.shape[1], x.keys.shape[2], begin, x.rows.shape[-1], x.classes)
         for x, begin in zip(reads, first, strict=False)
     )
-    padded, row_bytes = (launch.padded(size), launch.padded(value_size)), reads[0].keys.dtype.itemsize
-    tile = min(MOST_ROWS, max(LEAST_ROWS, 1 << (TILE_BYTES // (sum(padded) * row_bytes)).bit_length() - 1))
+    padded, itemsize = (launch.padded(size), launch.padded(value_size)), reads[0].keys.dtype.itemsize
+    tile, stages = tile_and_stages(
+        group, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
+    )
     count = sum(x.COUNT for x in kept)
-    splits = number_of_splits(count, tile, (size + value_size) * row_bytes, queries * heads, device.processors)
+    splits = number_of_splits(count, tile, (size + value_size) * itemsize, queries * heads, device.processors)
     constants = Step(
         TOKENS=queries // len(reads[0].keys),
         HEADS=heads,
@@ -159,7 +164,8 @@ def _launched(
         SINKS=sinks is not None,
         WRITES=token is not None,
         SPLITS=splits,
-        ROWS=max(16, 1 << (group - 1).bit_length()),
+        STAGES=stages,
+        ROWS=rows_of_queries(group),
         TILE=tile,
         PARTIAL=1 << (splits - 1).bit_length(),
     )
@@ -184,7 +190,7 @@ def _launched(
         (splits * heads, queries),
         arrays,
         [partial, lse],
-        num_stages=STAGES,
+        num_stages=stages,
         in_place=in_place,
         **settings,
     )
@@ -194,15 +200,30 @@ def _launched(
     return found, *changed[::2], *changed[1::2]
 
 
+def rows_of_queries(group: int) -> int:
+    """Rows of a tile of so many query heads; matrix products have 16 at least."""
+    return 1 if group == 1 else max(16, 1 << (group - 1).bit_length())
+
+
+def tile_and_stages(group: int, query_bytes: int, row_bytes: int, shared_memory: int) -> tuple[int, int]:
+    """Rows of a tile of keys and how many stages fit into so many bytes, of which all but the last hold a tile."""
+    stages = STAGES[group > 1]
+    room = shared_memory - OTHER_BYTES - rows_of_queries(group) * query_bytes
+    most = min(TILE_BYTES[group > 1], room // (stages - 1)) // row_bytes
+    rows = min(MOST_ROWS, max(LEAST_ROWS, 1 << max(most, 1).bit_length() - 1))
+    return rows, max(2, min(stages, room // (rows * row_bytes) + 1))
+
+
 def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, processors: int) -> int:
     """How many programs share each of so many lists of ``count`` rows.
 
-    One is done when its multiprocessor has read what all programs there read, or when the whole GPU has read all.
+    One is done when it has read its share, when its multiprocessor has read what all programs there read, or when the
+    whole GPU has read all, whichever is last.
     """
 
     def cost(splits: int) -> float:
         own = count * row_bytes / splits
-        alone = -(-programs * splits // processors) * own / ALONE
+        alone = own * max(1 / ONE, -(-programs * splits // processors) / ALONE)
         return max(programs * count * row_bytes / processors, alone) + (MERGE_BYTES if splits > 1 else 0)
 
     numbers = (1 << i for i in range(MOST_SPLITS.bit_length()))

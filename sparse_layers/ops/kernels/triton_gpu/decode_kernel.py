@@ -2,6 +2,10 @@
 
 A program has the query heads of one key head of one query token, and walks over its share of the rows that are listed
 for it, part by part. Rows that are not seen are not read. What a program computes of its share is merged by lse.
+
+Several query heads share a softmax state of one row each, and matrix products. A single one has a state in each place
+of a tile instead, and the places are put together at the end: within the loop no thread waits for another warp's, which
+is what a step from tile to tile takes most of its time for.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -44,7 +48,8 @@ class Step(NamedTuple):
     SINKS: bool
     WRITES: bool  # whether a token is written, and attended to: before lists, whether it is seen (0, -1), and its rows
     SPLITS: int  # programs that share a list
-    ROWS: int  # rows of a tile of queries, a power of two, as are:
+    STAGES: int  # tiles of keys that are on their way, and where their rows are told
+    ROWS: int  # rows of a tile of queries, a power of two, 1 for a single query head; as are:
     TILE: int  # rows of a tile of keys
     PARTIAL: int  # SPLITS, rounded up
 
@@ -57,6 +62,25 @@ def _added(peak, total, out, x, values, dtype: tl.constexpr):
     weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(peak - base)
     out = tl.dot(weights.to(dtype), values, out * shrink[:, None], input_precision="ieee")
     return highest, total * shrink + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _added_by_place(peak, total, out, x, values):
+    """As `_added`, of states of their own in the places of a tile: logits [places], values [places, size]."""
+    highest = tl.maximum(peak, x)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights, shrink = tl.exp2(x - base), tl.exp2(peak - base)
+    return highest, total * shrink + weights, out * shrink[:, None] + weights[:, None] * values
+
+
+@triton.jit
+def _together(peak, total, out, each_peak, each_total, each_out):
+    """The state of one row, and the states of places, as one state of one row."""
+    highest = tl.maximum(peak, tl.max(each_peak, 0))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    shrink, weights = tl.exp2(peak - base), tl.exp2(each_peak - base)
+    total = total * shrink + tl.sum(each_total * weights, 0)
+    return highest, total, out * shrink[:, None] + tl.sum(each_out * weights[:, None], 0)[None, :]
 
 
 @triton.jit
@@ -121,6 +145,11 @@ def decode_kernel(
     if C.SPLITS > 1:  # what is there but once is the first one's
         peak, total = tl.where(split > 0, float("-inf"), peak), tl.where(split > 0, 0.0, total)
         result = tl.where(split > 0, 0.0, result)
+    if C.ROWS == 1:
+        one_query = queries.to(tl.float32)
+        each_peak, each_total, each_result = full(C.TILE, float("-inf")), full(C.TILE, 0.0), zeros(C.TILE, C.DV)
+    # The lists are walked over as if they were one, so that loads are on their way all the time.
+    ks, vs, starts, ends, steps = (), (), (), (), own * 0
     for i in tl.static_range(len(C.KEPT)):
         first = (sequence * C.KEPT[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.KEPT[i].ROWS
         k, v, end = keys[i] + first * C.H, values[i] + first * C.HV, own * 0 + C.KEPT[i].COUNT
@@ -131,16 +160,33 @@ def decode_kernel(
             tl.store(v + slot * C.HV + column_v[None, :], new_value, mask=(column_v < C.HV)[None, :] & writes)
         if C.KEPT[i].CLASSES > 0:
             end = tl.minimum(end, own // C.KEPT[i].CLASSES + 1)
-        each = tl.cdiv(tl.cdiv(end, C.TILE), C.SPLITS) * C.TILE
-        for begin in tl.range(split * each, tl.minimum(split * each + each, end), C.TILE):
-            place = begin + tl.arange(0, C.TILE)
-            taken = tl.load(rows + C.KEPT[i].FIRST + place, mask=place < end, other=-1)
-            there = taken >= 0
-            some = load_rows(addresses(k, taken, C.H, C.D, True), there, C.H, C.D, True).to(dtype)
+        # Triton knows no stars.
+        ks, vs, starts, ends = ks + (k,), vs + (v,), starts + (steps,), ends + (end,)  # noqa: RUF005
+        steps += tl.cdiv(end, C.TILE)
+    each = tl.cdiv(steps, C.SPLITS)
+    for step in tl.range(split * each, tl.minimum(split * each + each, steps), num_stages=C.STAGES):
+        k, v, start, end, listed = ks[0], vs[0], starts[0], ends[0], own * 0 + C.KEPT[0].FIRST
+        for i in tl.static_range(1, len(C.KEPT)):
+            here = step >= starts[i]
+            k, v, listed = tl.where(here, ks[i], k), tl.where(here, vs[i], v), tl.where(here, C.KEPT[i].FIRST, listed)
+            start, end = tl.where(here, starts[i], start), tl.where(here, ends[i], end)
+        place = (step - start) * C.TILE + tl.arange(0, C.TILE)
+        taken = tl.load(rows + listed + place, mask=place < end, other=-1)
+        there = taken >= 0
+        some = load_rows(addresses(k, taken, C.H, C.D, True), there, C.H, C.D, True).to(dtype)
+        some_v = load_rows(addresses(v, taken, C.HV, C.DV, True), there, C.HV, C.DV, True).to(dtype)
+        if C.ROWS == 1:
+            x = logits(tl.sum(some.to(tl.float32) * one_query, 1), C)
+            x = tl.where(there, x, float("-inf"))
+            each_peak, each_total, each_result = _added_by_place(
+                each_peak, each_total, each_result, x, some_v.to(tl.float32)
+            )
+        else:
             x = logits(tl.dot(queries, tl.trans(some), input_precision="ieee"), C)
             x = tl.where(there[None, :], x, float("-inf"))
-            some = load_rows(addresses(v, taken, C.HV, C.DV, True), there, C.HV, C.DV, True).to(dtype)
-            peak, total, result = _added(peak, total, result, x, some, dtype)
+            peak, total, result = _added(peak, total, result, x, some_v, dtype)
+    if C.ROWS == 1:
+        peak, total, result = _together(peak, total, result, each_peak, each_total, each_result)
     result = result / tl.where(total > 0, total, 1.0)[:, None]
     result_of = (b * C.HEADS + head) * C.SPLITS + split
     store_rows(addresses(out + result_of * C.GROUP * C.HV, row, C.HV, C.DV, False), result, exists, C.HV, C.DV)
