@@ -1,6 +1,6 @@
 """Decoding: keys, bytes and time of one step from the cache, against the length.
 
-    python -m benchmarks.decode --record decode.json --plot decode.png
+    python -m benchmarks.decode --record decode.json
 
 A step adds a token to each sequence and attends from it, at the end of a full cache. ``keys`` are those that a query
 head reads; ``bytes`` what XLA counts for the attention of the step on a CPU (as written: it counts intermediate arrays,
@@ -12,8 +12,6 @@ row.
 """
 
 import argparse
-import json
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -92,27 +90,6 @@ def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, 
     assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
 
 
-def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Bytes of a step (of the first record) and its time (of each) against the length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * (1 + len(records)), 4.2), layout="constrained")
-    panels = [("bytes", records[0]), *(("us", record) for record in records)]
-    for axes, (what, record) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        rows = record["results"]
-        for name in dict.fromkeys(row["pattern"] for row in rows):
-            points = [(row["T"], row[what]) for row in rows if row["pattern"] == name]
-            axes.plot(*zip(*points, strict=True), "k^:" if name == "causal" else "o-", label=name, ms=4)
-        axes.set(xscale="log", yscale="log", xlabel="T", ylabel={"us": "µs a token", "bytes": "bytes a token"}[what])
-        axes.set_title("\n".join(record["lines"][:2]).replace("; ", "\n"), fontsize=7)
-        lengths = sorted({row["T"] for row in rows})
-        axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,15 +103,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw what is found")
-    parser.add_argument("--of", type=pathlib.Path, nargs="+", metavar="FILE.json", help="only --plot these records")
     add_option(parser)
     options = parser.parse_args()
-    if options.of:
-        if not options.plot:
-            parser.error("--of needs --plot")
-        plot([json.loads(path.read_text()) for path in options.of], options.plot)
-        return
     options.dtype = options.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     record = Record(options.record, jax.devices()[0].device_kind)
     record.say(
@@ -151,8 +121,6 @@ def main() -> None:
         cells = [[str(row["keys"]) for row in rows], *sizes, [f"{row['us']:.0f}" for row in rows]]
         record.say(f"| {' | '.join([name, *map(', '.join, cells)])} |")
     record.write()
-    if options.plot:
-        plot([record.facts | {"lines": record.lines, "results": record.results}], options.plot)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 Sections, all by default: ``memory`` of a long layer; ``speed`` of each pattern; ``grouped``, keys that all attend to,
 under grouped heads; ``density`` at which block-random masks cost as much as dense causal attention; ``lengths``
-of sequences. Needs jax[cuda13]; FlexAttention is left out where
-there is no torch.
+of sequences. Needs jax[cuda13]; FlexAttention is left out where there is no torch.
 
 Every result is checked in the run that times it: outputs and gradients of two heads against float64, computed by
 formulas of its own and from a rule of its own for each pattern. In every 128 rows an error may be as large as twice
@@ -23,10 +22,8 @@ import functools
 import importlib
 import importlib.util
 import itertools
-import json
 import math
 import os
-import pathlib
 import statistics
 import sys
 import time
@@ -316,7 +313,8 @@ class Report:
         self.options, self.failures, self.section = options, 0, ""
         self.record = Record(options.record, jax.devices()[0].device_kind)
         self.start = self.section_start = time.monotonic()
-        self.environment = environment(self.record.facts)
+        versions = (f"{name} {version}" for name, version in self.record.facts["versions"].items())
+        self.environment = ", ".join([self.record.facts["device"], self.record.facts["date"][:10], *versions])
         self.say(self.environment)
 
     def begin(self, section: str) -> None:
@@ -357,38 +355,6 @@ class Report:
         lines = [f"\n{title}\n"]
         lines += [f"| {' | '.join(x)} |" for x in (header, ["---"] * len(header), *rows)]
         self.record.say("\n".join([*lines, "", self.environment, ""]))
-
-
-def environment(facts: dict[str, Any]) -> str:
-    """Device, day and versions of a record, in a line."""
-    versions = (f"{name} {version}" for name, version in facts["versions"].items())
-    return ", ".join([facts["device"], facts["date"][:10], *versions])
-
-
-def plot(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws time against length, which the section lengths of a record found, a panel for each direction."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    rows = [row for row in record["results"] if row["section"] == "lengths"]
-    names, lengths = list(dict.fromkeys(row["pattern"] for row in rows)), sorted({row["T"] for row in rows})
-    for axes, direction in zip(figure.subplots(1, len(DIRECTIONS)), DIRECTIONS, strict=True):
-        curves: dict[tuple[str, str], dict[int, float]] = {}
-        for row in rows:
-            if row["direction"] == direction:
-                curves.setdefault((row["who"], row["pattern"]), {})[row["T"]] = row["ms"]
-        for (who, name), points in curves.items():
-            style = {"ours": "o-", "triton": "x:", "Flex": "s--"}.get(who, "k^:")
-            colour = {} if who == "cuDNN" else {"color": f"C{names.index(name)}"}
-            axes.plot([*points], [*points.values()], style, label=f"{who} {name}", markersize=4, **colour)
-        axes.set(title="{}, B={}, H={}, D={}, bfloat16".format(direction, *LONG), xscale="log", yscale="log")
-        axes.set(xlabel="T", ylabel="ms")
-        axes.set_xticks(lengths, [f"{n / 1024:g}k" for n in lengths])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(environment(record), fontsize=6)
-    figure.savefig(path, dpi=150)
 
 
 def median_ms(call: Callable[[], Any], wait: Callable[[Any], Any], options: argparse.Namespace) -> float:
@@ -647,17 +613,10 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--seconds", type=int, default=270, help="after which a section starts nothing new")
     parser.add_argument("--no-flex", action="store_true", help="leave out FlexAttention")
-    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw what lengths finds")
-    parser.add_argument("--of", type=pathlib.Path, metavar="FILE.json", help="only --plot this record")
     add_option(parser)
     options = parser.parse_args()
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"unknown sections {sorted(unknown)}; there are {', '.join(SECTIONS)}")
-    if options.of:
-        if not options.plot:
-            parser.error("--of needs --plot")
-        plot(json.loads(options.of.read_text()), options.plot)
-        return 0
     # JAX takes three quarters of the memory otherwise, and torch wants some.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     report = Report(options)
@@ -670,8 +629,6 @@ def main() -> int:
             report.attempt(name, section, report, options)
     report.say(f"{report.failures} failed")
     report.record.write()
-    if options.plot:
-        plot(report.record.facts | {"results": report.record.results}, options.plot)
     return int(report.failures > 0)
 
 

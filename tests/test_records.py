@@ -7,8 +7,10 @@ import pathlib
 import re
 import sys
 
+import matplotlib
 import pytest
 
+from benchmarks import pictures
 from benchmarks.record import Record, add_option
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -39,6 +41,23 @@ def test_a_record_says_what_it_is_of(path):
     module = re.match(r"python -m benchmarks\.(\w+)", record["command"])
     assert module and (ROOT / "benchmarks" / f"{module[1]}.py").exists()
     assert record["results"] and record["lines"] and record["versions"]["jax"] and record["load_before"] >= 0
+
+
+def test_pictures_are_drawn_from_records(tmp_path, monkeypatch):
+    committed = {path.stem for path in pictures.FOLDER.glob("*.svg")}
+    monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["pictures"])
+    pictures.main()
+    assert {path.stem for path in tmp_path.iterdir()} == committed == {*pictures.PICTURES}
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_nothing_of_a_picture_is_cut_off(name):
+    with matplotlib.rc_context(fname=pictures.STYLE):
+        figure = pictures.PICTURES[name]()
+        figure.draw_without_rendering()
+    drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
 
 
 def test_a_record_is_written_once(tmp_path, monkeypatch, capsys):

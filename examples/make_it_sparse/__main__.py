@@ -2,16 +2,21 @@
 
 import argparse
 import dataclasses
+import json
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 import sparse_layers as sl
 
 from .decoder import Decoder, DecoderConfig
-from .training import Run, train
+from .training import train
+
+STYLE = pathlib.Path(__file__).parents[2] / "docs" / "pictures" / "style.mplstyle"
 
 
 def models(pattern: str, seq_len: int) -> dict[str, Decoder]:
@@ -29,22 +34,28 @@ def kept(pattern: str, seq_len: int) -> float:
     return float(pairs) / (seq_len * (seq_len + 1) / 2)
 
 
-def draw(runs: dict[str, Run], times: dict[int, dict[str, float]], title: str, path: pathlib.Path) -> None:
+@matplotlib.rc_context(fname=STYLE)
+def draw(found: dict[str, Any], path: pathlib.Path) -> None:
     """Loss against seconds of training, and seconds a step against the length, dense and sparse."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    for name, run in runs.items():
-        width = min(10, len(run.losses))
-        mean = np.convolve(run.losses, np.ones(width) / width, "valid")
-        left.plot(np.cumsum(run.seconds)[width - 1 :], mean, lw=1.2, label=f"{name}, {len(run.losses)} steps")
-        right.plot(list(times), [seconds[name] for seconds in times.values()], "o-", ms=4, label=name)
-    left.set(xlabel="seconds of training", ylabel="loss, nats per byte (mean of 10 steps)", ylim=(None, 4), title=title)
-    right.set(xlabel="tokens T", ylabel="seconds a step", xscale="log", yscale="log", title="one training step")
-    right.set_xticks(list(times), map(str, times), minor=False)
-    right.set_xticks([], minor=True)
-    for axes in (left, right):
-        axes.legend()
-    figure.savefig(path, dpi=110)
+    times, totals = found["times"], {}
+    for name, losses in found["losses"].items():
+        width, seconds = min(10, len(losses)), np.cumsum(found["seconds"][name])
+        mean = np.convolve(losses, np.ones(width) / width, "valid")
+        totals[name] = seconds[-1]
+        left.plot(seconds[width - 1 :], mean, label=name)
+        right.plot([int(n) for n in times], [each[name] for each in times.values()], "o-", label=name)
+    steps = len(found["losses"]["dense"])
+    left.set_title(f"{steps} steps take {totals['sparse']:.1f} s with the pattern, {totals['dense']:.1f} s without")
+    left.set(xlabel="seconds of training", ylabel="loss, nats per byte (mean of 10 steps)", ylim=(None, 4))
+    longest, last = list(times.items())[-1]
+    right.set_title(f"At {int(longest):,} tokens a step is {last['dense'] / last['sparse']:.1f} times as fast")
+    right.set(xlabel="tokens", ylabel="seconds a step", xscale="log", yscale="log")
+    right.set_xticks([int(n) for n in times], [f"{int(n):,}" for n in times])
+    right.minorticks_off()
+    left.legend(title=found["pattern"])
+    figure.savefig(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,8 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument("--lengths", default="512,1024,2048,4096", help="lengths to time a step at")
     parser.add_argument("--repeats", type=int, default=3, help="steps at each of these; the median counts")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/before_after.png"), help="the picture")
+    picture = pathlib.Path("runs/before_after.png")
+    parser.add_argument("--out", type=pathlib.Path, default=picture, help="the picture; its numbers lie beside it")
+    parser.add_argument("--of", type=pathlib.Path, metavar="FILE.json", help="only draw such numbers again")
     options = parser.parse_args(arguments)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.of:
+        draw(json.loads(options.of.read_text(encoding="utf-8")), options.out)
+        return 0
 
     runs = train(models(options.pattern, options.seq_len), options.seq_len, options.steps)
     share = kept(options.pattern, options.seq_len)
@@ -76,8 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = kept(options.pattern, length)
         seconds = f"{dense:10.4f}{every:10.4f}{sparse:10.4f}"
         print(f"{length:<8}{seconds}{dense / sparse:8.1f}x{every / sparse:13.1f}x{share:12.1%}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, times, options.pattern, options.out)
+    curves = {what: {name: getattr(run, what) for name, run in runs.items()} for what in ("losses", "seconds")}
+    found = {"pattern": options.pattern, "times": times} | curves
+    options.out.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    draw(found, options.out)
     print(f"\n{options.out}")
     return 0
 

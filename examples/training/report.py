@@ -13,9 +13,11 @@ import pathlib
 import platform
 import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,6 +25,7 @@ from matplotlib.figure import Figure
 from .data import bits
 from .log import median
 
+STYLE = pathlib.Path(__file__).parents[2] / "docs" / "pictures" / "style.mplstyle"
 # Of a row, what table and figures are made from.
 _COLUMNS = ("step", "loss", "seconds", "step_ms", "mfu", "heldout_bpb", "accuracy")
 # Whose versions are recorded.
@@ -123,22 +126,23 @@ def load(path: pathlib.Path) -> list[Result]:
     return [Result(**result) for result in found]
 
 
+@matplotlib.rc_context(fname=STYLE)
 def draw_run(result: Result, path: pathlib.Path) -> None:
     """Loss and held-out bits per byte against steps, gzip and order 0 as lines to beat; below, accuracy and speed."""
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(7, 6))
     accuracy = _evaluated(result, "step", "accuracy")
     heights = (3, 1, 1) if accuracy[0] else (3, 1)
     axes, *below, speed = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     for panel in below:
-        panel.plot(*accuracy, "o-", ms=3)
+        panel.plot(*accuracy, "o-")
         panel.set(ylabel="accuracy", ylim=(0, 1))
     axes.plot(*_curve(result, "step"), lw=1, label="training (running mean)")
     evaluated = _evaluated(result, "step")
-    axes.plot(*evaluated, "o-", ms=3, label=f"held-out: {evaluated[1][-1]:.3f} at the end")
+    axes.plot(*evaluated, "o-", label=f"held-out: {evaluated[1][-1]:.3f} at the end")
     axes.axhline(result.gzip, color="gray", ls="--", lw=1, label=f"gzip, held-out: {result.gzip:.3f}")
     axes.axhline(result.order0, color="gray", ls=":", lw=1, label=f"order 0, held-out: {result.order0:.3f}")
     axes.set_ylabel("bits per byte")
-    axes.set_title(_in_lines(result.pattern), fontsize="medium")
+    axes.set_title(_in_lines(result.pattern), fontsize="small")
     axes.legend()
     speed.plot(*([row[name] for row in result.rows[1:] or result.rows] for name in ("step", "tokens_per_second")), lw=1)
     speed.set(xlabel="steps", ylabel="tokens/s", ylim=(0, None))
@@ -146,16 +150,17 @@ def draw_run(result: Result, path: pathlib.Path) -> None:
         share = result.rows[-1]["mfu"] / result.rows[-1]["tokens_per_second"]
         right = speed.secondary_yaxis("right", functions=(lambda x: 100 * share * x, lambda x: x / (100 * share)))
         right.set_ylabel("MFU, %")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
+@matplotlib.rc_context(fname=STYLE)
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds.
 
     Where a run has accuracies, they lie below.
     """
     labels = [f"{_in_lines(r.pattern)} ({r.tokens_per_second:,.0f} tokens/s)" for r in results]
-    figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())), layout="constrained")
+    figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())))
     accurate = any("accuracy" in row for r in results for row in r.rows)
     panels = figure.subplots(1 + accurate, 2, sharex="col", sharey="row", squeeze=False)
     left, right = panels[0]
@@ -163,7 +168,7 @@ def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
         _draw(left, r, "step", f"C{number}", label)
         _draw(right, r, "seconds", f"C{number}", None)
         for axes, key in zip(panels[1:].flat, ("step", "seconds"), strict=False):
-            axes.plot(*_evaluated(r, key, "accuracy"), "o-", ms=3, color=f"C{number}")
+            axes.plot(*_evaluated(r, key, "accuracy"), "o-", color=f"C{number}")
             axes.set(ylabel="accuracy", ylim=(0, 1))
     left.set_ylabel("bits per byte")
     panels[-1, 0].set_xlabel("steps")
@@ -172,8 +177,21 @@ def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     lowest = min(min(_curve(r, "step")[1]) for r in results)
     middle = max(np.median(_curve(r, "step")[1]) for r in results)
     left.set_ylim(lowest - 0.1 * (middle - lowest) - 0.02, middle + 2 * (middle - lowest) + 0.05)
+    figure.suptitle(_finding(results), x=0.01, ha="left", fontsize="medium")
     figure.legend(loc="outside lower center", title="lines: training (running mean); dots: held-out")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
+
+
+def _finding(results: Sequence[Result]) -> str:
+    """Whose text is predicted best, and who is fastest."""
+    best = min(results, key=lambda r: _evaluated(r, "step")[1][-1])
+    slowest, fastest = (which(results, key=lambda r: r.tokens_per_second) for which in (min, max))
+    times = fastest.tokens_per_second / slowest.tokens_per_second
+    found = (
+        f"Fewest bits per byte: {best.pattern} ({_evaluated(best, 'step')[1][-1]:.3f})",
+        f"Fastest: {fastest.pattern}, {times:.1f} times the tokens a second of {slowest.pattern}",
+    )
+    return "\n".join(textwrap.fill(line, 130) for line in found)
 
 
 def _in_lines(pattern: str) -> str:
@@ -183,7 +201,7 @@ def _in_lines(pattern: str) -> str:
 
 def _draw(axes: Axes, result: Result, key: str, color: str, label: str | None) -> None:
     axes.plot(*_curve(result, key), lw=1, color=color, label=label)
-    axes.plot(*_evaluated(result, key), "o", ms=3, color=color)
+    axes.plot(*_evaluated(result, key), "o", color=color)
 
 
 def _evaluated(result: Result, key: str, name: str = "heldout_bpb") -> tuple[list[float], list[float]]:

@@ -1,5 +1,6 @@
 """The page examples/make_it_sparse/README.md: its Python, its commands, and what it says of itself."""
 
+import json
 import os
 import pathlib
 import re
@@ -178,9 +179,14 @@ def test_the_printed_table_is_the_scripts():
     )
 
 
-def test_the_picture_is_there():
-    assert (ROOT / "examples" / "make_it_sparse" / "before_after.png").read_bytes().startswith(PNG)
-    assert "](before_after.png)" in PAGE
+def test_the_picture_is_of_the_printed_numbers(tmp_path):
+    folder = ROOT / "examples" / "make_it_sparse"
+    assert (folder / "before_after.png").read_bytes().startswith(PNG) and "](before_after.png)" in PAGE
+    numbers = json.loads((folder / "before_after.json").read_text(encoding="utf-8"))
+    for length, times in numbers["times"].items():
+        assert re.search(rf"^{length} +" + " +".join(f"{x:.4f}" for x in times.values()), PAGE, re.M)
+    assert script.main(["--of", str(folder / "before_after.json"), "--out", str(tmp_path / "again.png")]) == 0
+    assert (tmp_path / "again.png").read_bytes().startswith(PNG)
     for name in re.findall(r"\]\((\w+\.py)\)", PAGE):
         assert (ROOT / "examples" / "make_it_sparse" / name).is_file()
 

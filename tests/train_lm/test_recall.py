@@ -140,7 +140,7 @@ def test_a_comparison_has_accuracies(tmp_path, monkeypatch):
     evaluated = [row | {"step": i, "heldout_bpb": 1.0, "accuracy": i / 4} for i in (1, 2, 3)]
     results = [report.Result(name, 1, evaluated, 1, 1, 2.0, 4.0) for name in ("a", "b")]
     figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
     report.draw_run(results[0], tmp_path)
     report.save(results, tmp_path / "compare.json", "cpu")
     report.draw_comparison(report.load(tmp_path / "compare.json"), tmp_path)

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import jax
 import matplotlib.figure
-import matplotlib.text
 import numpy as np
 import pytest
 
@@ -468,7 +467,7 @@ def test_a_record_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
     assert report.load(path) == [old]
 
 
-def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):
+def test_nothing_of_a_figure_is_cut_off(tmp_path, monkeypatch):
     patterns = [
         "bigbird:block=64,window_blocks=3,global_blocks=2,random_blocks=3,seed=0,causal=True",
         "sliding_window:window=128+strided:local_attn_ctx=128+sparse_transformer_fixed:stride=128,summary=32+bigbird",
@@ -481,17 +480,11 @@ def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):
     rows[-1] |= {"heldout_bpb": 1.0, "accuracy": 0.5}
     results = [report.Result(pattern, 1, rows, 1, 1, 2.0, 4.0) for pattern in patterns]
     figures = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path, dpi: figures.append(figure))
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, path: figures.append(figure))
     report.draw_comparison(results, tmp_path)
     for result in results[:2]:
         report.draw_run(result, tmp_path)
     for figure in figures:
         figure.draw_without_rendering()
-        parts = [part for axes in figure.axes for part in (axes.title, axes.xaxis.label, axes.yaxis.label)]
-        legends = figure.legends or [figure.axes[0].get_legend()]
-        texts = [text for part in (*parts, *legends) for text in part.findobj(matplotlib.text.Text) if text.get_text()]
-        assert len(texts) >= 8
-        for text in texts:
-            box = text.get_window_extent()
-            assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text.get_text()
-            assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text.get_text()
+        drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
