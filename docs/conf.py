@@ -41,6 +41,7 @@ napoleon_numpy_docstring, napoleon_use_rtype, napoleon_use_ivar = False, False, 
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 300
 nb_merge_streams = True
 # They run as on a new account: no settings of the user's, and a home that cannot be written to is no hindrance.
+(HERE / "_build" / "jupyter").mkdir(parents=True, exist_ok=True)
 for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
     os.environ[name] = str(HERE / "_build" / "jupyter" / name)
 copybutton_prompt_text = r">>> |\.\.\. "

@@ -276,8 +276,8 @@ class SparseSelfAttention(SparseAttention):
         and adds nothing to the output, so that a query may attend to nothing.
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
-      implementation: None for the best that the platform offers, or the name of one; "triton" is also who attends in
-        steps of decoding, see `KVCache.empty`.
+      implementation: None for the best that the platform offers, or the name of one; with "xla" or "reference" XLA
+        attends in steps of decoding, too, see `KVCache.empty`.
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
       query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
         leading axes together.

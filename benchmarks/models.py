@@ -1,0 +1,127 @@
+"""Decoding of a whole model of random weights, by default of the shape of Llama 3 8B: tokens a second.
+
+    python -m benchmarks.models --batch 8 --seq-len 65536 --record models.json
+
+A step adds a token to each sequence at the end of full caches, and takes the likeliest next token. ``read`` is what
+it must read: all weights, and of each cache the rows that the pattern looks at; ``floor`` the time that this takes at
+``--bandwidth``. Times are those of steps in one compiled loop, the median of five loops.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import sparse_layers as sl
+
+from .record import Record, add_option
+
+PATTERNS = {
+    "causal": ("causal",),
+    "5 windows, 1 causal": ("sliding_window:window=1024",) * 5 + ("causal",),
+    "moba": ("moba:block=128,count=16",),
+}
+
+
+def decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> sl.SparseTransformer:
+    """A decoder of random weights in bfloat16: RMS norms, SwiGLU, rotary positions, grouped heads."""
+    return sl.SparseTransformer(
+        options.vocabulary,
+        options.heads,
+        options.features,
+        options.layers,
+        patterns=patterns,
+        seq_len=options.seq_len,
+        num_kv_heads=options.key_heads,
+        mlp="swiglu",
+        mlp_features=options.mlp_features,
+        norm="rms",
+        use_bias=False,
+        positions="rope",
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def caches_of(model: sl.SparseTransformer, options: argparse.Namespace) -> tuple[sl.KVCache, ...]:
+    """An empty cache for each layer."""
+    found = []
+    for block in model.layers:
+        attention: Any = block.attention
+        sizes = {"num_heads": options.heads, "num_kv_heads": options.key_heads, "head_size": attention.head_dim}
+        fn = attention.attention_fn.fn
+        held = {"selection": fn.selection, "batch": options.batch, "dtype": jnp.bfloat16}
+        found.append(sl.KVCache.empty(fn.masks, options.seq_len, **held, **sizes))
+    return tuple(found)
+
+
+def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table."""
+    model = nnx.jit(lambda: decoder(PATTERNS[name], options))()
+    caches = jax.jit(lambda: caches_of(model, options))()
+    graph, weights = nnx.split(model)
+
+    def loop(weights: Any, caches: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        def step(carry, position):
+            caches, tokens = carry
+            logits, caches = nnx.merge(graph, weights).decode_step(tokens, caches, jnp.full(options.batch, position))
+            return (caches, jnp.argmax(logits, -1).astype(tokens.dtype)), None
+
+        positions = options.seq_len - options.steps + jnp.arange(options.steps)
+        return jax.lax.scan(step, (caches, tokens), positions)[0]
+
+    held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
+    row = 2 * 2 * options.features // options.heads * options.key_heads  # bytes of a token's keys and values
+    read = held[0] + sum(options.batch * cache.num_reads * row for cache in caches)
+    tokens = jnp.zeros(options.batch, jnp.int32)
+    run = jax.jit(loop, donate_argnums=1).lower(weights, caches, tokens).compile()
+    times = []
+    for _ in range(6):  # the first is not counted
+        before = time.perf_counter()
+        caches, tokens = jax.block_until_ready(run(weights, caches, tokens))
+        times.append((time.perf_counter() - before) / options.steps)
+    ms = statistics.median(times[1:]) * 1e3
+    floor = read / options.bandwidth / 1e9
+    return {"pattern": name, "ms": ms, "weights": held[0], "caches": held[1], "read": read, "floor_ms": floor}
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=65536)
+    parser.add_argument("--steps", type=int, default=16, help="in one compiled loop")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--features", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--key-heads", type=int, default=8)
+    parser.add_argument("--mlp-features", type=int, default=14336)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--bandwidth", type=float, default=4.1, help="of the device's memory, TB/s")
+    add_option(parser)
+    options = parser.parse_args()
+    record = Record(options.record, jax.devices()[0].device_kind)
+    record.say(
+        f"{record.heading}\n"
+        f"{options.layers} layers of {options.features}, heads {options.heads}:{options.key_heads}, "
+        f"{options.batch} sequences, T={options.seq_len}, bfloat16\n\n"
+        "| pattern | ms a step | tokens a second | GiB of weights | of caches | read | floor, ms | times the floor |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
+    for name in options.patterns:
+        row = measured(name, options)
+        record.add(**row)
+        sizes = " | ".join(f"{row[what] / 2**30:.1f}" for what in ("weights", "caches", "read"))
+        speed, floor = options.batch / row["ms"] * 1e3, row["floor_ms"]
+        record.say(f"| {name} | {row['ms']:.2f} | {speed:.0f} | {sizes} | {floor:.2f} | {row['ms'] / floor:.2f} |")
+    record.write()
+
+
+if __name__ == "__main__":
+    main()
