@@ -103,6 +103,21 @@ def _started(queries, new_k, new_v, seen, sinks, head, C: tl.constexpr):
 
 
 @triton.jit
+def _rows_of_step(step, ks, vs, starts, ends, rows, C: tl.constexpr):
+    """Keys and values of the array that a step reads, and its rows of them [TILE], negative for none.
+
+    ``starts`` are the first steps of the arrays, ``ends`` the lengths of their lists.
+    """
+    k, v, start, end, first = ks[0], vs[0], starts[0], ends[0], 0 * step + C.KEPT[0].FIRST
+    for i in tl.static_range(1, len(C.KEPT)):
+        here = step >= starts[i]
+        k, v, first = tl.where(here, ks[i], k), tl.where(here, vs[i], v), tl.where(here, C.KEPT[i].FIRST, first)
+        start, end = tl.where(here, starts[i], start), tl.where(here, ends[i], end)
+    place = (step - start) * C.TILE + tl.arange(0, C.TILE)
+    return k, v, tl.load(rows + first + place, mask=place < end, other=-1)
+
+
+@triton.jit
 def decode_kernel(
     q,  # [B * TOKENS, HEADS, GROUP, H]
     new_k,  # [B, HEADS, H] if WRITES, as
@@ -165,13 +180,7 @@ def decode_kernel(
         steps += tl.cdiv(end, C.TILE)
     each = tl.cdiv(steps, C.SPLITS)
     for step in tl.range(split * each, tl.minimum(split * each + each, steps), num_stages=C.STAGES):
-        k, v, start, end, listed = ks[0], vs[0], starts[0], ends[0], own * 0 + C.KEPT[0].FIRST
-        for i in tl.static_range(1, len(C.KEPT)):
-            here = step >= starts[i]
-            k, v, listed = tl.where(here, ks[i], k), tl.where(here, vs[i], v), tl.where(here, C.KEPT[i].FIRST, listed)
-            start, end = tl.where(here, starts[i], start), tl.where(here, ends[i], end)
-        place = (step - start) * C.TILE + tl.arange(0, C.TILE)
-        taken = tl.load(rows + listed + place, mask=place < end, other=-1)
+        k, v, taken = _rows_of_step(step, ks, vs, starts, ends, rows, C)
         there = taken >= 0
         some = load_rows(addresses(k, taken, C.H, C.D, True), there, C.H, C.D, True).to(dtype)
         some_v = load_rows(addresses(v, taken, C.HV, C.DV, True), there, C.HV, C.DV, True).to(dtype)
