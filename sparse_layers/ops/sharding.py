@@ -332,7 +332,11 @@ def _explicit_axes(mesh: Any, operands: Operands) -> set[str] | None:
 def _placed(mesh: Any, x: jax.Array, spec: PartitionSpec, name: str) -> jax.Array:
     """x sharded as the op needs it. What is replicated is cut, what is sharded otherwise is refused, never gathered."""
     given = jax.typeof(x).sharding.spec
-    if any(_names(have) not in ((), _names(want)) for have, want in zip(given, spec, strict=True)):
+
+    def cut(entry: Any) -> tuple[str, ...]:
+        return tuple(axis for axis in _names(entry) if mesh.shape[axis] > 1)
+
+    if any(cut(have) not in ((), cut(want)) for have, want in zip(given, spec, strict=True)):
         raise ValueError(
             f"{name} must be sharded as {spec}, or replicated, but its sharding is {given}: the op is mapped over the "
             "batch, the tokens and the heads of query, every other axis has to be whole, also that of keys which are "
