@@ -437,6 +437,8 @@ CALLS = [
     ("a_model.prefill(tokens, chunk=0)", ValueError, "chunk", "got 0", "must be an integer >= 1"),
     ("a_model.prefill(tokens, chunk=2.0)", ValueError, "chunk", "got 2.0", "must be an integer >= 1"),
     ("a_model.prefill(tokens, positions=position)", ValueError, "positions", "got (2,)", "shape (2, 4) or (4,)"),
+    ("a_model.prefill(tokens, start=6)", ValueError, "start=6", "T=4", "must end by total=10, and that by seq_len=8"),
+    ("a_model.prefill(tokens, start=3, caches=())", ValueError, "caches", "got 0", "one a layer, 2"),
     ("a_model.prefill(tokens[0])", ValueError, "tokens", "got (4,)", "must have shape [B, T]"),
     ("a_model.decode_step(tokens[:, 0], None, position)", TypeError, "caches", "got NoneType", "those of prefill"),
     ("a_model.decode_step(tokens[:, 0], (None, None), position)", TypeError, "cache", "None", "the KVCache of prefill"),

@@ -29,7 +29,7 @@ from ..kernels.call import (
 from ..planning.selection import Selection
 from ..planning.views import RowOrder
 from . import fused
-from .reads import Part, Store, all_heads, parts, rows_of, some_heads
+from .reads import Part, Store, all_heads, filled, parts, rows_of, some_heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -304,17 +304,11 @@ class KVCache:
         last = checked_lengths(lengths, batch, start + length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            filled = []
-            for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
-                token = store.token(jnp.arange(store.runs * store.run), last)
-                held = jnp.broadcast_to((token >= start) & (token <= last), (batch, store.runs * store.run))
-                rows = jnp.where(held, token - start, 0)
-                taken = jnp.take_along_axis(some_heads(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
-                # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                others = rows_of(array) if start else jnp.zeros((), array.dtype)
-                taken = jnp.where(held[:, None, :, None], taken.astype(array.dtype), others)
-                filled.append(taken.reshape(array.shape))
-            return tuple(filled)
+            held = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
+            return tuple(
+                filled(store, array, some_heads(new, heads, axis=2), start, last)
+                for array, (store, heads) in zip(held, self.layout.stores, strict=True)
+            )
 
         pooled = None
         if self.pooled is not None and self.selection is not None:
@@ -327,7 +321,7 @@ class KVCache:
                 earlier = rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
                 scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
-            pooled = self.pooled.at[:, number : number + new.shape[1]].set(new)
+            pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
     def step(

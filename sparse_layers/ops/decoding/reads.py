@@ -77,6 +77,19 @@ class Store:
         index = newest - (newest - place) % self.kept
         return jnp.where(index < 0, -1, index * self.classes + residue)
 
+    def spans(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Where each class keeps tokens start to end - 1: the first row and the one behind the last, of each range."""
+        if not self.order.complete:
+            first, last = np.searchsorted(self.order.token(np.arange(self.order.rows)), (start, end)).tolist()
+            found = [(first, last)]
+        else:
+            last = -(-end // self.classes)
+            count = min(last - start // self.classes, self.kept)
+            first = (last - count) % self.kept
+            again = max(0, first + count - self.kept)  # rows after which a ring begins anew
+            found = [(first, first + count - again), (0, again)]
+        return [(first, last) for first, last in found if first < last]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
@@ -242,9 +255,33 @@ def _reach(view: Reordered, grid: BlockGrid, block: int) -> int:
     return reach
 
 
+def filled(store: Store, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
+    """A store's array [B, n, pieces, rows, size] with tokens [B, P, n, size] from ``start`` on, up to ``last`` [B, 1].
+
+    Only the rows that tokens may take are read and written, in place where nobody else has the array.
+    """
+    rows = by_class(store, array)
+    for first, stop in store.spans(start, start + new.shape[1]):
+        slot = jnp.arange(store.classes)[:, None] * store.kept + jnp.arange(first, stop)
+        token = store.token(slot.reshape(-1), last)
+        held = jnp.broadcast_to((token >= start) & (token <= last), (len(last), slot.size))[:, None, :, None]
+        index = jnp.where(held, token[..., None, :, None] - start, 0)
+        taken = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)
+        earlier = rows[:, :, :, first:stop]
+        # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+        taken = jnp.where(held, taken, earlier.reshape(taken.shape)).reshape(earlier.shape)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, taken, first, axis=3)
+    return rows.reshape(array.shape)
+
+
 def rows_of(array: jax.Array) -> jax.Array:
     """All rows of a store [B, heads, pieces, rows, size]: [B, heads, pieces * rows, size]."""
     return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+
+def by_class(store: Store, array: jax.Array) -> jax.Array:
+    """A store's array [B, heads, pieces, rows, size] by residue classes: [B, heads, classes, rows of each, size]."""
+    return array.reshape(*array.shape[:2], store.classes, -1, array.shape[-1])
 
 
 def some_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
