@@ -14,7 +14,8 @@ from flax import nnx
 from flax.typing import Dtype, Initializer
 
 from ..masks.options import Natural, Positive, checked, own_keywords
-from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
+from ..ops.decoding.cache import KVCache
+from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
 from .attention_fn import Patterns
@@ -378,11 +379,13 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError, TypeError: as `SparseSelfAttention.decode_step`.
         """
-        self._check_tokens(tokens, "[B], one a sequence, or [B, S]", 1, 2)
         self._check_caches(caches)
-        most, count = min(getattr(cache, "max_step", 1) for cache in caches), (*tokens.shape, 1)[1]
+        most = min(getattr(cache, "max_step", 0) for cache in caches)
+        several = f", or [B, S] with S in 1..max_step = {most}" if most else ": NativeSparseAttention reads one a step"
+        shape = f"[B], one a sequence{several}"
+        self._check_tokens(tokens, shape, 1, *([2] if most else []))
+        count = (*tokens.shape, 1)[1]
         if tokens.ndim == 2 and not 1 <= count <= most:
-            shape = f"[B], one a sequence, or [B, S] with S in 1..max_step = {most}"
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if positions is not None:
             check_positions(positions, tokens.shape)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .attention import block_sparse_attention
-from .decoding.cache import Heads, KVCache
-from .decoding.reads import Store, all_heads, by_class, rows_of, some_heads
+from .decoding.cache import KVCache
+from .decoding.layout import Heads
+from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
 from .kernels.call import merged
 from .planning.selection import Selection
 from .planning.views import Reordered, RowOrder
@@ -55,7 +56,7 @@ def attend_piece(
     groups = [(heads, [((part.mask,), part.store) for part in heads.parts]) for heads in layout.heads]
     if selection is not None:
         everyone = Heads(tuple(range(after.num_heads)), tuple(range(after.num_kv_heads)), ())
-        groups = [(everyone, [(after.masks, layout.stores[after.whole()][0])])]
+        groups = [(everyone, [(after.masks, layout.stores[layout.whole()][0])])]
     outs = []
     for heads, parts in groups:
         found = []
