@@ -507,6 +507,8 @@ GENERATE = [
         "caches like those it takes, caches['k']: float32[3]",
     ),
     ("sl.generate(a_model, [[1]], '3')", ValueError, "num_tokens", "got '3'", INTEGER),
+    ("sl.generate(a_model, [[1]], 3, chunk=0)", ValueError, "chunk", "got 0", INTEGER),
+    ("sl.generate(foreign(), [[1]], 3, chunk=2)", ValueError, "chunk", "got 2", "no argument chunk"),
     ("sl.generate(a_model, [[1]], True)", ValueError, "num_tokens", "got True", INTEGER),
     (
         "sl.generate(a_model, [[1]] * 2, 3, lengths=[1, 1])",

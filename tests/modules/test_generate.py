@@ -156,6 +156,21 @@ def test_outside_of_jit_no_piece_is_read_in_vain():
     np.testing.assert_allclose(found, right, atol=2e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"on_tokens": lambda tokens: None}], ids=["compiled", "streamed"])
+def test_generate_reads_prompts_in_chunks(options):
+    model, given = make(num_layers=1, patterns="all"), []
+
+    def prefill(*prompts, **options):
+        given.append(options)
+        return model.prefill(*prompts, **options)
+
+    seen = types.SimpleNamespace(prefill=prefill, decode_step=model.decode_step)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    found = sl.generate(seen, prompts, 4, chunk=3, **options)
+    np.testing.assert_array_equal(found, sl.generate(model, prompts, 4))
+    assert given == [{"chunk": 3}], "traced once"
+
+
 def temporary(patterns, length, num_layers):
     """Bytes that a prompt in chunks of 128 takes beside the model and the caches."""
     options = {"patterns": patterns, "implementation": "reference", "seq_len": 1024, "num_layers": num_layers}
