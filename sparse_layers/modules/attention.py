@@ -10,7 +10,8 @@ from flax.nnx import reprlib
 
 from ..masks.algebra import Mask
 from ..masks.options import Natural, Positive, checked, own_keywords
-from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
+from ..ops.decoding.cache import KVCache
+from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection

@@ -18,7 +18,7 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.choosing import choose
 from ..ops.decoding.cache import KVCache
-from ..ops.decoding.reads import rows_of
+from ..ops.decoding.stores import rows_of
 from ..ops.pieces import attend_piece
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, is_causal, make_plan
@@ -211,7 +211,7 @@ class AttentionFn:
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # Where there are no more blocks than are chosen, everyone looks at all.
         if scorer is not None and pooled is not None and scorer.chooses(total) and end > scorer.count * scorer.block:
-            keys = rows_of(caches[1].keys[caches[1].whole()])
+            keys = rows_of(caches[1].keys[caches[1].layout.whole()])
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
             selection = scorer.select(scored, keys[:, :, :end].swapaxes(1, 2), **shared)

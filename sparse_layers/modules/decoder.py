@@ -19,8 +19,9 @@ class Decoder(Protocol):
     to call; all else in it is compared by value, or by identity where it has none, and compiled in: closures and
     hashable objects with arrays inside are not to be changed. Caches are a pytree of the model's own.
 
-    Two more names are used where the model has them: ``seq_len``, the most tokens that a sequence may have, and
-    ``unrolled()``, which returns a model that is quicker step by step.
+    Three more names are used where the model has them: ``seq_len``, the most tokens that a sequence may have,
+    ``unrolled()``, which returns a model that is quicker step by step, and an argument ``chunk`` of ``prefill``, the
+    tokens that are read at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl

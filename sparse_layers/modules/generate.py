@@ -1,6 +1,7 @@
 """`generate`: samples from a `SparseTransformer` or another `Decoder`, a batch of prompts at once."""
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -9,8 +10,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.options import checked, own_keywords
-from ..ops.decoding.cache import checked_lengths
+from ..masks.options import Positive, checked, own_keywords
+from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, put_together, taken_apart
 from .settings import check_array, check_settings
 
@@ -23,6 +24,7 @@ def generate(
     *,
     lengths: jax.Array | np.ndarray | Sequence[int] | None = None,
     padding_side: str = "right",
+    chunk: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -33,8 +35,8 @@ def generate(
     """Goes on from prompts, token by token; each token costs what the patterns' rows cost.
 
     The prompts are read at once by the sparse kernels, whose keys and values go to a `KVCache` for each layer. Compiled
-    once for a kind of model, a shape of prompts, a number of tokens, ``top_k``, the number of stop tokens, and whether
-    there is a temperature and a ``top_p``. Inside of jit, prompts, lengths and key may be traced, without
+    once for a kind of model, a shape of prompts, a number of tokens, ``chunk``, ``top_k``, the number of stop tokens,
+    and whether there is a temperature and a ``top_p``. Inside of jit, prompts, lengths and key may be traced, without
     ``on_tokens``.
 
     Args:
@@ -44,6 +46,8 @@ def generate(
         the model has it.
       lengths: int [B] in 1..P, where an array of prompts is padded.
       padding_side: at which end it is, "right" or "left"; what is generated is the same.
+      chunk: tokens of the prompts that are read at a time, >= 1, for less memory, where the model's ``prefill`` has an
+        argument of this name: see `SparseTransformer.prefill`. None for all.
       temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
       top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
       top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
@@ -79,6 +83,7 @@ def generate(
     if isinstance(model, type) or not all(map(callable, methods)):
         raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
     check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
+    _check_chunk(model, chunk)
     if isinstance(prompts, Sequence):
         padding_side = "right"  # they are padded here
     tokens, lengths, known = _prompts(prompts, lengths)
@@ -91,7 +96,7 @@ def generate(
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # once, and not in each step
     graph, arrays = taken_apart(model)
-    vocab_size = _vocab_size(graph, arrays, jnp.asarray(tokens), lengths)
+    vocab_size = _vocab_size(graph, chunk, arrays, jnp.asarray(tokens), lengths)
     # As given: cut off to 32 bits, a wrong token could become a right one.
     _check_tokens(tokens, known, vocab_size, padding_side)
     if top_k is not None:
@@ -106,10 +111,19 @@ def generate(
     if sampling and top_p is not None:
         sampling["top_p"] = np.float32(top_p)
     tokens = jnp.asarray(tokens) if padding_side == "right" else _to_the_left(tokens, lengths)
-    how = _How(graph, vocab_size, int(num_tokens), top_k if sampling else None)
+    how = _How(graph, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
     if on_tokens is None:
         return _generate(how, arrays, tokens, lengths, stops, sampling)
     return _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens)
+
+
+def _check_chunk(model: Decoder, chunk: Any) -> None:
+    if chunk is None:
+        return
+    checked("chunk", chunk, Positive)
+    taken = inspect.signature(model.prefill).parameters
+    if "chunk" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+        raise ValueError(f"chunk must be None for a model whose prefill has no argument chunk, got {chunk}")
 
 
 def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
@@ -171,9 +185,9 @@ def _to_the_left(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     return jax.vmap(jnp.roll)(tokens, lengths)
 
 
-def _vocab_size(graph: Hashable, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
+def _vocab_size(graph: Hashable, chunk: int | None, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
     """Number of logits, by a trace that the program then shares."""
-    return _checked("prefill", _prefill.eval_shape(graph, arrays, tokens, lengths), len(tokens))[0].shape[1]
+    return _checked("prefill", _prefill.eval_shape(graph, chunk, arrays, tokens, lengths), len(tokens))[0].shape[1]
 
 
 def _checked(method: str, made: Any, batch: int, vocab_size: int | None = None, caches: Any = None) -> tuple[Any, Any]:
@@ -202,15 +216,16 @@ def _looks(caches: Any) -> list[str]:
     return [str(jax.tree.structure(caches)), *named]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(graph, arrays, tokens, lengths):
-    return put_together(graph, arrays).prefill(tokens, lengths)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(graph, chunk, arrays, tokens, lengths):
+    return put_together(graph, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
 
 
 class _How(NamedTuple):
     """What programs are compiled for, beside shapes."""
 
     graph: Hashable  # of the model, without its arrays
+    chunk: int | None
     vocab_size: int
     num_tokens: int
     top_k: int | None
@@ -263,7 +278,7 @@ def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
 @functools.partial(jax.jit, static_argnums=0)
 def _first(how, arrays, tokens, lengths, sampling):
     """(the first token of each sequence; the caches; the keys of all steps)."""
-    logits, caches = _prefill(how.graph, arrays, tokens, lengths)
+    logits, caches = _prefill(how.graph, how.chunk, arrays, tokens, lengths)
     keys = None if sampling is None else jax.random.split(sampling["key"], how.num_tokens)
     return _chosen(how, logits, 0, sampling, keys), caches, keys
 

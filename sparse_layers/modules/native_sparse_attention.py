@@ -15,7 +15,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from ..masks.options import own_keywords
 from ..masks.primitives import Causal, Compressed, Window
 from ..ops.choosing import choose
-from ..ops.decoding.cache import checked_positions
+from ..ops.decoding.checks import checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection

@@ -194,5 +194,6 @@ def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
     check_array("positions", positions, "[..., T] or [T]")
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"positions must be integers, got {positions.dtype}")
-    if positions.shape not in (tokens, tokens[-1:]):
-        raise ValueError(f"positions must have shape {tokens} or {tokens[-1:]}, got {positions.shape}")
+    shapes = dict.fromkeys((tokens, tokens[-1:]))
+    if positions.shape not in shapes:
+        raise ValueError(f"positions must have shape {' or '.join(map(str, shapes))}, got {positions.shape}")

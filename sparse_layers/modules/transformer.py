@@ -13,8 +13,9 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from ..masks.options import Positive, checked, own_keywords
-from ..ops.decoding.cache import KVCache, checked_lengths, checked_positions
+from ..masks.options import Natural, Positive, checked, own_keywords
+from ..ops.decoding.cache import KVCache
+from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
 from .attention_fn import Patterns
@@ -279,56 +280,81 @@ class SparseTransformer(nnx.Module):
         chunk: int | None = None,
         positions: jax.Array | None = None,
         max_step: int = 1,
+        caches: Sequence[KVCache] | None = None,
+        start: int = 0,
+        total: int | None = None,
     ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """Reads prompts: the logits after each, and the caches for `decode_step`. No dropout.
+        """Reads prompts, or a piece of them: the logits after each, and the caches for `decode_step`. No dropout.
 
         Args:
-          tokens: int [B, T] with 1 <= T <= seq_len.
-          lengths: int [B] in 0..T, tokens of each prompt, what follows is padding and not read; None for T.
-          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, and two copies of those that
-            keep all keys, memory then grows with them and not with T; programs grow with the number of chunks. The
-            result is the same. Call it under `jax.jit`.
-          positions: int [B, T] or [T], as of a call; None for 0, 1, ... The caches go by places in the sequence.
-          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`.
+          tokens: int [B, T] with 1 <= T <= seq_len - start.
+          lengths: int [B] in 0..start + T, tokens of each prompt so far, what follows is padding and not read; None for
+            start + T.
+          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, and the keys and values that
+            one layer reads, memory then grows with them and not with T; programs grow with the number of chunks. The
+            result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
+          positions: int [B, T] or [T], as of a call; None for start, start + 1, ... The caches go by places in the
+            sequence.
+          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`; of later pieces, that of caches.
+          caches: those of the piece before; None for the first one. Give them away to `jax.jit` (``donate_argnames``),
+            and they are changed in place.
+          start: an int, the tokens before the piece: those of the pieces before.
+          total: an int, the tokens of all pieces; None for start + T. Only ``dense_below`` of a scorer asks for it.
 
         Returns:
-          (logits [B, V], float32, of the token after each prompt, meaningless after none; one cache for each layer).
+          (logits [B, V], float32, of the token after each prompt, meaningless after one that does not end among these
+          tokens; one cache for each layer).
 
         Raises:
-          ValueError, TypeError: as `SparseSelfAttention.prefill`; a chunk that is no integer >= 1.
-          NotImplementedError: chunks or positions for `NSA`.
+          ValueError, TypeError: as `SparseSelfAttention.prefill`; a chunk that is no integer >= 1; caches that are not
+            one for each layer.
+          NotImplementedError: pieces or positions for `NSA`.
         """
         self._check_tokens(tokens, "[B, T]", 2)
-        total = tokens.shape[1]
-        chunk = total if chunk is None else checked("chunk", chunk, Positive)
-        lengths = checked_lengths(lengths, *tokens.shape)
+        start = checked("start", start, Natural)
+        end = start + tokens.shape[1]
+        total = end if total is None else checked("total", total, Positive)
+        if not end <= total <= self.seq_len:
+            raise ValueError(
+                f"start={start} and T={tokens.shape[1]} tokens must end by total={total}, and that by "
+                f"seq_len={self.seq_len}"
+            )
+        chunk = end if chunk is None else checked("chunk", chunk, Positive)
+        lengths = checked_lengths(lengths, len(tokens), end)
+        earlier: Sequence[Any] = [None] * self.num_layers if caches is None else caches
+        self._check_caches(earlier)
         if positions is not None:
             check_positions(positions, tokens.shape)
         blocks = self.layers
 
-        def read(start: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
-            piece = slice(start, start + chunk)
+        def read(first: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
+            piece = slice(first - start, first - start + chunk)
             at = None if positions is None else positions[..., piece]
-            x = self._embed(tokens[:, piece], jnp.arange(total)[piece] if at is None else at)
-            so_far, new = jnp.minimum(lengths, start + x.shape[1]), []
-            options: Any = {"positions": at, "start": start, "total": total, "max_step": max_step}
+            x = self._embed(tokens[:, piece], jnp.arange(start, end)[piece] if at is None else at)
+            so_far, new = jnp.minimum(lengths, first + x.shape[1]), []
+            options: Any = {"positions": at, "start": first, "total": total, "max_step": max_step}
             for block, cache in zip(blocks, caches, strict=True):
                 x, cache = block.prefill(x, so_far, cache=cache, **options)
                 new.append(cache)
-            row = (so_far - 1 - start)[:, None, None]
+            row = (so_far - 1 - first)[:, None, None]
             picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
             return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
 
-        caches, last = read(0, [None] * self.num_layers, 0.0)
-        for start in range(chunk, total, chunk):
+        held, last = read(start, earlier, 0.0)
+        for first in range(start + chunk, end, chunk):
             # In one program, a compiler does first what all pieces can do side by side, and keeps the results. It
-            # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out.
-            reads = (jax.lax.optimization_barrier(lengths) > start).any()
+            # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out. A loop of one
+            # turn changes the caches in place; a conditional, with two branches that return them, may copy them.
+            reads = (jax.lax.optimization_barrier(lengths) > first).any()
             if isinstance(reads, jax.core.Tracer):
-                caches, last = jax.lax.cond(reads, functools.partial(read, start), lambda *same: same, caches, last)
+
+                def turn(state: Any, first: int = first) -> Any:
+                    return False, *read(first, *state[1:])
+
+                _, held, last = jax.lax.while_loop(lambda state: state[0], turn, (reads, held, last))
             elif reads:
-                caches, last = read(start, caches, last)
-        return self._logits(last), caches
+                held, last = read(first, held, last)
+        return self._logits(last), held
 
     def decode_step(
         self,
@@ -353,14 +379,13 @@ class SparseTransformer(nnx.Module):
         Raises:
           ValueError, TypeError: as `SparseSelfAttention.decode_step`.
         """
-        self._check_tokens(tokens, "[B], one a sequence, or [B, S]", 1, 2)
-        if not isinstance(caches, Sequence):
-            raise TypeError(f"caches must be those of prefill or of the step before, got {type(caches).__name__}")
-        if len(caches) != self.num_layers:
-            raise ValueError(f"there must be caches one a layer, {self.num_layers}, got {len(caches)}")
-        most, count = min(getattr(cache, "max_step", 1) for cache in caches), (*tokens.shape, 1)[1]
+        self._check_caches(caches)
+        most = min(getattr(cache, "max_step", 0) for cache in caches)
+        several = f", or [B, S] with S in 1..max_step = {most}" if most else ": NativeSparseAttention reads one a step"
+        shape = f"[B], one a sequence{several}"
+        self._check_tokens(tokens, shape, 1, *([2] if most else []))
+        count = (*tokens.shape, 1)[1]
         if tokens.ndim == 2 and not 1 <= count <= most:
-            shape = f"[B], one a sequence, or [B, S] with S in 1..max_step = {most}"
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if positions is not None:
             check_positions(positions, tokens.shape)
@@ -379,6 +404,12 @@ class SparseTransformer(nnx.Module):
         model = nnx.clone(self)
         model.blocks, model.scan_layers = nnx.List(self.layers), False
         return model
+
+    def _check_caches(self, caches: Any) -> None:
+        if not isinstance(caches, Sequence):
+            raise TypeError(f"caches must be those of prefill or of the step before, got {type(caches).__name__}")
+        if len(caches) != self.num_layers:
+            raise ValueError(f"there must be caches one a layer, {self.num_layers}, got {len(caches)}")
 
     def _check_tokens(self, tokens: jax.Array, shape: str, *ndim: int) -> None:
         check_array("tokens", tokens, shape)

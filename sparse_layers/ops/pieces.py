@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .attention import block_sparse_attention
-from .decoding.cache import Heads, KVCache
-from .decoding.reads import Store, all_heads, rows_of, some_heads
+from .decoding.cache import KVCache
+from .decoding.layout import Heads
+from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
 from .kernels.call import merged
 from .planning.selection import Selection
 from .planning.views import Reordered, RowOrder
@@ -55,7 +56,7 @@ def attend_piece(
     groups = [(heads, [((part.mask,), part.store) for part in heads.parts]) for heads in layout.heads]
     if selection is not None:
         everyone = Heads(tuple(range(after.num_heads)), tuple(range(after.num_kv_heads)), ())
-        groups = [(everyone, [(after.masks, layout.stores[after.whole()][0])])]
+        groups = [(everyone, [(after.masks, layout.stores[layout.whole()][0])])]
     outs = []
     for heads, parts in groups:
         found = []
@@ -97,17 +98,23 @@ def _read(
       own: [B, C, n, H], the piece's.
       start: tokens before the piece.
     """
-    end, of = start + own.shape[1], store.order
+    end, of, classes = start + own.shape[1], store.order, store.classes
     if not of.complete:  # none of these is ever left out
         order = RowOrder.gathered(max(end, of.offset + 1), of.shape[-1], of.offset, of.offset + of.kept[-1])
-        return order, _rows(after, heads, jnp.arange(order.rows)).astype(own.dtype)
-    first = max(0, start // store.classes - store.kept + 1) * store.classes
-    earlier = _rows(before, heads, store.slot(jnp.arange(first, start))).astype(own.dtype)
-    order = RowOrder.residue_major(end - first, store.classes)
-    rows = order.gather(jnp.concatenate([earlier, own], axis=1), order.rows)
+        return order, _rows(store, after, heads, 0, order.rows).astype(own.dtype)
+    first = max(0, start // classes - store.kept + 1) * classes
+    order = RowOrder.residue_major(end - first, classes)
+    if end <= classes * store.kept:  # none is left out so far, and all lie where they were first written
+        rows = _rows(store, after, heads, first // classes, -(-end // classes)).astype(own.dtype)
+    else:
+        earlier = some_heads(
+            rows_of(before).at[:, :, store.slot(jnp.arange(first, start))].get(mode="promise_in_bounds"), heads
+        )
+        rows = order.gather(jnp.concatenate([earlier.swapaxes(1, 2).astype(own.dtype), own], axis=1), order.rows)
     return dataclasses.replace(order, length=end, offset=first), rows
 
 
-def _rows(array: jax.Array, heads: Sequence[int], rows: jax.Array) -> jax.Array:
-    """Some rows of some heads of a cache's array: [B, L, n, H]."""
-    return some_heads(rows_of(array).swapaxes(1, 2).at[:, rows].get(mode="promise_in_bounds"), heads, axis=2)
+def _rows(store: Store, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
+    """Rows ``first`` to ``stop`` - 1 of each class, of some heads of a cache's array: [B, L, n, H]."""
+    rows = some_heads(by_class(store, array), heads)[:, :, :, first:stop]
+    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)

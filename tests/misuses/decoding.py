@@ -64,6 +64,7 @@ MISUSES = [
         "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
     ),
     Misuse("empty(mask, 32, **sizes, max_step=0)", ValueError, "max_step", "got 0", SIZE),
+    Misuse("empty(mask, 32, **sizes, max_step=33)", ValueError, "max_step", "got 33", "at most seq_len=32"),
     Misuse(
         "empty(mask, 32, **sizes, implementation='hopper')",
         ValueError,

@@ -104,19 +104,30 @@ GEMMA |= {"patterns": ("sliding_window:window=6", "all"), "norm_placement": "san
 
 @pytest.mark.parametrize("options", [GEMMA, MODELS["per head, sinks, soft cap"]], ids=["Gemma", "learned positions"])
 def test_prompts_in_chunks_and_several_tokens_at_positions_of_ones_own(options):
-    """Chunks of 8 of 20 tokens, then steps of 3 of which the last is rejected; no position is the token's place."""
+    """Chunks of 8 of 20 tokens, also in two calls, then steps of 3 of which the last is rejected.
+
+    No position is the token's place.
+    """
     model, rng, lengths = make(**options), np.random.default_rng(0), np.array([1, 9, 20])
     text, positions, rows = rng.integers(0, V, (B, T)), rng.integers(0, T, (B, T)), np.arange(B)[:, None]
     full = np.asarray(nnx.jit(lambda model, text: model(text, positions=positions))(model, text))
     assert np.abs(full - forward(model, text)).max() > 1e-2
 
-    def prefill(model, chunk):
-        return model.prefill(text[:, :20], lengths, positions=positions[:, :20], max_step=3, chunk=chunk)
+    def prefill(model, chunk, end=20, start=0, **options):
+        options |= {"positions": positions[:, start:end], "max_step": 3, "chunk": chunk, "start": start}
+        return model.prefill(text[:, start:end], np.minimum(lengths, end), **options)
 
-    whole, chunks = nnx.jit(lambda model: (prefill(model, None), prefill(model, 8)))(model)
+    @nnx.jit
+    def prefills(model):
+        _, caches = prefill(model, None, end=8, total=20)
+        return prefill(model, None), prefill(model, 8), prefill(model, 8, start=8, caches=caches)
+
+    whole, chunks, (later, caches) = prefills(model)
     np.testing.assert_allclose(chunks[0], full[rows[:, 0], lengths - 1], atol=2e-5)
-    for ours, theirs in zip(jax.tree.leaves(chunks), jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    np.testing.assert_allclose(later[lengths > 8], whole[0][lengths > 8], atol=2e-5)
+    for found in (chunks[1], caches):
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(whole[1]), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
     step = nnx.jit(lambda model, tokens, *x, **named: model.decode_step(tokens, *x, **named))
     caches, position = chunks[1], lengths
     for _ in range(4):
@@ -145,18 +156,42 @@ def test_outside_of_jit_no_piece_is_read_in_vain():
     np.testing.assert_allclose(found, right, atol=2e-5)
 
 
-def test_chunks_bound_the_memory_of_a_prompt():
-    options = {"patterns": "sliding_window:window=16", "implementation": "reference", "seq_len": 1024}
+@pytest.mark.parametrize("options", [{}, {"on_tokens": lambda tokens: None}], ids=["compiled", "streamed"])
+def test_generate_reads_prompts_in_chunks(options):
+    model, given = make(num_layers=1, patterns="all"), []
+
+    def prefill(*prompts, **options):
+        given.append(options)
+        return model.prefill(*prompts, **options)
+
+    seen = types.SimpleNamespace(prefill=prefill, decode_step=model.decode_step)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
+    found = sl.generate(seen, prompts, 4, chunk=3, **options)
+    np.testing.assert_array_equal(found, sl.generate(model, prompts, 4))
+    assert given == [{"chunk": 3}], "traced once"
+
+
+def temporary(patterns, length, num_layers):
+    """Bytes that a prompt in chunks of 128 takes beside the model and the caches."""
+    options = {"patterns": patterns, "implementation": "reference", "seq_len": 1024, "num_layers": num_layers}
     graph, state = nnx.split(nnx.eval_shape(lambda: make(**options)))
 
-    def temporary(length):
-        def prefill(state, tokens):
-            return nnx.merge(graph, state).prefill(tokens, chunk=128)
+    def prefill(state, tokens):
+        return nnx.merge(graph, state).prefill(tokens, chunk=128)
 
-        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        return jax.jit(prefill).lower(state, tokens).compile(USUAL).memory_analysis().temp_size_in_bytes
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    return jax.jit(prefill).lower(state, tokens).compile(USUAL).memory_analysis().temp_size_in_bytes
 
-    assert temporary(1024) < 1.05 * temporary(512)
+
+def test_chunks_bound_the_memory_of_a_prompt():
+    few, many = (temporary("sliding_window:window=16", length, 2) for length in (512, 1024))
+    assert many < 1.05 * few
+
+
+def test_no_chunk_copies_the_caches():
+    """Of 128 KiB for each of two more layers."""
+    few, many = (temporary("all", 1024, num_layers) for num_layers in (2, 4))
+    assert many - few < 2**16
 
 
 @pytest.mark.parametrize("choosing", [False, True])

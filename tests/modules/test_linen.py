@@ -305,12 +305,17 @@ class LM(nn.Module):
             x = block(x)
         return self.embed.attend(x)
 
-    def prefill(self, tokens, lengths):
-        x, caches = self.embed(tokens), []
-        for block in self.blocks:
-            x, cache = block.prefill(x, lengths)
-            caches.append(cache)
-        return self.embed.attend(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]), caches
+    def prefill(self, tokens, lengths, chunk=T):
+        caches, last = [None] * len(self.blocks), 0.0
+        for start in range(0, tokens.shape[1], chunk):
+            x = self.embed(tokens[:, start : start + chunk])
+            so_far = jnp.minimum(lengths, start + x.shape[1])
+            for i, block in enumerate(self.blocks):
+                x, caches[i] = block.prefill(x, so_far, cache=caches[i], start=start)
+            row = (so_far - 1 - start)[:, None, None]
+            picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
+            last = jnp.where(row[:, 0] < 0, last, picked)
+        return self.embed.attend(last), caches
 
     def decode_step(self, tokens, caches, position):
         x, new = self.embed(tokens), []
@@ -343,6 +348,7 @@ def test_models_of_linen_are_sampled_from_and_compiled_once():
         text = sl.generate(LM().bind(variables), [[1, 2, 3], [5]], 6)
         held = sl.generate(Held(LM(), variables), [[1, 2, 3], [5]], 6)
         np.testing.assert_array_equal(held, text)
+        np.testing.assert_array_equal(sl.generate(LM().bind(variables), [[1, 2, 3], [5]], 6, chunk=2), text)
         whole = jnp.array([[1, 2, 3, *text[0].tolist()]])
         logits = once(LM().apply)(variables, whole)
         np.testing.assert_array_equal(logits[0, 2:-1].argmax(-1), text[0])

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ...masks.adapters import MaskLike
@@ -18,75 +17,18 @@ from ...masks.algebra import Mask
 from ...masks.options import Length, Natural, Positive, checked, own_keywords
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
-    accumulator,
     checked_array,
-    checked_numbers,
     checked_scalars,
     checked_selection,
     checked_sinks,
     is_floating,
 )
 from ..planning.selection import Selection
-from ..planning.views import RowOrder
-from . import fused
-from .reads import Part, Store, all_heads, parts, rows_of, some_heads
+from . import fused, stores, xla
+from .checks import Integers, checked_lengths, checked_positions
+from .layout import Layout, layout
+from .stores import rows_of, some_heads
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Heads:
-    """The query heads of one mask, with its parts.
-
-    Attributes:
-      queries: query heads, those of one key head side by side and equally many of each.
-      keys: their key heads; once for each query head where they are not equally many.
-      parts: of the mask.
-    """
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-
-class Layout:
-    """The stores of a cache, and who reads them.
-
-    Args:
-      masks: the masks that the heads take in turn.
-      length: the most tokens.
-      num_heads, num_kv_heads: of the queries and of the keys.
-      max_step: the most tokens that a step adds.
-
-    Attributes:
-      heads: the query heads, by mask.
-      stores: (store, key heads in it), for each array of keys.
-    """
-
-    def __init__(self, masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int, max_step: int):
-        group = num_heads // num_kv_heads
-        self.heads = []
-        held: dict[Store, set[int]] = {}
-        for mask in dict.fromkeys(masks):
-            queries = tuple(h for h in range(num_heads) if masks[h % len(masks)] == mask)
-            keys = tuple(h // group for h in queries)
-            counts = {keys.count(k) for k in keys}
-            some = tuple(dict.fromkeys(keys)) if len(counts) == 1 else keys
-            self.heads.append(Heads(queries, some, parts(mask, length, max_step)))
-            for part in self.heads[-1].parts:
-                held.setdefault(part.store, set()).update(keys)
-        self.stores = [(store, tuple(sorted(heads))) for store, heads in held.items()]
-
-    def find(self, store: Store) -> tuple[int, tuple[int, ...]]:
-        """The index of a store, and the key heads in it."""
-        index = [s for s, _ in self.stores].index(store)
-        return index, self.stores[index][1]
-
-
-@functools.lru_cache(maxsize=256)
-def _made(masks, length, num_heads, num_kv_heads, max_step) -> Layout:
-    return Layout(masks, length, num_heads, num_kv_heads, max_step)
-
-
-Integers: TypeAlias = ArrayLike | Sequence[int]
 # Query, key and value of a step.
 Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -202,13 +144,14 @@ class KVCache:
           dtype: of keys and values.
           selection: how steps choose key blocks, see `SparseSelfAttention`.
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
-          max_step: the most tokens that a step adds, and that may be taken back: a window keeps so many more, less one.
+          max_step: the most tokens that a step adds, 1..seq_len, and that may be taken back: a window keeps so many
+            more, less one.
           implementation: who attends in steps: "xla", or "triton", a kernel for NVIDIA GPUs, where it serves the call
             and arrays are a device's own, and XLA elsewhere. None for "triton".
 
         Raises:
-          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; an unknown
-            implementation.
+          ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; a max_step
+            above seq_len; an unknown implementation.
           TypeError: the pattern is no mask.
         """
         if not is_floating(dtype):
@@ -218,6 +161,8 @@ class KVCache:
         num_kv_heads = num_heads if num_kv_heads is None else checked("num_kv_heads", num_kv_heads, Positive)
         value_size = head_size if value_size is None else checked("value_size", value_size, Positive)
         max_step = checked("max_step", max_step, Positive)
+        if max_step > seq_len:
+            raise ValueError(f"max_step must be at most seq_len={seq_len}, got {max_step}")
         if implementation not in (None, "xla", "triton"):
             raise ValueError(f"implementation must be None, 'xla' or 'triton' for a cache, got {implementation!r}")
         masks, scorer = masks_and_scorer(pattern, selection, [seq_len])
@@ -225,9 +170,9 @@ class KVCache:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
             )
-        stores = _made(masks, seq_len, num_heads, num_kv_heads, max_step).stores
+        held = layout(masks, seq_len, num_heads, num_kv_heads, max_step).stores
         keys, values = (
-            tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in stores)
+            tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in held)
             for size in (head_size, value_size)
         )
         pooled = None
@@ -236,16 +181,16 @@ class KVCache:
             each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
-        held: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
-        cache = cls(**held, masks=masks, selection=scorer, implementation=implementation or "triton", **sizes)
+        arrays: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
+        cache = cls(**arrays, masks=masks, selection=scorer, implementation=implementation or "triton", **sizes)
         if pooled is not None:
-            cache.whole()
+            cache.layout.whole()
         return cache
 
     @property
     def layout(self) -> Layout:
         """Who reads which of the arrays."""
-        return _made(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
+        return layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
 
     @property
     def batch(self) -> int:
@@ -304,17 +249,11 @@ class KVCache:
         last = checked_lengths(lengths, batch, start + length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            filled = []
-            for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
-                token = store.token(jnp.arange(store.runs * store.run), last)
-                held = jnp.broadcast_to((token >= start) & (token <= last), (batch, store.runs * store.run))
-                rows = jnp.where(held, token - start, 0)
-                taken = jnp.take_along_axis(some_heads(jnp.swapaxes(new, 1, 2), heads), rows[:, None, :, None], axis=2)
-                # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-                others = rows_of(array) if start else jnp.zeros((), array.dtype)
-                taken = jnp.where(held[:, None, :, None], taken.astype(array.dtype), others)
-                filled.append(taken.reshape(array.shape))
-            return tuple(filled)
+            held = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
+            return tuple(
+                stores.filled(store, array, some_heads(new, heads, axis=2), start, last)
+                for array, (store, heads) in zip(held, self.layout.stores, strict=True)
+            )
 
         pooled = None
         if self.pooled is not None and self.selection is not None:
@@ -324,10 +263,10 @@ class KVCache:
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
             begin = number * stride
             if begin < start:
-                earlier = rows_of(self.keys[self.whole()])[:, :, begin:start].swapaxes(1, 2)
+                earlier = rows_of(self.keys[self.layout.whole()])[:, :, begin:start].swapaxes(1, 2)
                 scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
-            pooled = self.pooled.at[:, number : number + new.shape[1]].set(new)
+            pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
     def step(
@@ -402,13 +341,10 @@ class KVCache:
         tokens, several = self._step("K", position, **self._of_keys(key, value))
 
         def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            done = []
-            for array, (store, heads) in zip(arrays, self.layout.stores, strict=True):
-                run, row = jnp.divmod(store.slot(tokens), store.run)
-                put = jax.vmap(lambda x, new, run, row: x.at[:, run, row].set(new, mode="drop"))
-                new_rows = some_heads(jnp.swapaxes(several(new), 1, 2), heads).astype(array.dtype)
-                done.append(put(array, new_rows, run, row))
-            return tuple(done)
+            return tuple(
+                stores.written(store, array, some_heads(several(new), heads, axis=2), tokens)
+                for array, (store, heads) in zip(arrays, self.layout.stores, strict=True)
+            )
 
         keys, pooled = write(self.keys, key), None
         if self.pooled is not None and self.selection is not None:
@@ -418,7 +354,7 @@ class KVCache:
                 window = several(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                window = jax.vmap(cut)(rows_of(keys[self.whole()]), first)
+                window = jax.vmap(cut)(rows_of(keys[self.layout.whole()]), first)
             ends = (first >= 0) & (first % stride == 0)
             at = jnp.where(ends, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
@@ -469,7 +405,7 @@ class KVCache:
         scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
 
         def chosen(ids: jax.Array | None, block: int | None) -> jax.Array:
-            plain, args = functools.partial(_attended, block, (scale, cap)), (self, several(query), at, given, ids)
+            plain, args = functools.partial(xla.attend, block, (scale, cap)), (self, several(query), at, given, ids)
             if not fused.attends(self, query, ids is not None):
                 return plain(*args)
             return fused.or_plain(functools.partial(fused.attend, block, (scale, cap)), plain, *args)
@@ -495,56 +431,6 @@ class KVCache:
                 out = jnp.where(dense[..., None, None], whole, out)
         return out.astype(query.dtype).reshape(*query.shape[:-1], -1)
 
-    def _row(self, heads: Heads, position: jax.Array) -> list[tuple[jax.Array, ...]]:
-        """What the heads of one mask read, by part: keys, values, and which of them they see; see `_attend`."""
-        reads = []
-        for part in heads.parts:
-            index, held = self.layout.find(part.store)
-            pieces, allowed = part.places(position)
-            chosen = [held.index(h) for h in heads.keys]
-            k, v = (_read(arrays[index], chosen, pieces) for arrays in (self.keys, self.values))
-            reads.append((k, v, allowed[:, None, None]))
-        return reads
-
-    def listed(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, jax.Array, jax.Array, jax.Array]:
-        """All heads, by who chooses, and what they may read of the blocks ids [B, G, k], L keys for each list.
-
-        Returns:
-          (heads, first tokens of what is read for each entry [B, lists, k], tokens [B, lists, L], whether query heads
-          see them, bool [B, lists, query heads of each or 1, L]).
-        """
-        length, kv_heads = self.seq_len, self.num_kv_heads
-        (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
-        ids = jnp.broadcast_to(ids, (batch, lists, k))
-        twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
-        # The last block may be shorter: it is read with keys before it. Who chose none reads one, and sees none of it.
-        start = jnp.minimum(jnp.clip(ids, 0, length // block) * block, length - width)
-        tokens = start[..., None] + jnp.arange(width)
-        seen = ~twice[..., None] & (tokens // block == ids[..., None])
-        tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
-        at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
-        if len(self.masks) == 1:
-            turn = turn[:, :1]
-        rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
-        heads = Heads(tuple(range(self.num_heads)), tuple(range(lists)), ())
-        return heads, start, tokens, functools.reduce(jnp.logical_or, rules)
-
-    def _chosen(self, position: jax.Array, ids: jax.Array, block: int) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
-        """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
-        heads, start, tokens, seen = self.listed(position, ids, block)
-        index, kv_heads, width = self.whole(), self.num_kv_heads, min(block, self.seq_len)
-
-        def blocks(array: jax.Array) -> jax.Array:
-            def one(x, first):
-                return jax.lax.dynamic_slice(x, (0, first, 0), (1, width, x.shape[-1]))
-
-            found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
-            return found.reshape(*tokens.shape, array.shape[-1])
-
-        # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-        values = jnp.where(seen.any(2)[..., None], blocks(self.values[index]), 0)
-        return heads, [(blocks(self.keys[index]), values, seen)]
-
     def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
         """What the scorer scores: queries or keys, or what it has in their place.
 
@@ -563,51 +449,6 @@ class KVCache:
             shape = (*array.shape[:-2], "heads", self.pooled.shape[-1])
             raise ValueError(f"index queries and keys must have shape {shape} for this cache, got {index.shape}")
         return index
-
-    def whole(self) -> int:
-        """Which of the arrays has all keys in a row.
-
-        Raises:
-          NotImplementedError: none has, or a mask is a table.
-        """
-        whole = Store(RowOrder(self.seq_len), self.seq_len, self.seq_len)
-        everyone = tuple(range(self.num_kv_heads))
-        if dict(self.layout.stores).get(whole) != everyone or not all(mask.computable for mask in self.masks):
-            raise NotImplementedError(
-                "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
-                f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
-            )
-        return self.layout.find(whole)[0]
-
-    def _attend(self, heads, query, reads, scale, cap, sinks):
-        """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least.
-
-        Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.keys), and bools [B, n or 1, query
-        heads of each or 1, L].
-        """
-        dtype = accumulator(query.dtype)
-        query = some_heads(query, heads.queries)
-        query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
-        logits, gathered = [], []
-        for k, v, allowed in reads:
-            x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
-            x = x if cap is None else cap * jnp.tanh(x / cap)
-            logits.append(jnp.where(allowed, x, -jnp.inf))
-            gathered.append(v)
-        start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
-        if sinks is not None:
-            of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(1, *query.shape[1:3], 1)
-            start = jnp.broadcast_to(of_heads, start.shape)
-        highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True, initial=-jnp.inf) for x in logits), start)
-        highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
-        weights = [jnp.exp(x - highest) for x in logits]
-        total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
-        out = sum(
-            jnp.einsum("bngl,bnlh->bngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
-            for w, v in zip(weights, gathered, strict=True)
-        )
-        out = out / jnp.where(total == 0, 1, total)
-        return out.reshape(len(out), len(heads.queries), -1)
 
     def _check(self, axes: str, length: int | None, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]) -> None:
         """Refuses arrays (x, heads, the cache's arrays of the same size) of another shape; length None: no axis."""
@@ -640,72 +481,3 @@ class KVCache:
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
         tokens = first[:, None] + jnp.arange(count or 1)
         return tokens, (lambda x: x[:, None]) if count is None else (lambda x: x)
-
-
-def _attended(
-    block: int | None,
-    of_logits: tuple[float, float | None],
-    cache: KVCache,
-    query: jax.Array,
-    at: jax.Array,
-    sinks: jax.Array | None,
-    ids: jax.Array | None,
-) -> jax.Array:
-    """As `fused.attend`, in XLA."""
-
-    def one(query: jax.Array, at: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        """That of one query a sequence."""
-        if ids is None or block is None:
-            found = [(heads, cache._row(heads, at)) for heads in cache.layout.heads]
-        else:
-            found = [cache._chosen(at, ids, block)]
-        outs = [cache._attend(heads, query, reads, *of_logits, sinks) for heads, reads in found]
-        return all_heads(outs, [heads.queries for heads, _ in found], axis=1)
-
-    args = (query, at) if ids is None else (query, at, ids)
-    # Mapped, for what queries read as a whole is then read once.
-    out = jax.vmap(one, 1, 1)(*args) if query.shape[1] > 1 else one(*(x[:, 0] for x in args))[:, None]
-    return out.astype(query.dtype)
-
-
-def checked_positions(position: Any, batch: int, seq_len: int, count: int = 1) -> jax.Array:
-    """The positions of a token in each sequence, or of the first of several, int32 [batch].
-
-    Raises:
-      ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - count.
-    """
-    most = seq_len - count
-    return _checked("position", position, batch, most, f"seq_len - {count} = {most}")
-
-
-def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
-    """The lengths of prompts, int32 [batch]; None for ``longest``.
-
-    Raises:
-      ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.
-    """
-    lengths = np.full(batch, longest, np.int32) if lengths is None else lengths
-    return _checked("lengths", lengths, batch, longest, f"{longest}, the tokens that are there")
-
-
-def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Array:
-    values = checked_numbers(name, values, (batch,), jnp.integer, f"integers of shape {(batch,)}")
-    if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
-        raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
-    return jnp.asarray(values, jnp.int32)
-
-
-def _read(array: jax.Array, heads: list[int], pieces: jax.Array | None) -> jax.Array:
-    """Pieces [B, n] (None for all) of some heads of [B, heads, pieces, rows, size].
-
-    Returns:
-      [B, len(heads), n * rows, size].
-    """
-    if pieces is None:
-        array = some_heads(array, heads)
-    elif heads == list(range(array.shape[1])):
-        array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pieces)
-    else:
-        some = jnp.array(heads)[:, None]
-        array = jax.vmap(lambda x, i: x.at[some, i].get(mode="promise_in_bounds"))(array, pieces)
-    return rows_of(array)

@@ -15,10 +15,12 @@ from jax.custom_batching import custom_vmap
 
 from ..kernels.triton_gpu import decode, launch
 from ..planning.platforms import candidates, own_arrays, platform
-from .reads import Part, all_heads, rows_of, some_heads
+from .reads import Part
+from .stores import all_heads, rows_of, some_heads
 
 if TYPE_CHECKING:
-    from .cache import Heads, KVCache
+    from .cache import KVCache
+    from .layout import Heads
 
 
 def attends(cache: "KVCache", query: jax.Array, chosen: bool) -> bool:
@@ -67,9 +69,9 @@ def attend(
     if ids is None or block is None:
         found = [(heads, [_read(cache, heads, part, position) for part in heads.parts]) for heads in cache.layout.heads]
     else:
-        heads, _, tokens, seen = cache.listed(position, ids.reshape(len(position), *ids.shape[2:]), block)
+        heads, _, tokens, seen = cache.layout.listed(position, ids.reshape(len(position), *ids.shape[2:]), block)
         rows = jnp.where(seen[:, :, 0], tokens, -1)
-        whole, lists = cache.whole(), len(heads.keys)
+        whole, lists = cache.layout.whole(), len(heads.keys)
         of_keys = tuple(i // (lists // cache.num_kv_heads) for i in range(lists))
         found = [(heads, [decode.Read(rows_of(cache.keys[whole]), rows_of(cache.values[whole]), of_keys, rows)])]
     outs = [

@@ -18,7 +18,6 @@ than it sees.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,52 +29,12 @@ from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.mask_info import bind, process_mask
 from ..planning.plan import MAX_CELLS, is_causal, splits
 from ..planning.views import Reordered, RowOrder
+from .stores import Store
 
 # Elements of a mask that are evaluated, at most, to find out how far back a part reaches; beyond, its blocks tell.
 _REACH_ELEMENTS = 1 << 25
 # Queries and keys of a block at the least; active blocks and cells of a grid at the most, where there are larger ones.
 _BLOCK, _BLOCKS, _CELLS = 16, 1 << 20, 1 << 26
-
-
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """Where a part keeps its keys: ``runs`` contiguous pieces of ``run`` rows.
-
-    Attributes:
-      order: of the rows. In natural and residue-major order each residue class is a ring of ``kept`` rows, the farthest
-        token that a query sees and all since; of gathered tokens every one has a place.
-      kept: rows of a class.
-      run: rows of a piece.
-    """
-
-    order: RowOrder
-    kept: int
-    run: int
-
-    @property
-    def classes(self) -> int:
-        return math.prod(self.order.shape[1:]) if self.order.complete else 1
-
-    @property
-    def runs(self) -> int:
-        return self.classes * self.kept // self.run
-
-    def slot(self, token: jax.Array) -> jax.Array:
-        """The place of each token, `runs` * `run` for none."""
-        if not self.order.complete:
-            row = self.order.row(token)
-            return jnp.where(row < self.order.rows, row, self.runs * self.run)
-        index, residue = jnp.divmod(token, self.classes)
-        return residue * self.kept + index % self.kept
-
-    def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
-        """The token at each place once token ``last`` was written; negative or beyond ``last`` for none."""
-        if not self.order.complete:
-            return self.order.token(slot)
-        residue, place = jnp.divmod(slot, self.kept)
-        newest = (last - residue) // self.classes
-        index = newest - (newest - place) % self.kept
-        return jnp.where(index < 0, -1, index * self.classes + residue)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -240,22 +199,6 @@ def _reach(view: Reordered, grid: BlockGrid, block: int) -> int:
         if reach >= blocks * block - 1:  # no nearer block reaches farther
             break
     return reach
-
-
-def rows_of(array: jax.Array) -> jax.Array:
-    """All rows of a store [B, heads, pieces, rows, size]: [B, heads, pieces * rows, size]."""
-    return array.reshape(*array.shape[:2], -1, array.shape[-1])
-
-
-def some_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
-    """Some heads of an axis; where these are all, x as it is: an axis that is indexed could not stay sharded."""
-    return x if tuple(heads) == tuple(range(x.shape[axis])) else x[(slice(None),) * axis + (np.array(heads),)]
-
-
-def all_heads(outs: Sequence[jax.Array], heads: Sequence[Sequence[int]], axis: int) -> jax.Array:
-    """What was computed for some heads each, put together in the order of all heads."""
-    order = np.argsort([head for some in heads for head in some]).tolist()
-    return some_heads(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=axis), order, axis)
 
 
 def _round_up(n: int, block: int) -> int:
