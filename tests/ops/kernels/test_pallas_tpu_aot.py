@@ -97,7 +97,6 @@ def both(passes):
 # --- all generations -------------------------------------------------------------------------------------------------
 
 PATTERNS = {
-    "causal": (sl.Causal(), 1, {}),
     "window": (sl.preset("sliding_window", window=256), 1, {"dtype": "float32"}),
     "strided": (sl.preset("sparse_transformer_strided"), 2, {}),
     "fixed": (sl.preset("sparse_transformer_fixed"), 2, {}),
