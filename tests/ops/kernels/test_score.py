@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
 from sparse_layers.ops.kernels.triton_gpu import launch, score
+from tests.arrays import inputs
 
 SIZES = {"local": 2, "dense_below": 0}
 # (scorer, tokens, query and key heads, head size, dtype)
@@ -49,16 +50,21 @@ def test_scores_are_those_of_the_formulas(name, monkeypatch):
         monkeypatch.setattr(score, "COLUMNS", 32)
         monkeypatch.setattr(score, "STEP", 16)
     (scorer, length, heads, size, dtype), scale = CASES[name], 0.3
-    keys = jax.random.split(jax.random.key(0), 2)
-    q, k = (jax.random.normal(x, (2, length, n, size), dtype) for x, n in zip(keys, heads, strict=True))
+    q, k = (inputs(2, length, n, size, seed=i).astype(np.dtype(dtype)) for i, n in enumerate(heads))
     start = np.zeros((2, length), np.int32)
     for begin in (length // 5, length // 5 + 3, length // 2):
         start[1, begin:] = begin
     at = np.unique(np.r_[np.arange(3, length - 40, length // 9), np.arange(length - 43, length - 40)])
-    q, start, pooled = q[:, at], start[:, at], scorer.pool(k.at[:, at[-1] + 1 :].set(jnp.nan))
-    blocks = -(-length // scorer.block)
-    found = score.by_windows(scorer._scored, blocks, q, pooled, jnp.asarray(at)[None], jnp.asarray(start), scale)
-    q, pooled = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, pooled))
+    k[:, at[-1] + 1 :] = np.nan
+    q, start, blocks = q[:, at], start[:, at], -(-length // scorer.block)
+
+    @jax.jit
+    def scored(q, k, at, start):
+        pooled = scorer.pool(k)
+        return pooled, score.by_windows(scorer._scored, blocks, q, pooled, at, start, scale)
+
+    pooled, found = scored(q, k, at[None], start)
+    q, pooled = (np.asarray(x, np.float64) for x in (q, pooled))
     group, past = q.shape[2] // pooled.shape[2], np.arange(blocks) < at[:, None, None] // scorer.block
     for b, head in np.ndindex(len(q), pooled.shape[2]):
         right = exact(scorer, blocks, q[b, :, head * group :][:, :group], pooled[b, :, head], at, start[b], scale)
