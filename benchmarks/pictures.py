@@ -1,4 +1,4 @@
-"""The pictures of the documentation, drawn from records of measurements: no GPU is needed to draw them again.
+"""The pictures of the documentation, drawn from masks and records of measurements: no GPU is needed to draw them.
 
     python -m benchmarks.pictures
 
@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -20,6 +21,8 @@ import sparse_layers as sl
 RECORDS = pathlib.Path(__file__).parent / "records"
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = FOLDER / "style.mplstyle"
+# What is left out, computed in vain, allowed in a block that has a mask, and in one that has none.
+SHADES = ["#f4f4f2", "#cfe3f0", "#0072B2", "#004a75"]
 DENSE = "#6b6b68"  # whatever attends to everything; patterns have the style's colours
 TOKENS = 32
 # Of each pattern of a record: what it is called, and a small one of its kind to look at.
@@ -93,7 +96,34 @@ def decoding() -> Figure:
     return figure
 
 
-PICTURES = {"overview": overview, "lengths": lengths, "decoding": decoding}
+def chain() -> Figure:
+    """Which blocks a stride and a window touch, in one pass and in two."""
+    tokens, block, stride = 256, 16, 16
+    near = (sl.Causal() & sl.Window(31)).dense(tokens)
+    mask = (sl.Causal() & (sl.Window(31) | sl.Strided(stride))).dense(tokens)
+    order = np.argsort(np.arange(tokens) % stride, kind="stable")
+    panels = {
+        "one pass, in natural order": mask,
+        "two passes: first the window, ...": near,
+        f"... then the rest, sorted by t mod {stride}": (mask & ~near)[np.ix_(order, order)],
+    }
+    figure = Figure(figsize=(9.6, 3.9))
+    kept = []
+    for axes, (title, allowed) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        blocks = allowed.reshape(tokens // block, block, -1, block).swapaxes(1, 2)
+        some, every = blocks.any((2, 3)), blocks.all((2, 3))
+        computed, free = (np.kron(x, np.ones((block, block), int)) for x in (some, every))
+        axes.imshow(computed + allowed + free, cmap=ListedColormap(SHADES), vmin=0, vmax=3)
+        axes.set_xticks(np.arange(0, tokens, block) - 0.5, [])
+        axes.set_yticks(np.arange(0, tokens, block) - 0.5, [])
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel(f"{some.sum()} blocks, {every.sum()} of them without a mask")
+        kept.append(some.sum())
+    figure.suptitle(f"{kept[0]} blocks in one order of the tokens are {sum(kept[1:])} in two", x=0.01, ha="left")
+    return figure
+
+
+PICTURES = {"chain": chain, "overview": overview, "lengths": lengths, "decoding": decoding}
 
 
 def results(name: str, **wanted: Any) -> list[dict[str, Any]]:
