@@ -15,16 +15,22 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 import sparse_layers as sl
 
 RECORDS = pathlib.Path(__file__).parent / "records"
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 STYLE = FOLDER / "style.mplstyle"
-# What is left out, computed in vain, allowed in a block that has a mask, and in one that has none.
-SHADES = ["#f4f4f2", "#cfe3f0", "#0072B2", "#004a75"]
+SHADES = {
+    "left out": "#f4f4f2",
+    "computed and masked": "#cfe3f0",
+    "allowed": "#0072B2",
+    "allowed, in a block\nwithout a mask": "#004a75",
+}
 DENSE = "#6b6b68"  # whatever attends to everything; patterns have the style's colours
 TOKENS = 32
+WIDTH = 5.4  # inches: what a phone shows is large enough to be read
 # Of each pattern of a record: what it is called, and a small one of its kind to look at.
 SHOWN: dict[str, tuple[str, sl.Mask]] = {
     "causal": ("causal", sl.Causal()),
@@ -35,28 +41,24 @@ SHOWN: dict[str, tuple[str, sl.Mask]] = {
 
 
 def overview() -> Figure:
-    """What a pattern is, and what it saves: small masks, and below each how long it takes."""
+    """What a pattern is, and what it saves: small masks, and beside each how long it takes."""
     rows = results("speed_hopper_h200", D=128, who="hopper", direction="fwd+bwd")
     ms = {name: next(row["ms"] for row in rows if row["pattern"] == name) for name in SHOWN}
-    figure = Figure(figsize=(9.6, 4.6))
-    figure.suptitle("Attention costs what its pattern costs, and the result is exact", x=0.01, ha="left")
-    grid: Any = figure.add_gridspec(2, len(SHOWN), height_ratios=[3, 1.7])
-    colours = [DENSE, *["C0"] * (len(SHOWN) - 1)]
-    for column, ((label, mask), colour) in enumerate(zip(SHOWN.values(), colours, strict=True)):
-        axes = figure.add_subplot(grid[0, column])
+    figure = Figure(figsize=(WIDTH, 5.2))
+    figure.suptitle("Attention costs what its pattern costs,\nand the result is exact", x=0.01, ha="left")
+    grid: Any = figure.add_gridspec(len(SHOWN), 2, width_ratios=[1, 3])
+    for row, (name, (label, mask)) in enumerate(SHOWN.items()):
+        colour = DENSE if name == "causal" else "C0"
+        axes, bar = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
         axes.imshow(mask.dense(TOKENS, TOKENS), cmap=ListedColormap(["#f4f4f2", colour]))
-        axes.grid(visible=False)
         axes.set(xticks=[], yticks=[])
-        axes.set_title(label, loc="center")
-        if not column:
-            axes.set(xlabel="keys", ylabel="queries")
-    bars = figure.add_subplot(grid[1, :])
-    drawn = bars.bar(range(len(ms)), list(ms.values()), width=0.5, color=colours)
-    gains = ["", *(f": {ms['causal'] / x:.1f} times as fast" for x in list(ms.values())[1:])]
-    labels = [f"{x:.3g} ms{gain}" for x, gain in zip(ms.values(), gains, strict=True)]
-    bars.bar_label(drawn, labels, padding=2)
-    bars.set(xticks=[], xlim=(-0.5, len(ms) - 0.5), ylim=(0, 1.25 * max(ms.values())), ylabel="milliseconds")
-    bars.set_xlabel("forward and backward of 16,384 tokens, 2 sequences of 16 heads of 128, bfloat16, one NVIDIA H200")
+        bar.barh(0, ms[name], height=0.7, color=colour)
+        gain = "" if name == "causal" else f": {ms['causal'] / ms[name]:.1f} times as fast as causal"
+        bar.set_title(f"{label}, {ms[name]:.3g} ms{gain}", fontsize="medium")
+        bar.set(xticks=[], yticks=[], xlim=(0, max(ms.values())), ylim=(-0.6, 0.6))
+        bar.spines[:].set_visible(False)
+    shape = "2 sequences of 16 heads of 128, bfloat16, one NVIDIA H200"
+    figure.supxlabel(f"milliseconds, forward and backward of 16,384 tokens,\n{shape}", fontsize="medium")
     return figure
 
 
@@ -66,13 +68,13 @@ def lengths() -> Figure:
     labels = {name: label for name, (label, _) in SHOWN.items()} | {"causal": "causal, by cuDNN"}
     longest = max(found["causal"])
     times = found["causal"][longest] / found["window"][longest]
-    figure = Figure(figsize=(7.2, 4.2))
+    figure = Figure(figsize=(WIDTH, 4.2))
     axes: Any = figure.subplots()
-    axes.set_title(f"At {longest:,} tokens a window of 1024 is {times:.0f} times as fast as dense attention")
+    axes.set_title(f"At {longest:,} tokens a window of 1024\nis {times:.0f} times as fast as dense attention")
     lines(axes, {labels[name]: points for name, points in found.items()})
     axes.legend()
     axes.set_ylabel("milliseconds, forward and backward")
-    axes.set_xlabel("tokens (one sequence of 8 heads of 64, bfloat16, one NVIDIA H200)")
+    axes.set_xlabel("tokens (k is 1,024); one sequence of 8 heads of 64,\nbfloat16, one NVIDIA H200")
     return figure
 
 
@@ -81,18 +83,15 @@ def decoding() -> Figure:
     many, one = (curves(results(name), "us") for name in ("decode_16_h200", "decode_h200"))
     longest = max(many["causal"])
     ratio = many["causal"][longest] / many["window"][longest]
-    figure = Figure(figsize=(9.6, 4.2))
-    figure.suptitle(
-        f"A decoding step costs the keys that it reads: {ratio:.0f} times less with a window, after {longest:,} tokens",
-        x=0.01,
-        ha="left",
-    )
+    figure = Figure(figsize=(WIDTH, 6.6))
+    finding = f"{ratio:.0f} times less with a window, after {longest:,} tokens"
+    figure.suptitle(f"A decoding step costs the keys that it reads:\n{finding}", x=0.01, ha="left")
     titles = "16 sequences of 16 heads", "one sequence of 8 heads"
-    for axes, found, title in zip(figure.subplots(1, 2, sharey=True), (many, one), titles, strict=True):
+    for axes, found, title in zip(figure.subplots(2, 1, sharex=True, sharey=True), (many, one), titles, strict=True):
         lines(axes, found)
-        axes.set(title=title, xlabel="tokens in the cache (heads of 64, bfloat16, one NVIDIA H200)")
-    figure.axes[0].set_ylabel("microseconds a step of one layer")
+        axes.set(title=title, ylabel="microseconds a step and layer")
     figure.axes[0].legend()
+    figure.axes[1].set_xlabel("tokens in the cache (k is 1,024);\nheads of 64, bfloat16, one NVIDIA H200")
     return figure
 
 
@@ -103,23 +102,25 @@ def chain() -> Figure:
     mask = (sl.Causal() & (sl.Window(31) | sl.Strided(stride))).dense(tokens)
     order = np.argsort(np.arange(tokens) % stride, kind="stable")
     panels = {
-        "one pass, in natural order": mask,
-        "two passes: first the window, ...": near,
-        f"... then the rest, sorted by t mod {stride}": (mask & ~near)[np.ix_(order, order)],
+        "one": ("one pass, in natural order", mask),
+        "first": ("two passes: first the window, ...", near),
+        "second": (f"... then the rest, by t mod {stride}", (mask & ~near)[np.ix_(order, order)]),
     }
-    figure = Figure(figsize=(9.6, 3.9))
-    kept = []
-    for axes, (title, allowed) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        blocks = allowed.reshape(tokens // block, block, -1, block).swapaxes(1, 2)
+    figure, kept = Figure(figsize=(WIDTH, 6)), []
+    places = figure.subplot_mosaic([["one", "legend"], ["first", "second"]])
+    for place, (title, allowed) in panels.items():
+        axes, blocks = places[place], allowed.reshape(tokens // block, block, -1, block).swapaxes(1, 2)
         some, every = blocks.any((2, 3)), blocks.all((2, 3))
         computed, free = (np.kron(x, np.ones((block, block), int)) for x in (some, every))
-        axes.imshow(computed + allowed + free, cmap=ListedColormap(SHADES), vmin=0, vmax=3)
+        axes.imshow(computed + allowed + free, cmap=ListedColormap([*SHADES.values()]), vmin=0, vmax=3)
         axes.set_xticks(np.arange(0, tokens, block) - 0.5, [])
         axes.set_yticks(np.arange(0, tokens, block) - 0.5, [])
         axes.set_title(title, fontsize="medium")
-        axes.set_xlabel(f"{some.sum()} blocks, {every.sum()} of them without a mask")
+        axes.set_xlabel(f"{some.sum()} blocks")
         kept.append(some.sum())
-    figure.suptitle(f"{kept[0]} blocks in one order of the tokens are {sum(kept[1:])} in two", x=0.01, ha="left")
+    places["legend"].axis("off")
+    places["legend"].legend(handles=[Patch(color=colour, label=what) for what, colour in SHADES.items()], loc="center")
+    figure.suptitle(f"{kept[0]} blocks in one order of the tokens\nare {sum(kept[1:])} in two", x=0.01, ha="left")
     return figure
 
 
@@ -148,7 +149,8 @@ def lines(axes: Axes, found: dict[str, dict[int, float]]) -> None:
         axes.plot([*points], [*points.values()], label=name, **style)
     axes.set(xscale="log", yscale="log")
     ticks = sorted({length for points in found.values() for length in points})
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
 
 
