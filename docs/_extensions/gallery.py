@@ -98,7 +98,8 @@ def costs(name: str, number: int) -> list[str]:
     cost = of_dense(make_plan(masks, length, implementation=BACKEND), causal)
     kept, grid = np.mean([blocks(mask, length) for mask in masks]), -(-length // BLOCK)
     computed = f"{kept / (grid * (grid + 1) // 2 if causal else grid**2):.1%}"
-    return [str(length), f"{np.mean(pairs) / every:.2%}", computed, f"{cost:.1%} of {'causal' if causal else 'full'}"]
+    tokens = " × ".join(map(str, options(name, number).get("shape", [length])))
+    return [tokens, f"{np.mean(pairs) / every:.2%}", computed, f"{cost:.1%} of {'causal' if causal else 'full'}"]
 
 
 def of_dense(plan: sl.Plan, causal: bool) -> float:
