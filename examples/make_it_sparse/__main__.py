@@ -12,11 +12,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import sparse_layers as sl
+from examples.training.report import STYLE
 
 from .decoder import Decoder, DecoderConfig
 from .training import train
-
-STYLE = pathlib.Path(__file__).parents[2] / "docs" / "pictures" / "style.mplstyle"
 
 
 def models(pattern: str, seq_len: int) -> dict[str, Decoder]:

@@ -32,8 +32,9 @@ SETTINGS = {
 PATTERNS = "sliding_window:window=6+strided:local_attn_ctx=8"
 DEEP = {"layers": 2, "pattern": PATTERNS, "packed": True, "scan": True, "recompute": True}
 MESHES = {
-    "data and heads": {"tensor_parallel": 4},
+    "data": {},
     "mixed": {"fsdp": 2, "tensor_parallel": 2},
+    "heads": {"tensor_parallel": 4, **DEEP},
     "context": {"context_parallel": 4, **DEEP},
 }
 SCRIPT = """
@@ -98,7 +99,7 @@ def test_eight_devices(one, eight):
     assert list(programs) == [*MESHES, "moved"]
     for name, (devices, text) in programs.items():
         # Six steps of Adam; sums over devices are in another order.
-        expected = losses(one / ("deep" if name == "context" else "plain"))
+        expected = losses(one / ("deep" if name in ("heads", "context") else "plain"))
         np.testing.assert_allclose(losses(eight / name), expected, rtol=2e-5, err_msg=name)
 
         assert devices == 8

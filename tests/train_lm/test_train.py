@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import jax
 import matplotlib.figure
+import matplotlib.text
 import numpy as np
 import pytest
 
@@ -486,5 +487,6 @@ def test_nothing_of_a_figure_is_cut_off(tmp_path, monkeypatch):
         report.draw_run(result, tmp_path)
     for figure in figures:
         figure.draw_without_rendering()
+        assert len([text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]) >= 8
         drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
         assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
