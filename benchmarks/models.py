@@ -1,13 +1,20 @@
-"""Decoding of a whole model of random weights, by default of the shape of Llama 3 8B: tokens a second.
+"""A whole model of random weights, by default of the shape of Llama 3 8B: tokens a second of decoding, or of a prompt.
 
     python -m benchmarks.models --batch 8 --seq-len 65536 --record models.json
+    python -m benchmarks.models --prompt 16384 --batch 1 --seq-len 131072 --patterns causal --record prompts.json
 
 A step adds a token to each sequence at the end of full caches, and takes the likeliest next token. ``read`` is what
 it must read: all weights, and of each cache the rows that the pattern looks at; ``floor`` the time that this takes at
 ``--bandwidth``. Times are those of steps in one compiled loop, the median of five loops.
+
+With ``--prompt`` sequences are read in pieces of so many tokens, by a program for each piece, which changes the caches
+in place. ``beside`` is the most memory that one of these programs takes beside weights and caches, by the compiler;
+the time is that of all pieces, the median of three readings.
 """
 
 import argparse
+import concurrent.futures
+import functools
 import statistics
 import time
 from typing import Any
@@ -90,6 +97,40 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"pattern": name, "ms": ms, "weights": held[0], "caches": held[1], "read": read, "floor_ms": floor}
 
 
+def read(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table of prompts."""
+    model = nnx.jit(lambda: decoder(PATTERNS[name], options))()
+    graph, weights = nnx.split(model)
+
+    def piece(weights: Any, caches: Any, tokens: jax.Array, start: int) -> tuple[Any, jax.Array]:
+        logits, caches = nnx.merge(graph, weights).prefill(tokens, caches=caches, start=start, total=options.seq_len)
+        return caches, logits
+
+    jitted = jax.jit(piece, static_argnames="start", donate_argnames="caches")
+    tokens = jax.random.randint(jax.random.key(0), (options.batch, options.seq_len), 0, options.vocabulary)
+    parts = [(x, tokens[:, x : x + options.prompt]) for x in range(0, options.seq_len, options.prompt)]
+    lowered, caches = [], None
+    for start, part in parts:
+        lowered.append(jitted.lower(weights, caches, part, start=start))
+        caches, _ = jax.eval_shape(functools.partial(piece, start=start), weights, caches, part)
+    began = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda x: x.compile(), lowered))
+    compiling = time.perf_counter() - began
+    times = []
+    for _ in range(4):  # the first is not counted
+        caches, began = None, time.perf_counter()
+        for program, (_, part) in zip(programs, parts, strict=True):
+            caches, logits = program(weights, caches, part)
+        jax.block_until_ready(logits)
+        times.append(time.perf_counter() - began)
+    held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
+    beside = max(x.memory_analysis().temp_size_in_bytes for x in programs)
+    seconds = statistics.median(times[1:])
+    row = {"pattern": name, "seconds": seconds, "weights": held[0], "caches": held[1], "beside": beside}
+    return row | {"programs": len(programs), "compiling_s": compiling}
+
+
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,6 +138,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=65536)
     parser.add_argument("--steps", type=int, default=16, help="in one compiled loop")
+    parser.add_argument("--prompt", type=int, default=0, help="read prompts in pieces of so many tokens, do not decode")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--features", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
@@ -110,7 +152,15 @@ def main() -> None:
     record.say(
         f"{record.heading}\n"
         f"{options.layers} layers of {options.features}, heads {options.heads}:{options.key_heads}, "
-        f"{options.batch} sequences, T={options.seq_len}, bfloat16\n\n"
+        f"{options.batch} sequences, T={options.seq_len}, bfloat16\n"
+    )
+    (of_prompts if options.prompt else of_steps)(record, options)
+    record.write()
+
+
+def of_steps(record: Record, options: argparse.Namespace) -> None:
+    """The table of decoding."""
+    record.say(
         "| pattern | ms a step | tokens a second | GiB of weights | of caches | read | floor, ms | times the floor |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |"
     )
@@ -120,7 +170,20 @@ def main() -> None:
         sizes = " | ".join(f"{row[what] / 2**30:.1f}" for what in ("weights", "caches", "read"))
         speed, floor = options.batch / row["ms"] * 1e3, row["floor_ms"]
         record.say(f"| {name} | {row['ms']:.2f} | {speed:.0f} | {sizes} | {floor:.2f} | {row['ms'] / floor:.2f} |")
-    record.write()
+
+
+def of_prompts(record: Record, options: argparse.Namespace) -> None:
+    """The table of prompts in pieces."""
+    record.say(
+        f"| pieces of {options.prompt} tokens | seconds | tokens a second | GiB of weights | of caches | beside |\n"
+        "| --- | --- | --- | --- | --- | --- |"
+    )
+    for name in options.patterns:
+        row = read(name, options)
+        record.add(**row)
+        sizes = " | ".join(f"{row[what] / 2**30:.2f}" for what in ("weights", "caches", "beside"))
+        speed = options.batch * options.seq_len / row["seconds"]
+        record.say(f"| {name} | {row['seconds']:.2f} | {speed:.0f} | {sizes} |")
 
 
 if __name__ == "__main__":
