@@ -142,6 +142,34 @@ def test_passes_that_plain_triton_does_together(launched):
     assert {*launched} == {"forward_kernel"}
 
 
+@pytest.mark.parametrize(
+    ("pattern", "kernels", "dq"),
+    [
+        # What few keys get is kept by row, and the kernel that writes dk and dv of all adds it.
+        ("sparse_transformer_fixed:stride=32,summary=8", ["backward_kernel", "dq_kernel"], "bfloat16"),
+        # These kernels add to dq in float32, so the pass before them does not round it.
+        ("sparse_transformer_strided:stride=4", ["dq_kernel", "backward_kernel"], "float32"),
+    ],
+)
+def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypatch, pattern, kernels, dq):
+    call, found = launch.call, []
+
+    def record(kernel, grid, arrays, outputs, *more):
+        launched.append(kernel.fn.__name__)
+        found.append(outputs[0].dtype)
+        return call(kernel, grid, arrays, outputs, *more)
+
+    monkeypatch.setattr(launch, "call", record)
+    plan = dataclasses.replace(cases.candidates(sl.preset(pattern), 512)[-1], implementation="hopper")
+
+    def loss(q):
+        return sl.block_sparse_attention(q, q, q, plan, implementation="hopper").astype(jnp.float32).sum()
+
+    jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16))
+    assert [name for name in launched if name in ("backward_kernel", "dq_kernel")] == kernels
+    assert found == [dq]
+
+
 @pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128)])
 def test_selections(launched, granularity, block):
     options = {"heads": (4, 2), "sizes": (64, 64), "dtype": "bfloat16", "granularity": granularity, "block": block}

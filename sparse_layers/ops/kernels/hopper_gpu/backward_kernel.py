@@ -105,18 +105,26 @@ def _columns(x, PART: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A: gl.constexpr, KV: gl.constexpr):
+    """Begins to load k and v of an item, when those of the item before are done with."""
+    for j in gl.static_range(2):
+        mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
+        fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
+
+
+@gluon.jit
 def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Fetches k and v of an item, and then q and dout, lse and delta of its queries."""
+    """Fetches k and v of an item, and q and dout, lse and delta of its queries.
+
+    There is room for the first of these before the item before is done with its k and v, so they come first.
+    """
     n = 0
     turn = 0
     item = take(work, schedule, turn, True, L)
     while item >= 0:
         b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
-        for j in gl.static_range(2):
-            mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
-            fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
-        turn += 1
+        keys_missing = True
         for own in range(first_own, end_own):
             head = A.FIRST_HEAD + own * A.HEAD_STEP
             first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
@@ -133,6 +141,12 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
                         load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
                         load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
                     n += 1
+                    if keys_missing:
+                        _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
+                        keys_missing = False
+        if keys_missing:
+            _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
+        turn += 1
         item = take(work, schedule, turn, False, L)
 
 
@@ -175,6 +189,10 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         values = flat(buffers[3].index(zero), KV.TILE, D)
         queries = flat(buffers[0].index(slot), PART, D)
         douts = flat(buffers[1].index(slot), PART, D)
+        words = 0
+        if MASKED:  # early, for this takes long
+            tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
+            words = words_of(tile, PART, SCORES, WORDS)
         mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
         base = buffers[4].index(slot).load(SCORES)
         scores = gl.zeros([ROWS, PART], gl.float32, SCORES)
@@ -188,8 +206,6 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = logits(scores, A)
         if MASKED:
-            tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
-            words = words_of(tile, PART, SCORES, WORDS)
             scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
         weights = exp2(scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP))
         # Long over; a branch, lest ptxas moves the next wait before the exponentials.

@@ -142,11 +142,21 @@ def _softmax(scores, top, total, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT
 
 
 @gluon.jit
-def _words(lists, i, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
+def _words(lists, i, exists, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
     """The mask tile of an entry; tile -1 lets everything pass, and is the first one."""
     WORDS: gl.constexpr = KV.TILE // 32
-    tile = lists[4] + ((gl.load(lists[2] + i) + 1) * Q.TILE + within) * WORDS
+    tile = lists[4] + ((gl.load(lists[2] + i, mask=exists, other=-1) + 1) * Q.TILE + within) * WORDS
     return words_of(tile, KV.TILE, LAYOUT, WORDS)
+
+
+@gluon.jit
+def _next(work, turn, lists, within, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+          LAYOUT: gl.constexpr):  # fmt: skip
+    """(item or -1, its list: first entry, first masked one and end, the first one's mask tile)."""
+    item = given(work, turn)
+    b, own, block = item_of(gl.maximum(item, 0), A.OWN_HEADS, L)
+    first, first_masked, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
+    return item, first, first_masked, end, _words(lists, first, end > first, within, Q, KV, LAYOUT)
 
 
 @gluon.jit
@@ -162,7 +172,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
         before = (n - 1) % F.V_STAGES
         words = 0
         if MASKED:  # early, for this takes long
-            words = _words(lists, i, within, Q, KV, SCORES)
+            words = _words(lists, i, True, within, Q, KV, SCORES)
         mbarrier.wait(full[1].index(slot), n // F.K_STAGES & 1)
         keys = flat(buffers[1].index(slot), COLUMNS, A.D)
         scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
@@ -199,11 +209,10 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
     staged = buffers[3].index(GROUP)
     n = 0
     turn = 0
-    item = given(work, turn)
+    item, first, first_masked, end, words = _next(work, turn, lists, within, A, Q, KV, L, SCORES)
     while item >= 0:
         b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
-        first, first_masked, end = span_of(lists[0], b, head, block, L)
         row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
         at = (b * A.OWN_HEADS + own) * Q.ROWS + row
         segment = row
@@ -225,7 +234,6 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
         q = flat(buffers[0].index(slot), ROWS, A.D)
         mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
         if end > first:
-            words = _words(lists, first, within, Q, KV, SCORES)
             kept = n % F.K_STAGES
             mbarrier.wait(full[1].index(kept), n // F.K_STAGES & 1)
             scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
@@ -254,6 +262,8 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             mbarrier.arrive(empty[2].index(kept), count=1)
         mbarrier.arrive(empty[0].index(slot), count=1)
         turn += 1
+        # Its loads are on their way while the results of this item go out.
+        coming = _next(work, turn, lists, within, A, Q, KV, L, SCORES)
 
         nothing = total == 0
         total = gl.where(nothing, 1.0, total)
@@ -263,7 +273,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
         flat(staged, ROWS, D).store(result.to(dtype))
         fence_async_shared()
         store_tile(descs[3], corner_of(b, block * Q.TILE + within, own, 0, Q, A.D), staged)
-        item = given(work, turn)
+        item, first, first_masked, end, words = coming
     tma.store_wait(0)
 
 

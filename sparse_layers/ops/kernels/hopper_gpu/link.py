@@ -76,6 +76,10 @@ class HopperLink(Link):
     def gives_dkv(self) -> bool:
         return self.unserved("dkv") is None or self.single_keys
 
+    @property
+    def adds_in_float32(self) -> bool:
+        return self.unserved("dkv") is None
+
     def _blocks(self, kernel: str) -> tuple[int, int]:
         """(bq, bkv) of the lists that these kernels walk over."""
         if self.call.selection is not None:
@@ -163,15 +167,14 @@ class HopperLink(Link):
         # Results are added in place to what is there: dq in float32, dk and dv if they may be rounded in between.
         dq = jnp.zeros((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
         earlier = [dq if before is None else before.whole()[0].astype(jnp.float32), None, None]
-        there = None if before_kv is None else before_kv.whole()
-        # Pieces are added in float32: to what is there, or where the pass has only some keys to zeros, by row.
-        by_row = own.cut and not kv.order.complete
-        to, exact = (RowOrder(kv.order.rows) if by_row else kv.order), jnp.float32 if own.cut else key.dtype
+        # Pieces are added in float32: to what is there or to zeros. dk and dv of only some keys are by row.
+        all_keys = kv.order.complete
+        to, exact = (kv.order if all_keys else RowOrder(kv.order.rows)), jnp.float32 if own.cut else key.dtype
         shapes = dq.shape, *((x.shape[0], to.length, *x.shape[2:]) for x in (key, value))
-        adds = own.cut or (there is not None and rounded_kv)
-        if there is not None and adds and not by_row:
+        there = before_kv.whole() if before_kv is not None and all_keys and (own.cut or rounded_kv) else None
+        if there is not None:
             earlier[1:] = [x.astype(exact) for x in there]
-        elif own.cut or not kv.order.complete:
+        elif own.cut:
             earlier[1:] = [jnp.zeros(shape, exact) for shape in shapes[1:]]
         inputs = [
             self._tiles(query, q.order, settings.PART),
@@ -188,13 +191,13 @@ class HopperLink(Link):
             self._tiles(results[0], q.order, settings.PART, 2),
             *(self._tiles(x, to, settings.PART, 1 + own.cut) for x in results[1:]),
         ]
-        fixed = {"DKV": views.side_of(to, kv.tile), "F": Backward(settings.PART, own.stages, adds)}
+        fixed = {"DKV": views.side_of(to, kv.tile), "F": Backward(settings.PART, own.stages, own.cut or there is not None)}
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
-        if by_row:
-            dkv = [kv.order.scatter(x) for x in dkv]
-        if there is not None and (by_row or not adds):
-            dkv = [a.astype(jnp.float32) + b for a, b in zip(dkv, there, strict=True)]
-        return Rows(RowOrder(query.shape[1]), (dq,)), Rows(RowOrder(key.shape[1]), tuple(dkv))
+        keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
+        if before_kv is not None and there is None:
+            sums = (a.astype(jnp.float32) + b for a, b in zip(keys.whole(), before_kv.whole(), strict=True))
+            keys = Rows(RowOrder(key.shape[1]), tuple(sums))
+        return Rows(RowOrder(query.shape[1]), (dq,)), keys
 
     @functools.cached_property
     def _size(self) -> int | None:

@@ -25,9 +25,9 @@ TOGETHER = 2
 # of whatever head: global columns took 24 % less in the backward pass. Others had better not: 8 of each two heads cost
 # random blocks and documents 3 to 4 %. Pieces take no longer than that.
 LONG = 1 / 8
-# Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2. If
-# the pass has only some keys, XLA adds them to the rest. The latter and the former take about as long as so many
-# steps of a program for each block of keys that there is.
+# Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
+# That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
+# of the keys, and if it has all.
 EXACT = 1, 4
 # Programs that walk over the long lists of several query heads drift apart, and read more queries at a time than the
 # cache holds. Where so many heads share keys, and the list of one has so many steps, items take this part longer than

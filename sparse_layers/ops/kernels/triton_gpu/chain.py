@@ -137,12 +137,16 @@ def _backward_by_query(
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     parts = groups(call, operands, link_type)
-    by_queries = [
-        sorted(_by_queries(g.links, "dkv"), key=lambda x: (x.q_order.complete, not x.single_keys)) for g in parts
-    ]
-    by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
     # Those that hold some keys only before those that write dk and dv of all, of which those with each key in one list
     # come first: with nothing to go on from, they have more to do than the others already.
+    by_queries = [
+        sorted(
+            _by_queries(group.links, "dkv"),
+            key=lambda x: (x.q_order.complete, x.kv_order.complete or not x.gives_dkv, not x.single_keys),
+        )
+        for group in parts
+    ]
+    by_keys = [link for links in by_queries for pair in links for link in pair.by_keys]
     giving = [link for links in by_queries for link in links if link.gives_dkv]
     rounded_keys = _may_round([*giving, *(link for link in by_keys if link.kv_order.complete)])
     keys: Rows | None = None
@@ -154,10 +158,11 @@ def _backward_by_query(
     for group, links in zip(parts, by_queries, strict=True):
         rounded = _may_round([link for link in links if link.q_order.complete])
         queries: Rows | None = None
-        for link in links:
+        for place, link in enumerate(links):
             goes_on = queries is None or link.q_order.complete
             before = queries if goes_on else None, keys if link.gives_dkv else None
-            dq, dkv = link.dq(gradients, *before, rounded(link), rounded_keys(link))
+            may_round = rounded(link) and not any(later.adds_in_float32 for later in links[place + 1 :])
+            dq, dkv = link.dq(gradients, *before, may_round, rounded_keys(link))
             queries = dq if queries is None or goes_on else _added(queries, dq)
             keys = keys if dkv is None else dkv
         none = jnp.zeros_like(query[:, :, group.first :: group.step])

@@ -110,6 +110,11 @@ class Link:
         """Whether the kernel for dq computes dk and dv as well."""
         return self.single_keys
 
+    @property
+    def adds_in_float32(self) -> bool:
+        """Whether `dq` adds in place to what is there, which is in float32 then."""
+        return False
+
     @functools.cached_property
     def single_keys(self) -> bool:
         """Whether each key is in one list, whose program then has all that adds to its dk and dv."""
