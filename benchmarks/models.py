@@ -154,8 +154,10 @@ def main() -> None:
         f"{options.layers} layers of {options.features}, heads {options.heads}:{options.key_heads}, "
         f"{options.batch} sequences, T={options.seq_len}, bfloat16\n"
     )
-    (of_prompts if options.prompt else of_steps)(record, options)
-    record.write()
+    try:
+        (of_prompts if options.prompt else of_steps)(record, options)
+    finally:  # what was found before a Ctrl-C, too
+        record.write()
 
 
 def of_steps(record: Record, options: argparse.Namespace) -> None:
