@@ -191,7 +191,10 @@ class HopperLink(Link):
             self._tiles(results[0], q.order, settings.PART, 2),
             *(self._tiles(x, to, settings.PART, 1 + own.cut) for x in results[1:]),
         ]
-        fixed = {"DKV": views.side_of(to, kv.tile), "F": Backward(settings.PART, own.stages, own.cut or there is not None)}
+        fixed = {
+            "DKV": views.side_of(to, kv.tile),
+            "F": Backward(settings.PART, own.stages, own.cut or there is not None),
+        }
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
         if before_kv is not None and there is None:
