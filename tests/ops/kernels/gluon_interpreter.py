@@ -384,8 +384,26 @@ class Descriptor:
 # --- shared memory, barriers and products -----------------------------------------------------------------------------
 
 
+def places_of(layout, rows, columns, itemsize):
+    """Of each element of a tile in some layout its place in an array that stands for one in the copy engine's layout.
+
+    That is in parts of 128 bytes a row, in which 16 bytes are at the place ``place ^ (row % 8)``.
+    """
+    offset = np.arange(rows * columns)
+    bases = [(row * columns + column, offset >> i & 1) for i, (row, column) in enumerate(layout.offset_bases)]
+    element = functools.reduce(np.bitwise_xor, [base * bit for base, bit in bases])
+    part, inside = np.divmod(offset * itemsize, 128 * rows)
+    row, byte = np.divmod(inside, 128)
+    column = 128 * part + (byte // 16 ^ row % 8) * 16 + byte % 16
+    places = np.empty_like(offset)
+    places[element] = row * columns + column // itemsize
+    return places
+
+
 class Shared:
     """Shared memory: a numpy array that is written to."""
+
+    places: Any = slice(None)  # of the elements of a tile, one after the other
 
     def __init__(self, array):
         self.array, self.dtype, self.shape = array, TRITON_TYPES[array.dtype], list(array.shape)
@@ -410,7 +428,10 @@ class Shared:
         """The same bytes, or the first of them, as another tile."""
         if not self.array.flags.c_contiguous:
             raise bug(f"another view of a part of shared memory of {self.shape} that is not contiguous")
-        return Shared(self.array.reshape(-1).view(NUMPY_TYPES[dtype])[: math.prod(shape)].reshape(shape))
+        found = Shared(self.array.reshape(-1).view(NUMPY_TYPES[dtype])[: math.prod(shape)].reshape(shape))
+        if isinstance(layout, gl.SharedLinearLayout):
+            found.places = places_of(layout, *shape, found.array.itemsize)
+        return found
 
     _reinterpret = reinterpret
 
@@ -420,7 +441,7 @@ class Shared:
     def store(self, value):
         if value.shape != self.shape or value.dtype != self.dtype:
             raise bug(f"stores {value.dtype}{value.shape} to shared memory of {self.dtype}{self.shape}")
-        self.array[...] = value.data
+        self.array.reshape(-1)[self.places] = value.data.reshape(-1)
         MACHINE.current.unfenced[self.address, *self.shape] = self.array
 
     def show(self, reader):

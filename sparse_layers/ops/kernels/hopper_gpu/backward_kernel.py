@@ -15,7 +15,7 @@ The rules of `forward_kernel.py` hold here, too.
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 # pyright: reportAssignmentType=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -110,6 +110,32 @@ def _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A: gl.cons
     for j in gl.static_range(2):
         mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
         fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
+
+
+def _by_turns(rows: int, columns: int) -> Any:
+    """Where a tile of float32 lies that the copy engine takes, if its odd rows have each two 16 columns in turn.
+
+    The copy engine's layout has four columns of row r at the place ``place ^ (r % 8)`` of eight. A thread stores two
+    columns at a time, and those threads that do so together have 8 columns of four rows in a row: of these, two and two
+    would be at the same places, and wait for each other.
+    """
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
+    bases += [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
+    return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)], [], 1024)
+
+
+by_turns = gluon.constexpr_function(_by_turns)
+
+
+@gluon.jit
+def _in_turn(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile whose odd rows have each two 16 columns in turn."""
+    low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, COLUMNS // 32, 2, 16]), (0, 1, 3, 2)))
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))
+    odd = (gl.arange(0, ROWS, layout=LAYOUT) & 1) != 0
+    odd = gl.expand_dims(gl.expand_dims(odd, 1), 2)
+    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high))
+    return gl.reshape(gl.permute(turned, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @gluon.jit
@@ -236,7 +262,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         staged = buffers[7].index(GROUP)
-        flat(staged, PART, HALF).store(dq)
+        reinterpret(staged, gl.float32, [PART, HALF], by_turns(PART, HALF)).store(_in_turn(dq, PART, HALF))
         fence_async_shared()
         add_tile(descs[6], corner_of(b, index * Q.TILE + part * PART, own, GROUP * HALF, Q, D), staged)
         n += 1
