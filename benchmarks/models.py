@@ -35,7 +35,7 @@ PATTERNS = {
 
 
 def decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> sl.SparseTransformer:
-    """A decoder of random weights in bfloat16: RMS norms, SwiGLU, rotary positions, grouped heads."""
+    """A decoder in bfloat16: RMS norms, SwiGLU, rotary positions, grouped heads."""
     return sl.SparseTransformer(
         options.vocabulary,
         options.heads,
@@ -55,6 +55,16 @@ def decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> sl.Sparse
     )
 
 
+def random_decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> tuple[Any, Any]:
+    """The graph of a `decoder` and its weights: one program a shape draws them, which compiles sooner than all at once."""
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: decoder(patterns, options)))
+    draw = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype) / 64, static_argnums=(1, 2))
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [draw(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return graph, jax.tree.unflatten(tree, weights)
+
+
 def caches_of(model: sl.SparseTransformer, options: argparse.Namespace) -> tuple[sl.KVCache, ...]:
     """An empty cache for each layer."""
     found = []
@@ -69,9 +79,8 @@ def caches_of(model: sl.SparseTransformer, options: argparse.Namespace) -> tuple
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    model = nnx.jit(lambda: decoder(PATTERNS[name], options))()
-    caches = jax.jit(lambda: caches_of(model, options))()
-    graph, weights = nnx.split(model)
+    graph, weights = random_decoder(PATTERNS[name], options)
+    caches = jax.jit(lambda: caches_of(nnx.merge(graph, weights), options))()
 
     def loop(weights: Any, caches: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         def step(carry, position):
@@ -99,8 +108,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table of prompts."""
-    model = nnx.jit(lambda: decoder(PATTERNS[name], options))()
-    graph, weights = nnx.split(model)
+    graph, weights = random_decoder(PATTERNS[name], options)
 
     def piece(weights: Any, caches: Any, tokens: jax.Array, start: int) -> tuple[Any, jax.Array]:
         logits, caches = nnx.merge(graph, weights).prefill(tokens, caches=caches, start=start, total=options.seq_len)
