@@ -56,7 +56,7 @@ def decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> sl.Sparse
 
 
 def random_decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> tuple[Any, Any]:
-    """The graph of a `decoder` and its weights: one program a shape draws them, which compiles sooner than all at once."""
+    """The graph of a `decoder` and its weights, drawn by one program a shape: all at once take long to compile."""
     graph, shapes = nnx.split(nnx.eval_shape(lambda: decoder(patterns, options)))
     draw = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype) / 64, static_argnums=(1, 2))
     leaves, tree = jax.tree.flatten(shapes)
