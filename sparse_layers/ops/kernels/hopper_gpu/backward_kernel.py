@@ -112,30 +112,30 @@ def _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A: gl.cons
         fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
 
 
-def _by_turns(rows: int, columns: int) -> Any:
-    """Where a tile of float32 lies that the copy engine takes, if its odd rows have each two 16 columns in turn.
+def _layout_of_swapped(rows: int, columns: int) -> Any:
+    """The layout of a float32 tile as `_swapped` has it, in which the copy engine finds the tile as it was.
 
-    The copy engine's layout has four columns of row r at the place ``place ^ (r % 8)`` of eight. A thread stores two
-    columns at a time, and those threads that do so together have 8 columns of four rows in a row: of these, two and two
-    would be at the same places, and wait for each other.
+    The copy engine has each row in lines of 128 bytes, and part i of 16 bytes of row r at place i ^ (r % 8) of its line.
+    Sixteen threads store at a time: two columns each, together two parts of each of four rows. The parts of two of these
+    rows would be at the same places, in the same banks. Odd rows that store the other half of a line have other places.
     """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
     bases += [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(5, columns.bit_length() - 1)], [], 1024)
 
 
-by_turns = gluon.constexpr_function(_by_turns)
+layout_of_swapped = gluon.constexpr_function(_layout_of_swapped)
 
 
 @gluon.jit
-def _in_turn(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A tile whose odd rows have each two 16 columns in turn."""
+def _swapped(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile whose odd rows have the halves of every 32 columns swapped."""
     low, high = gl.split(gl.permute(gl.reshape(x, [ROWS, COLUMNS // 32, 2, 16]), (0, 1, 3, 2)))
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))
     odd = (gl.arange(0, ROWS, layout=LAYOUT) & 1) != 0
     odd = gl.expand_dims(gl.expand_dims(odd, 1), 2)
-    turned = gl.join(gl.where(odd, high, low), gl.where(odd, low, high))
-    return gl.reshape(gl.permute(turned, (0, 1, 3, 2)), [ROWS, COLUMNS])
+    both = gl.join(gl.where(odd, high, low), gl.where(odd, low, high))
+    return gl.reshape(gl.permute(both, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @gluon.jit
@@ -262,7 +262,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         staged = buffers[7].index(GROUP)
-        reinterpret(staged, gl.float32, [PART, HALF], by_turns(PART, HALF)).store(_in_turn(dq, PART, HALF))
+        reinterpret(staged, gl.float32, [PART, HALF], layout_of_swapped(PART, HALF)).store(_swapped(dq, PART, HALF))
         fence_async_shared()
         add_tile(descs[6], corner_of(b, index * Q.TILE + part * PART, own, GROUP * HALF, Q, D), staged)
         n += 1
