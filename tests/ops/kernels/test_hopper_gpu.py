@@ -19,6 +19,7 @@ from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
+from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     FIRST_AT_RUN_TIME,
@@ -279,6 +280,26 @@ def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granul
     q, chosen = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (512, 512 // granularity))
     reason = hopper_gpu.outdone(call, Operands(q, q, q, chosen=chosen.update(dtype=jnp.int32)))
     assert reason is None if granularity == 128 else "take all that any" in (reason or "")
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_dq_is_stored_without_bank_conflicts(columns):
+    """Of what 16 threads store at a time, 8 bytes each, no two go to the same of 16 pairs of banks."""
+
+    def worst(bases):
+        offset = np.arange(64 * columns)
+        element = np.zeros_like(offset)
+        for i, (row, column) in enumerate(bases):
+            element = element ^ ((offset >> i & 1) * (row * columns + column))
+        place = np.empty_like(offset)
+        place[element] = offset
+        lane = np.arange(32)
+        at = place.reshape(64, columns)[lane // 4, np.arange(0, columns, 8)[:, None] + 2 * (lane % 4)]
+        return max(np.bincount(x).max() for x in (at // 2 % 16).reshape(-1, 16))
+
+    bases = layout_of_swapped(64, columns).offset_bases
+    assert worst(bases) == 1
+    assert worst([[1, 4] if basis == [1, 20] else basis for basis in bases]) == 2
 
 
 # --- views -----------------------------------------------------------------------------------------------------------

@@ -115,9 +115,9 @@ def _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A: gl.cons
 def _layout_of_swapped(rows: int, columns: int) -> Any:
     """The layout of a float32 tile as `_swapped` has it, in which the copy engine finds the tile as it was.
 
-    The copy engine has each row in lines of 128 bytes, and part i of 16 bytes of row r at place i ^ (r % 8) of its line.
-    Sixteen threads store at a time: two columns each, together two parts of each of four rows. The parts of two of these
-    rows would be at the same places, in the same banks. Odd rows that store the other half of a line have other places.
+    The copy engine has rows in lines of 128 bytes, and 16 bytes, part i of row r, at place i ^ (r % 8) of their line.
+    Sixteen threads store at a time: two columns each, so two parts of each of four rows. The parts of two of the rows
+    would be at the same places, in the same banks. Odd rows that store the other half of a line have other places.
     """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
     bases += [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
