@@ -521,12 +521,12 @@ class SparseSelfAttention(SparseAttention):
                 implementation="xla" if self.attention_fn.fn.implementation in ("xla", "reference") else None,
             )
         after = before.filled(key, value, lengths, index_key=None if index is None else index.key, start=start)
-        # Behind a barrier, or XLA fills a copy of it all on the way to attention.
-        after = jax.lax.optimization_barrier(after)
         fn, extras = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}
         if length == total:
             out = fn.attend(query, key, value, **extras)
         else:
+            # Attention reads the cache that is returned: without a barrier XLA would fill a second one for it.
+            after = jax.lax.optimization_barrier(after)
             out = fn.attend_piece((before, after), query, key, value, start, total, **extras)
         return self.out(out), after
 

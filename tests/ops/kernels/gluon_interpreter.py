@@ -1,8 +1,8 @@
 """Runs Gluon kernels for Hopper without a GPU: their own Python source, on numpy, with checks.
 
 A kernel of Gluon is plain Python over some thirty names. It runs here as a copy whose globals have stand-ins for them:
-nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing. All that the hardware does by itself is
-done as late as a kernel allows, so that nothing is there by luck:
+nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing, but for a linear one of shared memory,
+see `Placed`. All that the hardware does by itself is done as late as a kernel allows, so that nothing is there by luck:
 
 * a load of the copy engine arrives when someone waits for its barrier, and its buffer holds poison before;
 * a store of the copy engine reads its buffer when the kernel waits for it;
@@ -403,7 +403,7 @@ def places_of(layout, rows, columns, itemsize):
 class Shared:
     """Shared memory: a numpy array that is written to."""
 
-    places: Any = slice(None)  # of the elements of a tile, one after the other
+    arranged = staticmethod(lambda data: data)
 
     def __init__(self, array):
         self.array, self.dtype, self.shape = array, TRITON_TYPES[array.dtype], list(array.shape)
@@ -428,10 +428,8 @@ class Shared:
         """The same bytes, or the first of them, as another tile."""
         if not self.array.flags.c_contiguous:
             raise bug(f"another view of a part of shared memory of {self.shape} that is not contiguous")
-        found = Shared(self.array.reshape(-1).view(NUMPY_TYPES[dtype])[: math.prod(shape)].reshape(shape))
-        if isinstance(layout, gl.SharedLinearLayout):
-            found.places = places_of(layout, *shape, found.array.itemsize)
-        return found
+        found = self.array.reshape(-1).view(NUMPY_TYPES[dtype])[: math.prod(shape)].reshape(shape)
+        return Placed(found, layout) if isinstance(layout, gl.SharedLinearLayout) else Shared(found)
 
     _reinterpret = reinterpret
 
@@ -441,7 +439,7 @@ class Shared:
     def store(self, value):
         if value.shape != self.shape or value.dtype != self.dtype:
             raise bug(f"stores {value.dtype}{value.shape} to shared memory of {self.dtype}{self.shape}")
-        self.array.reshape(-1)[self.places] = value.data.reshape(-1)
+        self.array[...] = self.arranged(value.data)
         MACHINE.current.unfenced[self.address, *self.shape] = self.array
 
     def show(self, reader):
@@ -449,6 +447,24 @@ class Shared:
         for each in MACHINE.partitions:
             if any(np.shares_memory(array, self.array) for array in each.unfenced.values()):
                 raise bug(f"{reader} reads shared memory that {each.name} stored to, without fence_async_shared")
+
+
+class Placed(Shared):
+    """A tile in a layout of its own, of a buffer in the copy engine's layout: here it is only stored to."""
+
+    def __init__(self, array, layout):
+        super().__init__(array)
+        self.places = places_of(layout, *self.shape, array.itemsize)
+
+    def arranged(self, data):
+        found = np.empty_like(self.array)
+        found.reshape(-1)[self.places] = data.reshape(-1)
+        return found
+
+    def refuse(self, *_, **__):
+        raise bug("a tile in a layout of its own can only be stored to")
+
+    load = index = slice = permute = reshape = reinterpret = _reinterpret = refuse
 
 
 class Barrier:

@@ -163,6 +163,32 @@ def test_views_of_arrays_and_of_shared_memory():
         run(halves, (3,), every_third, y, INIT=False)
 
 
+@gluon.jit
+def parts(x, y, LAYOUT: gl.constexpr, LOADS: gl.constexpr = False):
+    """x, whose rows lie in lines of the copy engine, and its second half once more, transposed."""
+    buffer = gl.allocate_shared_memory(gl.float32, [8, 32], gl.NVMMASharedLayout(128, 32, 2))
+    at = gl.arange(0, 8)[:, None] * 32 + gl.arange(0, 32)[None, :]
+    placed = reinterpret(buffer, gl.float32, [8, 32], LAYOUT)
+    placed.store(gl.load(x + at))
+    if LOADS:
+        placed.load(gl.AutoLayout())
+    half = gl.arange(0, 16)[:, None] + gl.arange(0, 8)[None, :] * 32
+    buffer.slice(16, 16, 1).permute((1, 0)).store(gl.load(x + 16 + half))
+    gl.store(y + at, buffer.load(gl.AutoLayout()))
+
+
+def test_stores_to_parts_and_in_other_layouts():
+    x, y = numbers(0, 8, 32), np.zeros((8, 32), np.float32)
+    # 16 bytes of row r at place i ^ r of the line are four columns; odd rows have the halves of a line swapped.
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 20], [2, 8], [4, 16]]
+    layout = gl.SharedLinearLayout(bases, [], 1024)
+    run(parts, (1,), x, y, LAYOUT=layout)
+    found = np.where(np.arange(8)[:, None] % 2 == 0, x, np.roll(x, 16, axis=1))
+    np.testing.assert_array_equal(y, np.concatenate([found[:, :16], x[:, 16:]], axis=1))
+    with pytest.raises(KernelBug, match="in a layout of its own can only be stored to"):
+        run(parts, (1,), x, y, LAYOUT=layout, LOADS=True)
+
+
 # --- a product: a producer and two consumers --------------------------------------------------------------------------
 
 

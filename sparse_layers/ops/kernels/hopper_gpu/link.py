@@ -164,7 +164,8 @@ class HopperLink(Link):
             lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(self.call.scale, self.call.soft_cap or 0.0))
         )
         scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
-        # Results are added in place to what is there: dq in float32, dk and dv if they may be rounded in between.
+        # Results are added in place to what is there: dq in float32; dk and dv of all keys if these may be rounded in
+        # between, or come in pieces.
         dq = jnp.zeros((*query.shape[:2], self.heads, query.shape[-1]), jnp.float32)
         earlier = [dq if before is None else before.whole()[0].astype(jnp.float32), None, None]
         # Pieces are added in float32: to what is there or to zeros. dk and dv of only some keys are by row.

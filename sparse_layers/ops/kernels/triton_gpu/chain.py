@@ -137,8 +137,9 @@ def _backward_by_query(
     query, key, value = operands.query, operands.key, operands.value
     gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
     parts = groups(call, operands, link_type)
-    # Those that hold some keys only before those that write dk and dv of all, of which those with each key in one list
-    # come first: with nothing to go on from, they have more to do than the others already.
+    # In a group, and of the passes with all queries, those that hold some keys only come before those that write dk and
+    # dv of all. Of the latter those with each key in one list come first: their kernel does more than others, and had
+    # better not read earlier results, too.
     by_queries = [
         sorted(
             _by_queries(group.links, "dkv"),
