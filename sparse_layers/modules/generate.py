@@ -44,7 +44,7 @@ def generate(
       prompts: int [B, P], or a sequence of B sequences of tokens, of any lengths from 1 on. Text is encoded first.
       num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len, where
         the model has it.
-      lengths: int [B] in 1..P, where an array of prompts is padded.
+      lengths: int [B] in 1..P, where an array of prompts is padded; None for P, if padding_side is "right".
       padding_side: at which end it is, "right" or "left"; what is generated is the same.
       chunk: tokens of the prompts that are read at a time, >= 1, for less memory, where the model's ``prefill`` has an
         argument of this name: see `SparseTransformer.prefill`. None for all.
@@ -86,6 +86,8 @@ def generate(
     _check_chunk(model, chunk)
     if isinstance(prompts, Sequence):
         padding_side = "right"  # they are padded here
+    elif padding_side == "left" and lengths is None:
+        raise ValueError("lengths must say how many tokens each prompt has where padding_side='left', got None")
     tokens, lengths, known = _prompts(prompts, lengths)
     longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:

@@ -189,8 +189,8 @@ class Rope:
       scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for none.
 
     Raises:
-      ValueError: theta is no number > 0; lengths, an offset, sizes or rotary_dim that are no integers of their range;
-        sizes that are odd or not one for each axis; offset or sizes without a shape.
+      ValueError: theta is no number > 0, or > 1 with `YarnScaling`; lengths, an offset, sizes or rotary_dim that are no
+        integers of their range; sizes that are odd or not one for each axis; offset or sizes without a shape.
       TypeError: shape or sizes are no sequences, scaling is none.
 
     Example:
@@ -248,6 +248,8 @@ class Rope:
         turned = None if rotary_dim is None else checked("Rope: rotary_dim", rotary_dim, Positive)
         if not isinstance(scaling, Scaling | None):
             raise TypeError(f"Rope: scaling must be one, as sl.LinearScaling(8.0), or None, got {scaling!r}")
+        if isinstance(scaling, YarnScaling) and base <= 1:
+            raise ValueError(f"Rope: theta must be > 1 with YarnScaling, got {theta!r}")
         fields = {"theta": base, "shape": lengths, "offset": place, "sizes": shares}
         for name, value in (fields | {"rotary_dim": turned, "scaling": scaling}).items():
             object.__setattr__(self, name, value)

@@ -548,6 +548,13 @@ GENERATE = [
         "got 'start'",
         "'right' or 'left'",
     ),
+    (
+        "sl.generate(a_model, tokens, 3, padding_side='left')",
+        ValueError,
+        "lengths",
+        "got None",
+        "how many tokens each prompt has where padding_side='left'",
+    ),
     ("sl.generate(linen_lm, [[1]], 3)", ValueError, "model", "LM", "must be bound, model.bind(variables)"),
     ("sl.generate(None, [[1]], 3)", TypeError, "model", "got None", "must have prefill and decode_step"),
     ("sl.generate(sl.SparseTransformer, [[1]], 3)", TypeError, "model", "got <class", "prefill and decode_step"),

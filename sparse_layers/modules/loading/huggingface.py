@@ -1,6 +1,7 @@
 """`from_huggingface`: decoders as Hugging Face stores them, as sparse language models; each family is a table."""
 
 import dataclasses
+import errno
 import functools
 import math
 import os
@@ -92,6 +93,8 @@ def from_huggingface(
     path = _path("folder", folder)
     given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check(given, options)
+    if not path.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
     return _loaded(path, Config(path / "config.json"), lambda: stored(path), patterns, options=options, **given)
 
 
@@ -250,6 +253,13 @@ class Config:
         number = real(self.get(name))
         return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
 
+    def divided(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
+        """Two integers >= 1, of which the second divides the first."""
+        whole, part = self.size(name), self.size(by, default)
+        if whole % part:
+            raise ValueError(f"{self.file}: {by} must divide {name}={whole}, got {part}")
+        return whole, part
+
     def one_of(self, name: str, served: Collection[Any], rule: str = "", default: Any = None) -> Any:
         """A setting that is one of some values."""
         value = self.get(name, default)
@@ -286,7 +296,8 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
     """
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        raise ValueError(f"{config.file}: model_type: {near(config.get('model_type'), _FAMILIES)}")
+        known = near(config.get("model_type"), _FAMILIES)
+        raise ValueError(f"{config.file}: model_type: {known}; models of experts or of images are not served")
     for name, served in _SERVED.items():
         config.one_of(name, served, default=served[0])
     settings = family.settings(config)
@@ -364,7 +375,11 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
 
 def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, Any]:
     """What all families share but GPT-2; the MLP's function if none is said, and more are a family's own."""
-    features, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    features = config.size("hidden_size")
+    heads, kv_heads = config.divided("num_attention_heads", "num_key_value_heads", config.size("num_attention_heads"))
+    head_dim = config.size("head_dim", features // heads)
+    if head_dim % 2:
+        raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
     biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
     activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     mlps = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
@@ -373,8 +388,8 @@ def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, 
         "num_heads": heads,
         "features": features,
         "num_layers": config.size("num_hidden_layers"),
-        "num_kv_heads": config.size("num_key_value_heads", heads),
-        "head_dim": config.size("head_dim", features // heads),
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
         "mlp": mlps[config.one_of(activation, tuple(mlps), default=function)],
         "mlp_features": config.size("intermediate_size"),
         "norm": "rms",
@@ -394,11 +409,11 @@ def _gemma(config: Config, **more: Any) -> dict[str, Any]:
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
-    features = config.size("n_embd")
+    features, heads = config.divided("n_embd", "n_head")
     config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), default="gelu_new")
     return {
         "vocab_size": config.size("vocab_size"),
-        "num_heads": config.size("n_head"),
+        "num_heads": heads,
         "features": features,
         "num_layers": config.size("n_layer"),
         "mlp": "gelu_tanh",

@@ -1,8 +1,11 @@
 """Decoders of Hugging Face's library in this one: logits and greedy tokens are its own, by fixtures it has made."""
 
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +63,44 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
     np.testing.assert_allclose(logits, known["logits"], atol=2e-5)
     steps = len(known["greedy"])
     assert steps == 100
-    np.testing.assert_array_equal(sl.generate(model, known["tokens"][None, :12], steps)[0], known["greedy"])
+    chunk = (5, 4, None, 7)[NAMES.index(name) % 4]  # the prompt in pieces, or whole
+    found = sl.generate(model, known["tokens"][None, :12], steps, chunk=chunk)[0]
+    np.testing.assert_array_equal(found, known["greedy"])
+
+
+def test_spread_over_eight_devices():
+    """Sequences and the parameters' heads and features are split; with windows, grouped heads, a prompt in pieces."""
+    code = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+import sparse_layers as sl
+
+folder = sys.argv[1]
+known = np.load(folder + "/expected.npz")
+model = sl.from_huggingface(folder, param_dtype=jnp.float32, implementation="xla")
+mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+graph, weights = nnx.split(model)
+
+def placed(x):
+    axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] % 2 == 0), None)
+    return jax.device_put(x, NamedSharding(mesh, P(*("model" if i == axis else None for i in range(x.ndim)))))
+
+model = nnx.merge(graph, jax.tree.map(placed, weights))
+tokens = jax.device_put(np.tile(known["tokens"], (8, 1)), NamedSharding(mesh, P("data")))
+with jax.set_mesh(mesh):
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+    assert len(logits.sharding.device_set) == 8
+    np.testing.assert_allclose(logits, np.tile(known["logits"], (8, 1, 1)), atol=2e-5)
+    found = sl.generate(model, tokens[:, :12], 30, chunk=5)
+    np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)))
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-c", code, str(FIXTURES / "gemma3_text")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_windows_by_block_lists():
@@ -175,6 +215,9 @@ REFUSED = [
     ({"num_hidden_layers": 2}, "unknown model.layers.2."),
     ({"intermediate_size": 40}, "gate_proj.weight (48, 32), not (40, 32)"),
     ({"num_key_value_heads": 4}, "self_attn.k_proj.weight (24, 32), not (48, 32)"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads=4, got 3"),
+    ({"head_dim": 7}, "head_dim must be even, for pairs of features turn, got 7"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}}, "theta must be > 1 with YarnScaling"),
 ]
 
 
@@ -206,6 +249,8 @@ def test_tensors_that_are_refused(change, reason, tmp_path):
 
 
 def test_files_that_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing is downloaded: 'Qwen/Qwen3-8B'"):
+        sl.from_huggingface("Qwen/Qwen3-8B")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         sl.from_huggingface(tmp_path)
     folder = write(tmp_path / "model", "qwen3")
