@@ -416,6 +416,6 @@ def _refuse(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and (name, value) not in (("max_step", 1), ("start", 0)):
             raise NotImplementedError(
-                "NativeSparseAttention reads prompts as a whole and then a token a step, by places in the sequence; "
+                "NativeSparseAttention reads prompts as a whole and then a token a step, by their places: "
                 f"chunk, start, total, max_step and positions must be left out, got {name}={value!r}"
             )

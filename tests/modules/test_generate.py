@@ -284,6 +284,7 @@ def test_generation_is_compiled_once():
 
     model = make(**MODELS["interleaved"])
     sl.generate(model, PROMPTS, COUNT, stop_token=0)
+    sl.generate(model, PROMPTS, COUNT)
     before = _generate._cache_size()
     sl.generate(model, PROMPTS[::-1], COUNT)
     sl.generate(make(seed=1, **MODELS["interleaved"]), PROMPTS, COUNT, stop_token=1)
