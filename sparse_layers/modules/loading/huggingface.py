@@ -40,7 +40,8 @@ def from_huggingface(
 
     Of GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2; models of experts and of
     latent attention are not among them. Nothing is downloaded, and nothing in a file is executed. Tensors are read one
-    by one: loading needs the memory of the model and that of its largest tensor.
+    by one: loading needs the memory of the model and twice that of its largest tensor, which with ``scan_layers`` is a
+    matrix of all layers.
 
     Args:
       folder: with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or several files
