@@ -145,6 +145,8 @@ def from_gpt2(
     config.one_of("model_type", ("gpt2",))
     if num_heads is not None:
         config.values["n_head"] = num_heads
+        if (features := config.size("n_embd")) % num_heads:  # the argument's fault, not the file's
+            raise ValueError(f"num_heads={num_heads} must divide features={features}")
     return _loaded(place, config, lambda: files, patterns, options=options, **given)
 
 

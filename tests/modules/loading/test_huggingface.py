@@ -287,6 +287,13 @@ def test_files_that_are_refused(tmp_path):
         sl.from_huggingface(folder)
 
 
+def test_heads_that_do_not_divide_the_features_of_a_gpt2(tmp_path):
+    with pytest.raises(ValueError, match=r"^num_heads=5 must divide features=32"):
+        sl.from_gpt2(FIXTURES / "gpt2", num_heads=5)
+    with pytest.raises(ValueError, match=r"config\.json: n_head must divide n_embd=32, got 5"):
+        sl.from_huggingface(write(tmp_path / "model", "gpt2", n_head=5))
+
+
 def pure(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 

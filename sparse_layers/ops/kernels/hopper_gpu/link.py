@@ -74,7 +74,7 @@ class HopperLink(Link):
 
     @property
     def gives_dkv(self) -> bool:
-        return self.unserved("dkv") is None or self.single_keys
+        return self.adds_in_float32 or self.single_keys
 
     @property
     def adds_in_float32(self) -> bool:
