@@ -384,19 +384,23 @@ class Descriptor:
 # --- shared memory, barriers and products -----------------------------------------------------------------------------
 
 
+def elements_of(bases, columns):
+    """Which element of a tile of so many columns lies at each offset, by the bases of a linear layout."""
+    offset = np.arange(1 << len(bases))
+    return functools.reduce(np.bitwise_xor, [(offset >> i & 1) * (r * columns + c) for i, (r, c) in enumerate(bases)])
+
+
 def places_of(layout, rows, columns, itemsize):
     """Of each element of a tile in some layout its place in an array that stands for one in the copy engine's layout.
 
     That is in parts of 128 bytes a row, in which 16 bytes are at the place ``place ^ (row % 8)``.
     """
     offset = np.arange(rows * columns)
-    bases = [(row * columns + column, offset >> i & 1) for i, (row, column) in enumerate(layout.offset_bases)]
-    element = functools.reduce(np.bitwise_xor, [base * bit for base, bit in bases])
     part, inside = np.divmod(offset * itemsize, 128 * rows)
     row, byte = np.divmod(inside, 128)
     column = 128 * part + (byte // 16 ^ row % 8) * 16 + byte % 16
     places = np.empty_like(offset)
-    places[element] = row * columns + column // itemsize
+    places[elements_of(layout.offset_bases, columns)] = row * columns + column // itemsize
     return places
 
 
