@@ -4,8 +4,9 @@
     python -m benchmarks.models --prompt 16384 --batch 1 --seq-len 131072 --patterns causal --record prompts.json
 
 A step adds a token to each sequence at the end of full caches, and takes the likeliest next token. ``read`` is what
-it must read: all weights, and of each cache the rows that the pattern looks at; ``floor`` the time that this takes at
-``--bandwidth``. Times are those of steps in one compiled loop, the median of five loops.
+it must read: all weights, and of each cache the rows that the pattern looks at, for each head that chooses its own;
+``floor`` the time that this takes at ``--bandwidth``. Times are those of steps in one compiled loop, the median of five
+loops.
 
 With ``--prompt`` sequences are read in pieces of so many tokens, by a program for each piece, which changes the caches
 in place. ``beside`` is the most memory that one of these programs takes beside weights and caches, by the compiler;
@@ -92,8 +93,7 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return jax.lax.scan(step, (caches, tokens), positions)[0]
 
     held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
-    row = 2 * 2 * options.features // options.heads * options.key_heads  # bytes of a token's keys and values
-    read = held[0] + sum(options.batch * cache.num_reads * row for cache in caches)
+    read = held[0] + sum(bytes_read(cache, options) for cache in caches)
     tokens = jnp.zeros(options.batch, jnp.int32)
     run = jax.jit(loop, donate_argnums=1).lower(weights, caches, tokens).compile()
     times = []
@@ -104,6 +104,14 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ms = statistics.median(times[1:]) * 1e3
     floor = read / options.bandwidth / 1e9
     return {"pattern": name, "ms": ms, "weights": held[0], "caches": held[1], "read": read, "floor_ms": floor}
+
+
+def bytes_read(cache: sl.KVCache, options: argparse.Namespace) -> int:
+    """What a step must read of a layer's cache: the rows it looks at, and what its scorer chooses them by."""
+    scorer, pooled = cache.selection, 0 if cache.pooled is None else cache.pooled.nbytes
+    heads = options.heads if scorer is not None and scorer.per_query_head else options.key_heads
+    size = 2 * 2 * options.features // options.heads  # of a key and a value
+    return options.batch * cache.num_reads * heads * size + pooled
 
 
 def read(name: str, options: argparse.Namespace) -> dict[str, Any]:

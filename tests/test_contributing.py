@@ -14,7 +14,7 @@ import safetensors.numpy
 
 import sparse_layers as sl
 from sparse_layers.masks.presets import _PRESETS
-from sparse_layers.modules.loading.huggingface import _FAMILIES
+from sparse_layers.modules.loading.families import FAMILIES
 from sparse_layers.ops import attention
 from tests.masks.test_masks import exact_states, rectangles
 from tests.modules.loading.test_huggingface import expected, run, tensors, write
@@ -37,7 +37,7 @@ def templates():
         exec(compile(TEMPLATES[file], f"CONTRIBUTING.md: {file}", "exec"), names)
         return {name: value for name, value in names.items() if found.get(name) is not value}
 
-    with mock.patch.dict(_PRESETS), mock.patch.dict(_FAMILIES), mock.patch.dict(sl.Scorer._named):
+    with mock.patch.dict(_PRESETS), mock.patch.dict(FAMILIES), mock.patch.dict(sl.Scorer._named):
         yield made
 
 
@@ -50,7 +50,7 @@ def run_examples(thing):
 
 def test_there_is_one_for_each_common_addition():
     rooms = ["masks/presets", "masks/primitives", "ops/kernels/dense", "scorers/methods"]
-    assert [*TEMPLATES] == [f"sparse_layers/{x}" for x in (*rooms, "modules/loading/huggingface")]
+    assert [*TEMPLATES] == [f"sparse_layers/{x}" for x in (*rooms, "modules/loading/families")]
 
 
 def test_a_preset(templates):
@@ -99,7 +99,7 @@ def test_a_scorer(templates, monkeypatch):
 
 
 def test_a_family_of_decoders(templates, tmp_path):
-    templates("sparse_layers/modules/loading/huggingface")
+    templates("sparse_layers/modules/loading/families")
     # Qwen 3 with another name of a norm.
     old, new = "post_attention_layernorm", "ffn_norm"
     folder = write(tmp_path / "mine", "qwen3", model_type="mine")

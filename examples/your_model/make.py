@@ -11,7 +11,7 @@ import optax.contrib
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.huggingface import Config, described
+from sparse_layers.modules.loading.families import Config, described
 
 from .saving import save
 from .text import load

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.huggingface import Config, Place, described, places_of
+from sparse_layers.modules.loading.families import Config, described
+from sparse_layers.modules.loading.huggingface import Place, places_of
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -528,6 +528,8 @@ class SparseSelfAttention(SparseAttention):
             # Attention reads the cache that is returned: without a barrier XLA would fill a second one for it.
             after = jax.lax.optimization_barrier(after)
             out = fn.attend_piece((before, after), query, key, value, start, total, **extras)
+        # The cache is filled now: XLA may do that at the end of a program, and keep the keys of all layers until then.
+        out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after
 
     def decode_step(

@@ -1,4 +1,4 @@
-"""`from_huggingface`: decoders as Hugging Face stores them, as sparse language models; each family is a table."""
+"""`from_huggingface`: decoders as Hugging Face stores them, as sparse language models."""
 
 import dataclasses
 import errno
@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -16,14 +16,17 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ...masks.options import Natural, Positive, checked, near, real, refuse_unknown
-from ...masks.primitives import Causal, Window
+from ...masks.options import refuse_unknown
 from ..attention_fn import Pattern
-from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from ..settings import LoadedModelOptions, check_settings, check_stream
 from ..transformer import SparseTransformer
 from .dense import refuse_fixed, refuse_names, refuse_shapes, some
-from .safetensors import Stored, read_json, stored, tensors_of
+from .families import Config, Family, described
+from .safetensors import Stored, stored, tensors_of
+
+_HEAD = "lm_head.weight"
+# What older files hold beside the weights: frequencies, and GPT-2's causal mask and its fill value.
+_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
 def from_huggingface(
@@ -40,8 +43,7 @@ def from_huggingface(
 
     Of GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2; models of experts and of
     latent attention are not among them. Nothing is downloaded, and nothing in a file is executed. Tensors are read one
-    by one: loading needs the memory of the model and twice that of its largest tensor, which with ``scan_layers`` is a
-    matrix of all layers.
+    by one: loading needs the memory of the model and twice that of the largest tensor in the files.
 
     Args:
       folder: with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or several files
@@ -163,7 +165,7 @@ def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
 
 def _loaded(
     path: pathlib.Path,
-    config: "Config",
+    config: Config,
     tensors: Callable[[], dict[str, Stored]],
     patterns: Pattern | Sequence[Pattern] | None,
     *,
@@ -220,211 +222,9 @@ def _loaded(
         nnx.update(model, nnx.jit(lambda rngs: others(make(rngs)))(nnx.Rngs(**seeds)))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for at, several in places.items():
-        value = _read(several, files, param_dtype).reshape(params[at].shape)
-        # Waited for, or the host would hold several twice while they are on their way.
-        nnx.update(model, nnx.from_flat_state([(at, params[at].replace(jnp.asarray(value).block_until_ready()))]))
-        del value
+        value = _read(several, files, params[at].shape, param_dtype)
+        nnx.update(model, nnx.from_flat_state([(at, params[at].replace(value))]))
     return model
-
-
-# --- configurations --------------------------------------------------------------------------------------------------
-
-
-class Config:
-    """A config.json. What is null there counts as left out, but for `need`."""
-
-    def __init__(self, file: pathlib.Path, values: dict[str, Any] | None = None):
-        self.file, self.values = file, read_json(file) if values is None else values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A setting, or the default."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def need(self, name: str) -> Any:
-        """A setting that must be there, maybe null: what is meant without it is not said."""
-        if name not in self.values:
-            raise ValueError(f"{self.file}: {name} is missing")
-        return self.values[name]
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1."""
-        return checked(f"{self.file}: {name}", self.get(name, default), Positive)
-
-    def number(self, name: str) -> float:
-        """A number > 0."""
-        number = real(self.get(name))
-        return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
-
-    def divided(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
-        """Two integers >= 1, of which the second divides the first."""
-        whole, part = self.size(name), self.size(by, default)
-        if whole % part:
-            raise ValueError(f"{self.file}: {by} must divide {name}={whole}, got {part}")
-        return whole, part
-
-    def one_of(self, name: str, served: Collection[Any], rule: str = "", default: Any = None) -> Any:
-        """A setting that is one of some values."""
-        value = self.get(name, default)
-        if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in served):
-            rule = rule or " or ".join(map(repr, served))
-            raise ValueError(f"{self.file}: {name} must be {rule}, got {value!r}")
-        return value
-
-
-# Settings that must have one of these values, of which the first is meant where they are left out.
-_SERVED = {
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-    "quantization_config": (None,),
-    "use_bidirectional_attention": (False,),
-    "tie_word_embeddings": (None, True, False),
-    "attention_bias": (False, True),
-    "mlp_bias": (False, True),
-    "use_sliding_window": (False, True),
-    "partial_rotary_factor": (1,),
-}
-# The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers.
-_SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-_NUMBERS = {"original_max_position_embeddings": "original_length", "beta_fast": "fast", "beta_slow": "slow"}
-_NUMBERS |= {"low_freq_factor": "low", "high_freq_factor": "high", "truncate": "rounded"}
-
-
-def described(config: Config) -> tuple["Family", dict[str, Any]]:
-    """The architecture, and the arguments of `SparseTransformer`.
-
-    Raises:
-      ValueError: see `from_huggingface`.
-    """
-    family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        known = near(config.get("model_type"), _FAMILIES)
-        raise ValueError(f"{config.file}: model_type: {known}; models of experts or of images are not served")
-    for name, served in _SERVED.items():
-        config.one_of(name, served, default=served[0])
-    settings = family.settings(config)
-    count = settings["num_layers"]
-    own = [_SLIDING if family.slides(config, i) else _FULL for i in range(count)]
-    kinds = config.get("layer_types") or own
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (_FULL, _SLIDING) for kind in kinds):
-        raise ValueError(f"{config.file}: layer_types must be {count} times {_FULL!r} or {_SLIDING!r}, got {kinds}")
-    if kinds != own and not family.mixes:
-        raise ValueError(f"{config.file}: layer_types must be those that this architecture has, {own}, got {kinds}")
-    # What layers take in turn, once.
-    turn = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
-    windows = {_SLIDING: config.size("sliding_window") - 1} if _SLIDING in kinds else {}
-    masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:turn])
-    settings["patterns"] = tuple(masks)
-    if settings["positions"] == "rope":
-        settings["rope"] = tuple(_rope(config, family, kind) for kind in kinds[:turn])
-    return family, settings
-
-
-def _rope(config: Config, family: "Family", kind: str) -> Rope:
-    """The rotary embeddings of a kind of layer.
-
-    Raises:
-      ValueError: names the file.
-    """
-    given, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
-    local = kind == _SLIDING and len(family.thetas) > 1
-    theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    if isinstance(given, dict) and {_FULL, _SLIDING} & {*given}:
-        given = given.get(kind)
-    elif given and len(family.thetas) > 1:
-        raise ValueError(f"{config.file}: rope_parameters must be of {_FULL!r} and of {_SLIDING!r}, got {given!r}")
-    elif given and older and given != older:
-        raise ValueError(f"{config.file}: rope_parameters and rope_scaling must agree, got {given!r} and {older!r}")
-    elif not given:
-        given = {} if local else older
-    if not isinstance(given, dict):
-        raise ValueError(f"{config.file}: rotary embeddings must be an object, got {given!r}")
-    given = {word: value for word, value in given.items() if value is not None}
-    theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", 1)
-    if share != 1:
-        raise ValueError(f"{config.file}: partial_rotary_factor must be 1, got {share!r}")
-    kind_of_scaling = given.pop("type", "default")
-    name, scaling = given.pop("rope_type", kind_of_scaling), None
-    try:
-        if name != "default":
-            scaling = _scaling(config, str(name), given)
-        return Rope(theta, scaling=scaling)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
-
-
-def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
-    """The scaling of a name with the numbers given.
-
-    Raises:
-      ValueError, TypeError: an unknown name or number, or a missing or wrong one.
-    """
-    if name not in _SCALINGS:
-        raise ValueError(f"rope_type: {near(name, ['default', *_SCALINGS])}")
-    known, needed = {field.name for field in dataclasses.fields(_SCALINGS[name])}, {"factor"}
-    if "original_length" in known:
-        original = "original_max_position_embeddings"
-        length = given.get(original, config.get("max_position_embeddings"))
-        given = given | {original: config.get(original, length)}
-    if name == "llama3":
-        needed |= {"low_freq_factor", "high_freq_factor"}
-    unknown, missing = [x for x in given if _NUMBERS.get(x, x) not in known], sorted(needed - {*given})
-    if unknown or missing:
-        raise ValueError(f"{name!r} {f'has no {some(unknown)}' if unknown else f'needs {some(missing)}'}")
-    make: Any = _SCALINGS[name]
-    return make(**{str(_NUMBERS.get(word, word)): value for word, value in given.items()})
-
-
-def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, Any]:
-    """What all families share but GPT-2; the MLP's function if none is said, and more are a family's own."""
-    features = config.size("hidden_size")
-    heads, kv_heads = config.divided("num_attention_heads", "num_key_value_heads", config.size("num_attention_heads"))
-    head_dim = config.size("head_dim", features // heads)
-    if head_dim % 2:
-        raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
-    biases = ("query", "key", "value", "out") if config.get("attention_bias", False) else ()
-    activation = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    mlps = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "num_heads": heads,
-        "features": features,
-        "num_layers": config.size("num_hidden_layers"),
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mlp": mlps[config.one_of(activation, tuple(mlps), default=function)],
-        "mlp_features": config.size("intermediate_size"),
-        "norm": "rms",
-        "norm_epsilon": config.number("rms_norm_eps"),
-        "use_bias": (*biases, "mlp") if config.get("mlp_bias", False) else biases,
-        "positions": "rope",
-        "seq_len": config.size("max_position_embeddings"),
-    } | more
-
-
-def _gemma(config: Config, **more: Any) -> dict[str, Any]:
-    more |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
-    more["scale"] = config.number("query_pre_attn_scalar") ** -0.5
-    caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
-    more |= {ours: config.number(theirs) for ours, theirs in caps.items() if config.need(theirs) is not None}
-    return _llama(config, function="gelu_pytorch_tanh", **more)
-
-
-def _gpt2(config: Config) -> dict[str, Any]:
-    features, heads = config.divided("n_embd", "n_head")
-    config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), default="gelu_new")
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "num_heads": heads,
-        "features": features,
-        "num_layers": config.size("n_layer"),
-        "mlp": "gelu_tanh",
-        "mlp_features": config.size("n_inner", 4 * features),
-        "norm_epsilon": config.number("layer_norm_epsilon"),
-        "positions": "learned",
-        "seq_len": config.size("n_positions"),
-    }
 
 
 def _gpt2_of(path: pathlib.Path, files: Mapping[str, Stored]) -> dict[str, Any]:
@@ -445,108 +245,6 @@ def _gpt2_of(path: pathlib.Path, files: Mapping[str, Stored]) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
     }
-
-
-# --- families --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """An architecture: where its parameters are, and what `SparseTransformer` is told.
-
-    Attributes:
-      names: modules of ours -> those of the files, {} for the number of the layer; a pair for the second's part of
-        queries, keys and values side by side.
-      settings: the arguments of `SparseTransformer`, of a configuration.
-      slides: whether layer i has a window, where the configuration has no layer_types.
-      prefix: what names may begin with, but for that of the head.
-      conv1d: whether kernels are [in, out], and not [out, in].
-      from_one: whether scales of norms are stored as differences from 1.
-      mixes: whether layer_types may mix layers with and without a window.
-      thetas: of the rotary embeddings of layers without a window and of those with one, where the configuration has
-        none; two where they differ, and then only the first are scaled.
-    """
-
-    names: Mapping[str, str | tuple[str, int]]
-    settings: Callable[[Config], dict[str, Any]]
-    slides: Callable[[Config, int], bool] = lambda config, i: False
-    prefix: str = "model."
-    conv1d: bool = False
-    from_one: bool = False
-    mixes: bool = False
-    thetas: tuple[float, ...] = (10000.0,)
-
-
-_LLAMA = {
-    "token_embedding": "embed_tokens",
-    "final_norm": "norm",
-    "head": "lm_head",
-    "blocks.attention_norm": "layers.{}.input_layernorm",
-    "blocks.attention.query": "layers.{}.self_attn.q_proj",
-    "blocks.attention.key": "layers.{}.self_attn.k_proj",
-    "blocks.attention.value": "layers.{}.self_attn.v_proj",
-    "blocks.attention.out": "layers.{}.self_attn.o_proj",
-    "blocks.attention.query_ln": "layers.{}.self_attn.q_norm",
-    "blocks.attention.key_ln": "layers.{}.self_attn.k_norm",
-    "blocks.mlp_norm": "layers.{}.post_attention_layernorm",
-    "blocks.mlp_gate": "layers.{}.mlp.gate_proj",
-    "blocks.mlp_in": "layers.{}.mlp.up_proj",
-    "blocks.mlp_out": "layers.{}.mlp.down_proj",
-}
-_POST = {
-    "blocks.attention_out_norm": "layers.{}.post_attention_layernorm",
-    "blocks.mlp_out_norm": "layers.{}.post_feedforward_layernorm",
-}
-_OLMO2 = _LLAMA | _POST
-_GEMMA = _OLMO2 | {"blocks.mlp_norm": "layers.{}.pre_feedforward_layernorm"}
-_GPT2 = {
-    "token_embedding": "wte",
-    "position_embedding": "wpe",
-    "final_norm": "ln_f",
-    "head": "lm_head",
-    "blocks.attention_norm": "h.{}.ln_1",
-    "blocks.attention.query": ("h.{}.attn.c_attn", 0),
-    "blocks.attention.key": ("h.{}.attn.c_attn", 1),
-    "blocks.attention.value": ("h.{}.attn.c_attn", 2),
-    "blocks.attention.out": "h.{}.attn.c_proj",
-    "blocks.mlp_norm": "h.{}.ln_2",
-    "blocks.mlp_in": "h.{}.mlp.c_fc",
-    "blocks.mlp_out": "h.{}.mlp.c_proj",
-}
-
-
-def _slides_from(config: Config, i: int) -> bool:
-    """Whether layer i of Qwen has a window."""
-    if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
-        return False
-    return i >= checked(f"{config.file}: max_window_layers", config.get("max_window_layers"), Natural)
-
-
-def _gemma3(config: Config) -> dict[str, Any]:
-    config.one_of("attn_logit_softcapping", (None,))
-    return _gemma(config, normalize_qk=True)
-
-
-_FAMILIES = {
-    "gpt2": Family(_GPT2, _gpt2, prefix="transformer.", conv1d=True),
-    "llama": Family(_LLAMA, _llama),
-    "mistral": Family(_LLAMA, _llama, lambda config, i: config.need("sliding_window") is not None),
-    "qwen2": Family(_LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _slides_from, mixes=True),
-    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _slides_from, mixes=True),
-    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, from_one=True, mixes=True),
-    "gemma3_text": Family(
-        _GEMMA,
-        _gemma3,
-        lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 6)),
-        from_one=True,
-        mixes=True,
-        thetas=(1000000.0, 10000.0),
-    ),
-    "olmo2": Family(_OLMO2, functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint")),
-}
-_FULL, _SLIDING, _HEAD = "full_attention", "sliding_attention", "lm_head.weight"
-# What older files hold beside the weights: frequencies, and GPT-2's causal mask and its fill value.
-_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -570,12 +268,22 @@ class Place:
         into.reshape(rows, *x.shape[1:])[...] = x[:rows]
 
 
-def _read(places: list[Place], files: Mapping[str, Stored], dtype: Dtype) -> np.ndarray:
-    """A parameter of one layer, or of all that are scanned over."""
-    value = np.empty((len(places), *places[0].shape), dtype)
-    for layer, place in zip(value, places, strict=True):
-        place.read(files[place.name], layer)
+def _read(places: list[Place], files: Mapping[str, Stored], shape: tuple[int, ...], dtype: Dtype) -> jax.Array:
+    """A parameter of one layer, or of all that are scanned over; the host holds a tensor of the files at a time."""
+    value = jnp.zeros(shape, dtype) if len(shape) > len(places[0].shape) else None
+    for layer, place in enumerate(places):
+        one = np.empty(place.shape, dtype)
+        place.read(files[place.name], one)
+        one = jnp.asarray(one)
+        # Waited for, or the host would hold several twice while they are on their way.
+        value = jax.block_until_ready(one if value is None else _put(value, layer, one))
+    assert value is not None
     return value
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(layers: jax.Array, index: int, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(layers, layer, index, 0)
 
 
 def places_of(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:

@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.huggingface import Config, described
+from sparse_layers.modules.loading.families import Config, described
 from sparse_layers.modules.loading.safetensors import stored
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -69,7 +69,7 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
 
 
 def test_spread_over_eight_devices():
-    """Sequences and the parameters' heads and features are split; with windows, grouped heads, a prompt in pieces."""
+    """Sequences and the parameters' heads and features are split; prompts whole and in pieces of several sizes."""
     code = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -77,28 +77,28 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 import sparse_layers as sl
 
-folder = sys.argv[1]
-known = np.load(folder + "/expected.npz")
-model = sl.from_huggingface(folder, param_dtype=jnp.float32, implementation="xla")
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-graph, weights = nnx.split(model)
 
 def placed(x):
     axis = next((i for i in reversed(range(x.ndim)) if x.shape[i] % 2 == 0), None)
     return jax.device_put(x, NamedSharding(mesh, P(*("model" if i == axis else None for i in range(x.ndim)))))
 
-model = nnx.merge(graph, jax.tree.map(placed, weights))
-tokens = jax.device_put(np.tile(known["tokens"], (8, 1)), NamedSharding(mesh, P("data")))
-with jax.set_mesh(mesh):
-    logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
-    assert len(logits.sharding.device_set) == 8
-    np.testing.assert_allclose(logits, np.tile(known["logits"], (8, 1, 1)), atol=2e-5)
-    found = sl.generate(model, tokens[:, :12], 30, chunk=5)
-    np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)))
+for number, folder in enumerate(sys.argv[1:]):
+    known = np.load(folder + "/expected.npz")
+    model = sl.from_huggingface(folder, param_dtype=jnp.float32, implementation="xla")
+    graph, weights = nnx.split(model)
+    model = nnx.merge(graph, jax.tree.map(placed, weights))
+    tokens = jax.device_put(np.tile(known["tokens"], (8, 1)), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        logits = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
+        assert len(logits.sharding.device_set) == 8
+        np.testing.assert_allclose(logits, np.tile(known["logits"], (8, 1, 1)), atol=2e-5, err_msg=folder)
+        found = sl.generate(model, tokens[:, :12], 30, chunk=(4, 7, 5, 6, 3, 5, 4, 6)[number])
+        np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)), err_msg=folder)
 """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
     environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-c", code, str(FIXTURES / "gemma3_text")]
+    command = [sys.executable, "-c", code, *(str(FIXTURES / name) for name in NAMES)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
 
