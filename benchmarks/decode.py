@@ -5,10 +5,9 @@
 A step adds a token to each sequence and attends from it, at the end of a full cache. ``keys`` are those that a query
 head reads; ``bytes`` what XLA counts for the attention of the step on a CPU (as written: it counts intermediate arrays,
 too, and of a fused gather all that could have been gathered, so it is counted before it is fused); ``cache`` the bytes
-that are kept. Times are those of steps in one compiled loop, the median of some loops. A round of the loop has several
-steps, as that of a model has several layers: what a round costs by itself is not a layer's. (XLA copies caches in
-rounds of several steps: ``--implementation xla --unroll 1``.) Each result is first checked against float64 in its last
-row.
+that are kept. Times are those of steps in one compiled loop, the median of some loops, divided by ``--layers``. A step
+adds its token to so many caches, as that of a model does: layers of one pattern share the lists of what they read. Each
+result is first checked against float64 in its last row.
 """
 
 import argparse
@@ -33,17 +32,17 @@ PATTERNS = {
 }
 
 
-def loop(cache: sl.KVCache, tokens: jax.Array, unroll: int) -> tuple[jax.Array, sl.KVCache]:
-    """Steps over the last positions, so many a round: tokens [n, 3, B, N, H] -> out [n, B, N, H]."""
+def loop(caches: list[sl.KVCache], tokens: jax.Array) -> tuple[tuple[jax.Array, ...], list[sl.KVCache]]:
+    """Steps over the last positions: tokens [n, 3, B, N, H] -> out [n, B, N, H] of each layer."""
     count, _, batch = tokens.shape[:3]
 
-    def step(cache, each):
+    def step(caches, each):
         position, (query, key, value) = each
-        out, cache = cache.step(query, key, value, jnp.full(batch, position))
-        return cache, out
+        outs, caches = zip(*(x.step(query, key, value, jnp.full(batch, position)) for x in caches), strict=True)
+        return list(caches), outs
 
-    cache, out = jax.lax.scan(step, cache, (cache.seq_len - count + jnp.arange(count), tokens), unroll=unroll)
-    return out, cache
+    caches, outs = jax.lax.scan(step, caches, (caches[0].seq_len - count + jnp.arange(count), tokens))
+    return outs, caches
 
 
 def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -61,19 +60,22 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     queries = jax.random.normal(jax.random.key(2), (options.steps, shape[0], *shape[2:]), dtype)
     last = [jnp.swapaxes(x[:, seq_len - options.steps :], 0, 1) for x in (keys, values)]
     tokens = jnp.stack([queries, *last], axis=1)
-    run = jax.jit(loop, donate_argnums=0, static_argnums=2).lower(cache, tokens, options.unroll).compile()
+    caches = [cache] + [jax.tree.map(jnp.copy, cache) for _ in range(options.layers - 1)]
+    run = jax.jit(loop, donate_argnums=0).lower(caches, tokens).compile()
     shapes = jax.eval_shape(lambda *x: x, cache, queries[0], jnp.full(shape[0], 0))
     with jax.default_device(jax.devices("cpu")[0]):  # on GPUs, a kernel does not tell what it reads
         analysis: Any = jax.jit(sl.KVCache.attend).lower(*shapes).cost_analysis()
     facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
-    out, cache = jax.block_until_ready(run(cache, tokens))
-    check(out[-1, 0], queries[-1, 0], keys[0], values[0], mask, dtype)
+    outs, caches = jax.block_until_ready(run(caches, tokens))
+    for out in outs:
+        check(out[-1, 0], queries[-1, 0], keys[0], values[0], mask, dtype)
     times, start = [], time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - start < options.seconds and len(times) < 25):
         before = time.perf_counter()
-        out, cache = jax.block_until_ready(run(cache, tokens))
+        _, caches = jax.block_until_ready(run(caches, tokens))
         times.append(time.perf_counter() - before)
-    return {"pattern": name, "T": seq_len, **facts, "us": statistics.median(times) / options.steps * 1e6}
+    us = statistics.median(times) / options.steps / options.layers * 1e6
+    return {"pattern": name, "T": seq_len, **facts, "us": us}
 
 
 def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, mask: sl.Mask, dtype: Any) -> None:
@@ -99,7 +101,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=256, help="in one compiled loop")
-    parser.add_argument("--unroll", type=int, default=8, help="steps in a round of the loop")
+    parser.add_argument("--layers", type=int, default=8, help="caches that a step adds its token to")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing for each cell; three loops at least")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on GPUs, else float32")
     parser.add_argument("--implementation", choices=["triton", "xla"], help="who attends; default: that of KVCache")
@@ -109,8 +111,8 @@ def main() -> None:
     record = Record(options.record, jax.devices()[0].device_kind)
     record.say(
         f"{record.heading}\n"
-        f"B={options.batch} N={options.heads} H={options.head_size} {options.dtype}\n\n"
-        f"| T = {', '.join(map(str, options.lengths))} | keys | MiB | MiB of cache | µs a token |\n"
+        f"B={options.batch} N={options.heads} H={options.head_size} {options.dtype}, {options.layers} layers\n\n"
+        f"| T = {', '.join(map(str, options.lengths))} | keys | MiB | MiB of cache | µs a layer |\n"
         "| --- | --- | --- | --- | --- |"
     )
     for name in options.patterns:
