@@ -67,8 +67,7 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
         analysis: Any = jax.jit(sl.KVCache.attend).lower(*shapes).cost_analysis()
     facts = {"keys": cache.num_reads, "bytes": int(analysis["bytes accessed"]), "cache": cache.nbytes}
     outs, caches = jax.block_until_ready(run(caches, tokens))
-    for out in outs:
-        check(out[-1, 0], queries[-1, 0], keys[0], values[0], mask, dtype)
+    check([out[-1, 0] for out in outs], queries[-1, 0], keys[0], values[0], mask, dtype)
     times, start = [], time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - start < options.seconds and len(times) < 25):
         before = time.perf_counter()
@@ -78,15 +77,17 @@ def measured(name: str, seq_len: int, options: argparse.Namespace) -> dict[str, 
     return {"pattern": name, "T": seq_len, **facts, "us": us}
 
 
-def check(out: jax.Array, query: jax.Array, keys: jax.Array, values: jax.Array, mask: sl.Mask, dtype: Any) -> None:
-    """Compares the last row [N, H] with float64."""
+def check(
+    outs: list[jax.Array], query: jax.Array, keys: jax.Array, values: jax.Array, mask: sl.Mask, dtype: Any
+) -> None:
+    """Compares the last row [N, H] of each layer with float64."""
     length = len(keys)
     allowed = np.flatnonzero(mask(np.array(length - 1), np.arange(length)))
     q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (query, keys[allowed], values[allowed]))
     logits = np.einsum("nh,snh->ns", q, k) / np.sqrt(q.shape[-1])
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     want = np.einsum("ns,snh->nh", weights / weights.sum(-1, keepdims=True), v)
-    error = np.abs(np.asarray(out.astype(jnp.float32)) - want).max()
+    error = max(np.abs(np.asarray(out.astype(jnp.float32)) - want).max() for out in outs)
     # Rounding of weights and result to the dtype, relative to the largest value.
     budget = 4 * float(jnp.finfo(dtype).eps) * np.abs(v).max()
     assert error <= budget, f"error {error:.1e} of a budget of {budget:.1e}"
