@@ -24,6 +24,7 @@ from ..masks.algebra import Mask
 from ..masks.presets import preset
 from ..masks.primitives import Causal
 from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
+from ..ops.decoding.cache import KVCache
 from ..ops.kernels.call import Call, Operands
 from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
@@ -39,6 +40,8 @@ _PACKAGES = {
     "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 }
 _BATCH, _HEADS, _KEY_HEADS, _SIZE = 2, 2, 1, 32
+# Implementations that a `KVCache` knows.
+_DECODE = ("triton", "xla")
 
 
 # --- what there is ---------------------------------------------------------------------------------------------------
@@ -193,6 +196,7 @@ class Check:
       dtype: of query, key, value and out.
       documents: whether there are segment ids: three documents, then padding.
       block: block size of queries and keys; None leaves it to the library.
+      steps: of decoding, which add the last tokens; then out alone is compared, of these.
     """
 
     name: str
@@ -201,6 +205,7 @@ class Check:
     dtype: str
     documents: bool = False
     block: int | None = None
+    steps: int = 0
 
     def __str__(self):
         return f"{self.name}, T = {self.length}, {self.dtype}"
@@ -276,12 +281,12 @@ class Result:
 
 
 def checks(implementation: str) -> list[Check]:
-    """What an implementation is checked on here: one tiny call if it is interpreted, else three.
+    """What an implementation is checked on here: one tiny call if it is interpreted, else three, and steps of decoding.
 
     Example:
       >>> from sparse_layers.tools.doctor import checks
       >>> [check.name for check in checks("xla")]
-      ['causal', 'strided chain', 'longformer, documents']
+      ['causal', 'strided chain', 'longformer, documents', 'decoding']
     """
     if made_for(implementation):
         return [Check("strided", _preset("strided", local_attn_ctx=16), 75, "float32", block=16)]
@@ -290,11 +295,13 @@ def checks(implementation: str) -> list[Check]:
     if implementation == "cudnn":  # it takes an even number of tokens
         length -= 1
     longformer = _preset("longformer", window=length // 6, global_tokens=5, causal=False)
-    return [
+    strided = _preset("sparse_transformer_strided", stride=stride)
+    found = [
         Check("causal", Causal(), length, "bfloat16"),
-        Check("strided chain", _preset("sparse_transformer_strided", stride=stride), length, "float32", block=block),
+        Check("strided chain", strided, length, "float32", block=block),
         Check("longformer, documents", longformer, length, "float32", documents=True),
     ]
+    return found + ([Check("decoding", strided, length, "bfloat16", steps=3)] if implementation in _DECODE else [])
 
 
 def self_check(implementations: Sequence[str] | None = None) -> Iterator[Result]:
@@ -334,7 +341,9 @@ def _result(implementation: str, check: Check) -> Result:
 
 
 def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
-    """What the op gives, in float64, by `ANSWERS`."""
+    """What the op gives, in float64, by `ANSWERS`; of steps of decoding, out alone."""
+    if check.steps:
+        return {"out": np.asarray(_decoded(implementation, check)).astype(np.float64)}
     plan, ids = check.plan(implementation), check.segment_ids()
 
     @jax.jit
@@ -348,6 +357,23 @@ def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
     return {name: np.asarray(x).astype(np.float64) for name, x in zip(ANSWERS, run(*check.arrays()), strict=True)}
 
 
+def _decoded(implementation: str, check: Check) -> jax.Array:
+    """Out [B, steps, N, H] of the last tokens, which steps of decoding add to the others."""
+    sizes: dict[str, Any] = {"batch": _BATCH, "num_heads": _HEADS, "num_kv_heads": _KEY_HEADS, "head_size": _SIZE}
+    first = check.length - check.steps
+
+    @jax.jit
+    def run(query, key, value):
+        cache = KVCache.empty(check.mask, check.length, dtype=check.dtype, implementation=implementation, **sizes)
+        cache, outs = cache.filled(key[:, :first], value[:, :first]), []
+        for at in range(first, check.length):
+            out, cache = cache.step(query[:, at], key[:, at], value[:, at], jnp.full(_BATCH, at))
+            outs.append(out)
+        return jnp.stack(outs, axis=1)
+
+    return run(*check.arrays()[:3])
+
+
 @functools.lru_cache(maxsize=8)
 def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The right answers, and what an implementation may be off, by `ANSWERS`."""
@@ -355,6 +381,8 @@ def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     allowed = check.mask.dense(check.length)[None, None]
     if (ids := check.segment_ids()) is not None:
         allowed = allowed & ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
+    # Of the steps of decoding; without any, of all tokens.
+    query, dout, allowed = query[:, -check.steps :], dout[:, -check.steps :], allowed[:, :, -check.steps :]
     right, sizes = attention(query, key, value, dout, allowed, "float64")
     rough, _ = attention(query, key, value, dout, allowed, check.dtype)
     eps = float(jnp.finfo(check.dtype).eps)
@@ -434,7 +462,7 @@ def examine() -> int:
         print(f"\nFAILED: JAX finds no device to compute on: {_brief(error)}")
         return 1
     print(report(), flush=True)
-    print("\nself-check of out, dq, dk and dv against float64; an error of 1.00 of its budget would still pass")
+    print("\nself-check of out, dq, dk and dv (of decoding, out) against float64; 1.00 of a budget would still pass")
     results = []
     for result in self_check():
         print(f"  {result}", flush=True)

@@ -174,6 +174,13 @@ def test_a_planted_fault_is_found(implementation, side, fault, text, number, mon
     assert summary.startswith("FAILED in ") and f"{implementation} ({doctor.checks(implementation)[0]})" in summary
 
 
+def test_a_fault_of_decoding_is_found(monkeypatch):
+    attend = sl.KVCache.attend
+    monkeypatch.setattr(sl.KVCache, "attend", lambda *args, **options: attend(*args, **options) * 1.03)
+    *_, check = doctor.checks("xla")
+    assert check.steps and "FAIL" in str(doctor._result("xla", check))
+
+
 def test_nan_fails(monkeypatch):
     check = doctor.Check("causal", sl.Causal(), 20, "float32")
     right, _ = doctor._expected(check)
@@ -182,7 +189,7 @@ def test_nan_fails(monkeypatch):
     assert not result.passed and "FAIL  inf of the budget (dv)" in str(result)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_budgets_are_a_few_roundings(number):
     check = doctor.checks("xla")[number]
     right, budgets = doctor._expected(check)
@@ -191,12 +198,12 @@ def test_budgets_are_a_few_roundings(number):
 
 
 def test_the_checks_are_ragged_chained_and_have_documents():
-    causal, chain, documents = doctor.checks("xla")
+    causal, chain, documents, decoding = doctor.checks("xla")
     assert {causal.dtype, chain.dtype} == {"bfloat16", "float32"}
     assert len(chain.plan("xla").chains[0]) == 2
     ids = documents.segment_ids()
     assert ids is not None and len(set(ids[0])) == 4 and ids.min() < 0
-    assert all(check.length % 16 for check in (causal, chain, documents))
+    assert all(check.length % 16 for check in (causal, chain, documents, decoding))
     for name in ("pallas_tpu", "triton"):
         if doctor.made_for(name):
             (check,) = doctor.checks(name)
@@ -236,7 +243,7 @@ def test_as_a_module_without_a_gpu(tmp_path):
     assert "  triton        unavailable: it needs an NVIDIA GPU, and JAX computes on cpu" in lines
     assert "  xla           works; implementation=None takes it" in lines
     assert any(line.startswith("  pallas_tpu    works, interpreted") for line in lines)
-    assert lines[-1].startswith("all 7 checks passed in ") and lines[-1].endswith(": pallas_tpu, xla, reference")
+    assert lines[-1].startswith("all 8 checks passed in ") and lines[-1].endswith(": pallas_tpu, xla, reference")
     assert not list(tmp_path.iterdir())
 
 
