@@ -24,7 +24,8 @@ def save(model: sl.SparseTransformer, folder: str | os.PathLike[str], config: Ma
     The tensors are made and written one by one. The files of a tokenizer are not written: copy them.
 
     Args:
-      model: of a family that `sparse_layers.from_huggingface` knows; the tensors get the dtypes of its parameters.
+      model: of a family that `sparse_layers.from_huggingface` knows; the tensors get the dtypes of its parameters, and
+        Gemma's differences from 1 that of its embedding.
       folder: a new one, or one whose two files are written anew.
       config: what config.json shall hold: that of the folder which the model was loaded from, or one with changes. It
         has no words for patterns but windows, and these in some families only: ``layer_types``, ``sliding_window``.
@@ -54,27 +55,31 @@ def save(model: sl.SparseTransformer, folder: str | os.PathLike[str], config: Ma
     if odd:
         raise ValueError(f"model: such files hold no {'.'.join(map(str, odd[0]))} of {params[odd[0]].dtype}")
 
+    def dtype_of(place: Place, param: Any) -> Any:
+        return model.token_embedding.embedding[...].dtype if place.offset else param.dtype
+
     tensors: dict[str, list[tuple[Place, Any, int]]] = {}
     for place, at, layer in here:
         tensors.setdefault(place.name, []).append((place, params[at], layer))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, ((place, param, _), *_) in tensors.items():
-        begin, end = end, end + math.prod(place.stored) * param.dtype.itemsize
-        header[name] = {"dtype": _DTYPES[param.dtype.name], "shape": place.stored, "data_offsets": [begin, end]}
+        dtype = dtype_of(place, param)
+        begin, end = end, end + math.prod(place.stored) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype.name], "shape": place.stored, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at multiples of their items
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name("model.safetensors").open("wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for parts in tensors.values():
-            opened.write(_tensor(parts).tobytes())
+            opened.write(_tensor(parts, dtype_of(*parts[0][:2])).tobytes())
     file.write_text(json.dumps(dict(config), indent=2) + "\n")
 
 
-def _tensor(parts: list[tuple[Place, Any, int]]) -> np.ndarray:
+def _tensor(parts: list[tuple[Place, Any, int]], dtype: Any) -> np.ndarray:
     """A tensor of the file, out of one parameter or of those that lie side by side in it: undoes `Place.read`."""
-    tensor = np.empty(parts[0][0].stored, parts[0][1].dtype)
+    tensor = np.empty(parts[0][0].stored, dtype)
     for place, param, layer in parts:
         x = np.asarray(jnp.reshape(param[...], (-1, *place.shape))[layer])  # of scanned layers, one
         into = tensor if place.part is None else np.split(tensor, 3, axis=-1)[place.part]

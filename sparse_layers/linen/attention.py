@@ -142,16 +142,16 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
     def decode_step(
         self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Any
     ) -> tuple[jax.Array, KVCache]:
-        """Applies attention to one more token of each sequence: ``layer.apply(..., method="decode_step")``.
+        """Applies attention to one more token of each sequence, or several: ``layer.apply(..., method="decode_step")``.
 
         Args:
-          inputs: [B, F].
+          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
           cache: of `prefill` or an earlier step.
-          position: int [B], the position of each token: the number of tokens before it.
+          position: int [B], the position of each token, or of the first of S: the number of tokens before it.
           **options: all other arguments of `sparse_layers.SparseSelfAttention.decode_step`.
 
         Returns:
-          (out [B, out_features], the new cache).
+          (out [B, out_features] or [B, S, out_features], the new cache).
 
         Raises:
           ValueError, TypeError, NotImplementedError: as that of NNX; the settings, see the class.
@@ -201,7 +201,8 @@ def _nnx_layer(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> NNXSelf
     index_size = 0 if scorer is None else scorer.index_features(head_size)
 
     def index(name: str, heads: int) -> nn.Module | None:
-        return nn.DenseGeneral((heads, index_size), name=name, use_bias=False, **shared) if index_size else None
+        options = {"use_bias": False, "kernel_init": layer.kernel_init, **shared}
+        return nn.DenseGeneral((heads, index_size), name=name, **options) if index_size else None
 
     return around(
         NNXSelfAttention,

@@ -201,7 +201,10 @@ class SparseTransformerBlock(nnx.Module):
                 self.mlp_gate = nnx.Linear(features, hidden, kernel_init=kernel_init, **of_mlp)
             self.mlp_out = nnx.Linear(hidden, features, kernel_init=out_kernel_init, **of_mlp)
         else:
-            self.mlp_module = nnx.data(make_mlp(rngs))
+            made = make_mlp(rngs)
+            if not callable(made):
+                raise TypeError(f"make_mlp must make a module that maps [..., F] to the same, got {made!r} of it")
+            self.mlp_module = nnx.data(made)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         # Without dropout the block keeps no random state, so that its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)

@@ -88,6 +88,7 @@ def generate(
         padding_side = "right"  # they are padded here
     elif padding_side == "left" and lengths is None:
         raise ValueError("lengths must say how many tokens each prompt has where padding_side='left', got None")
+    told = not isinstance(lengths, jax.core.Tracer)  # which tokens are padding, and may be anything
     tokens, lengths, known = _prompts(prompts, lengths)
     longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:
@@ -100,7 +101,8 @@ def generate(
     graph, arrays = taken_apart(model)
     vocab_size = _vocab_size(graph, chunk, arrays, jnp.asarray(tokens), lengths)
     # As given: cut off to 32 bits, a wrong token could become a right one.
-    _check_tokens(tokens, known, vocab_size, padding_side)
+    if told:
+        _check_tokens(tokens, known, vocab_size, padding_side)
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
     stops = _stops(stop_token, vocab_size)

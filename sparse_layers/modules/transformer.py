@@ -321,6 +321,8 @@ class SparseTransformer(nnx.Module):
             )
         chunk = end if chunk is None else checked("chunk", chunk, Positive)
         lengths = checked_lengths(lengths, len(tokens), end)
+        if start and caches is None:
+            raise TypeError(f"caches must be those of the piece before where start is above 0, got None, start={start}")
         earlier: Sequence[Any] = [None] * self.num_layers if caches is None else caches
         self._check_caches(earlier)
         if positions is not None:
@@ -428,6 +430,10 @@ class SparseTransformer(nnx.Module):
         x = self.token_embedding(tokens)
         if self.embedding_scale is not None:
             x = x * jnp.asarray(self.embedding_scale, x.dtype)
+        if self.position_embedding is not None or self.row_embedding is not None:
+            # A negative row would be counted from the end, and the last row of a table may have columns to spare.
+            there = (positions >= 0) & (positions < self.seq_len)
+            positions = jnp.where(there, positions, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         if self.row_embedding is not None and self.column_embedding is not None:

@@ -24,6 +24,7 @@ from ..masks.algebra import Mask
 from ..masks.presets import preset
 from ..masks.primitives import Causal
 from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
+from ..ops.decoding import fused
 from ..ops.decoding.cache import KVCache
 from ..ops.kernels.call import Call, Operands
 from ..ops.planning import platforms
@@ -365,6 +366,8 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
     @jax.jit
     def run(query, key, value):
         cache = KVCache.empty(check.mask, check.length, dtype=check.dtype, implementation=implementation, **sizes)
+        if implementation == "triton" and not fused.attends(cache, query[:, 0], False):
+            raise RuntimeError("the kernel does not serve a step, which XLA would compute")
         cache, outs = cache.filled(key[:, :first], value[:, :first]), []
         for at in range(first, check.length):
             out, cache = cache.step(query[:, at], key[:, at], value[:, at], jnp.full(_BATCH, at))

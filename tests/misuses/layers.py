@@ -220,6 +220,7 @@ SETTINGS = [
     ("block(norm_placement='after')", ValueError, "norm_placement", "got 'after'", "'pre', 'post' or 'sandwich'"),
     ("block(parallel=1)", ValueError, "parallel", "got 1", FLAG),
     ("block(make_mlp=3)", TypeError, "make_mlp", "got 3", "a function that makes the MLP"),
+    ("block(make_mlp=lambda rngs: 3)", TypeError, "make_mlp", "got 3", "a module that maps [..., F]"),
     ("model(embedding_scale='x')", ValueError, "embedding_scale", "got 'x'", "must be a number"),
     ("model(final_soft_cap=0)", ValueError, "final_soft_cap", "got 0", "must be a number > 0"),
     ("model(head_init=0)", TypeError, "head_init", "got 0", "must be an initializer"),

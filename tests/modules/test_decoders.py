@@ -226,7 +226,7 @@ def test_initializers_of_all_matrices():
         N,
         F,
         1,
-        patterns=PATTERN,
+        patterns="msa:block=16,count=2",
         seq_len=T,
         mlp="swiglu",
         positions="learned",

@@ -297,6 +297,8 @@ def test_what_follows_a_prompt_is_not_read():
     want, *others = [sl.generate(model, padded(pad), COUNT, lengths=LENGTHS) for pad in (0, V, -100)]
     for other in others:
         np.testing.assert_array_equal(other, want)
+    told = jax.jit(lambda lengths: sl.generate(model, padded(-100), COUNT, lengths=lengths))(LENGTHS)
+    np.testing.assert_array_equal(told, want)
     assert np.isfinite(nnx.jit(type(model).prefill)(model, padded(V), LENGTHS)[0]).all()
 
 
@@ -311,6 +313,8 @@ def test_caches_of_other_layers_are_refused():
         model.decode_step(tokens, caches, 4)
     with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]"):
         model.prefill(jnp.ones(5, int))
+    with pytest.raises(TypeError, match=r"caches must be those of the piece before .* got None, start=3"):
+        model.prefill(jnp.ones((2, 4), int), start=3)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,14 @@ def test_positions_break_the_symmetry_of_the_tokens(positions, knows_order):
     assert (difference > 1e-2) if knows_order else (difference < 1e-4)
 
 
+@pytest.mark.parametrize("positions", ["row_column", "learned"])
+def test_tables_have_no_other_positions(positions):
+    model = with_head(make(1, positions=positions, **({"position_stride": 6} if positions == "row_column" else {})))
+    at = np.array([-1, 0, T - 1, T, T + 1, T + 100])
+    logits = nnx.jit(lambda model, at: model(jnp.zeros_like(at), positions=at))(model, at[:, None])
+    np.testing.assert_array_equal(np.isnan(logits), np.broadcast_to(((at < 0) | (at >= T))[:, None, None], (6, 1, V)))
+
+
 def test_segments_are_isolated_and_options_reach_the_blocks():
     model = with_head(make(1, num_kv_heads=1, use_sinks=True, mlp="swiglu", norm="rms", positions="rope", remat=True))
     ids = jnp.asarray([[0] * 9 + [1] * 11] * 2)

@@ -69,10 +69,10 @@ _SERVED = {
     "use_sliding_window": (False, True),
     "partial_rotary_factor": (1,),
 }
-# The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers.
+# The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers, where ours differ.
 _SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-_NUMBERS = {"original_max_position_embeddings": "original_length", "beta_fast": "fast", "beta_slow": "slow"}
-_NUMBERS |= {"low_freq_factor": "low", "high_freq_factor": "high", "truncate": "rounded"}
+_NUMBERS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
+_NUMBERS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
 def described(config: Config) -> tuple["Family", dict[str, Any]]:
@@ -114,12 +114,14 @@ def _rope(config: Config, family: "Family", kind: str) -> Rope:
     given, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     local = kind == _SLIDING and len(family.thetas) > 1
     theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    if isinstance(given, dict) and {_FULL, _SLIDING} & {*given}:
-        given = given.get(kind)
-    elif given and len(family.thetas) > 1:
+    by_kind = isinstance(given, dict) and not {_FULL, _SLIDING}.isdisjoint(given)
+    if not (isinstance(given.get(kind), dict) if by_kind else not given or len(family.thetas) == 1):
         raise ValueError(f"{config.file}: rope_parameters must be of {_FULL!r} and of {_SLIDING!r}, got {given!r}")
-    elif given and older and given != older:
+    newer = given.get(_FULL) if by_kind else given
+    if newer and older and _without_theta(newer) != _without_theta(older):
         raise ValueError(f"{config.file}: rope_parameters and rope_scaling must agree, got {given!r} and {older!r}")
+    if by_kind:
+        given = given[kind]
     elif not given:
         given = {} if local else older
     if not isinstance(given, dict):
@@ -138,6 +140,10 @@ def _rope(config: Config, family: "Family", kind: str) -> Rope:
         raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
 
 
+def _without_theta(rope: Any) -> Any:
+    return {name: x for name, x in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope
+
+
 def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
     """The scaling of a name with the numbers given.
 
@@ -146,18 +152,18 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
     """
     if name not in _SCALINGS:
         raise ValueError(f"rope_type: {near(name, ['default', *_SCALINGS])}")
-    known, needed = {field.name for field in dataclasses.fields(_SCALINGS[name])}, {"factor"}
-    if "original_length" in known:
-        original = "original_max_position_embeddings"
+    known = {_NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(_SCALINGS[name])}
+    needed, original = {"factor"}, _NUMBERS["original_length"]
+    if original in known:
         length = given.get(original, config.get("max_position_embeddings"))
         given = given | {original: config.get(original, length)}
     if name == "llama3":
         needed |= {"low_freq_factor", "high_freq_factor"}
-    unknown, missing = [x for x in given if _NUMBERS.get(x, x) not in known], sorted(needed - {*given})
+    unknown, missing = [x for x in given if x not in known], sorted(needed - {*given})
     if unknown or missing:
         raise ValueError(f"{name!r} {f'has no {some(unknown)}' if unknown else f'needs {some(missing)}'}")
     make: Any = _SCALINGS[name]
-    return make(**{str(_NUMBERS.get(word, word)): value for word, value in given.items()})
+    return make(**{known[word]: value for word, value in given.items()})
 
 
 def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, Any]:

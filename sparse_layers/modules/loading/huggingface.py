@@ -52,7 +52,8 @@ def from_huggingface(
         these the logits are the model's own.
       seq_len: the longest input, in tokens; None for the configuration's number of positions. Of GPT-2's learned
         positions, a smaller one keeps the first.
-      dtype: of the computation; None: that of the parameters.
+      dtype: of the computation; None: that of the parameters. Of Gemma in bfloat16, float32 alone gives the logits to
+        all digits, for norms multiply by their scales in this dtype.
       param_dtype: of the parameters; None for that of the file's token embedding.
       rngs: random number generators for dropout: with a dropout_rate, one key of the stream ``dropout`` (or
         ``default``) is drawn, otherwise none; None for ``nnx.Rngs(0)``.
@@ -60,7 +61,7 @@ def from_huggingface(
         ``scan_layers``, ``implementation``, ``selection``, ``use_sinks`` (sinks start at zero), ...
 
     Returns:
-      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums, rounded to param_dtype.
+      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums, in float32.
 
     Raises:
       FileNotFoundError: config.json or the tensors are missing.
@@ -188,16 +189,18 @@ def _loaded(
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     embedding = f"{prefix}{family.names['token_embedding']}.weight"
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
+    odd = [name for name, x in files.items() if x.dtype is None]
+    if odd:
+        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {some(odd)}")
     if settings["tie_embeddings"] and _HEAD in files:
         head, tied = files.pop(_HEAD), files.get(embedding)
         if tied is not None and not np.array_equal(head.read(), tied.read()):
             raise ValueError(f"{path}: {_HEAD} differs from {embedding}, but config.json says tie_word_embeddings=true")
-    odd = [name for name, x in files.items() if x.dtype is None]
-    if odd:
-        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {some(odd)}")
     if param_dtype is None:
         param_dtype = files[embedding].dtype if embedding in files else jnp.float32
     param_dtype = jnp.dtype(param_dtype)
+    if family.from_one and dtype is None:  # scales of norms have another dtype than all else
+        settings["dtype"] = param_dtype
 
     # Initial values are replaced, so only dropout's key is the caller's.
     seeds: dict[str, Any] = {"params": 0}
@@ -222,7 +225,9 @@ def _loaded(
         nnx.update(model, nnx.jit(lambda rngs: others(make(rngs)))(nnx.Rngs(**seeds)))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for at, several in places.items():
-        value = _read(several, files, params[at].shape, param_dtype)
+        # 1 and a small difference have more digits together than half precision holds.
+        own_dtype = jnp.promote_types(param_dtype, jnp.float32) if several[0].offset else param_dtype
+        value = _read(several, files, params[at].shape, own_dtype)
         nnx.update(model, nnx.from_flat_state([(at, params[at].replace(value))]))
     return model
 

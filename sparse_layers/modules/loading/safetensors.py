@@ -56,7 +56,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file}: must hold an object, got {type(found).__name__}")
@@ -71,12 +71,15 @@ def tensors_of(file: pathlib.Path) -> dict[str, Stored]:
         size = file.stat().st_size
         try:
             header = json.loads(opened.read(start - 8) if start <= size else b"")
-            for name in header.keys() - {"__metadata__"}:
+            header.pop("__metadata__", None)
+            for name in header:
                 (begin, end), shape = header[name]["data_offsets"], tuple(map(int, header[name]["shape"]))
                 found[name] = Stored(file, shape, _DTYPES.get(header[name]["dtype"]), start + begin)
                 count = end - begin if found[name].dtype is None else math.prod(shape) * found[name].dtype.itemsize
                 if not 0 <= begin <= end <= size - start or count != end - begin:
                     raise ValueError(f"{name} does not lie in it")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}: cannot be read as a safetensors file: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            opened.seek(0)
+            hint = " (a pointer of Git LFS: run git lfs pull)" if opened.read(20) == b"version https://git-" else ""
+            raise ValueError(f"{file}: cannot be read as a safetensors file{hint}: {error}") from error
     return found

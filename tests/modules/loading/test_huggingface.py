@@ -63,7 +63,7 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
     np.testing.assert_allclose(logits, known["logits"], atol=2e-5)
     steps = len(known["greedy"])
     assert steps == 100
-    chunk = (5, 4, None, 7)[NAMES.index(name) % 4]  # the prompt in pieces, or whole
+    chunk = (5, 4, None, 7, 5, 4, 3, 6)[NAMES.index(name)]  # the prompt in pieces, or whole
     found = sl.generate(model, known["tokens"][None, :12], steps, chunk=chunk)[0]
     np.testing.assert_array_equal(found, known["greedy"])
 
@@ -171,7 +171,11 @@ def test_what_is_meant_where_configurations_say_nothing(tmp_path):
     assert {*found} == {sl.Rope(1e4), sl.Rope(1e6, scaling=sl.LinearScaling(8.0))}
     for wrong, reason in (
         ({"rope_parameters": linear}, "rope_parameters must be of 'full_attention' and of"),
-        ({"rope_parameters": nested | {"sliding_attention": None}}, "must be an object, got None"),
+        ({"rope_parameters": nested | {"sliding_attention": None}}, "must be of 'full_attention' and of 'sliding_att"),
+        (
+            {"rope_parameters": nested, "rope_scaling": linear | {"factor": 2.0}},
+            "rope_parameters and rope_scaling must",
+        ),
         ({"attn_logit_softcapping": 2.0}, "attn_logit_softcapping must be None, got 2.0"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -204,6 +208,7 @@ REFUSED = [
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic'"),
     ({"rope_parameters": {"rope_type": "linear"}}, "rotary embeddings: 'linear' needs factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "fast": 2}}, "rotary embeddings: 'yarn' has no fast"),
     ({"rope_parameters": LLAMA3}, "rotary embeddings: 'llama3' has no mscale"),
     ({"rope_parameters": [1]}, "rotary embeddings must be an object, got [1]"),
     ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
@@ -237,6 +242,7 @@ TENSORS = [
     ({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}, "unknown model.layers.0.self_attn.q_proj.bias"),
     ({Q: np.ones((32, 31), np.float32)}, f"{Q} (32, 31), not (32, 32)"),
     ({Q: np.ones((32, 32), np.int8)}, f"must be float32, float16 or bfloat16, not so: {Q}"),
+    ({"lm_head.weight": np.ones((64, 32), np.int8)}, "must be float32, float16 or bfloat16, not so: lm_head.weight"),
     ({"lm_head.weight": np.ones((64, 32), np.float32)}, "lm_head.weight differs from model.embed_tokens.weight"),
 ]
 
@@ -256,10 +262,15 @@ def test_files_that_are_refused(tmp_path):
     folder = write(tmp_path / "model", "qwen3")
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    for cut in (whole[:-1], whole[:100], whole[:4], b"", whole[:8] + b"[" + whole[9:]):
+    nested, endless = b"[" * 100_000, b'{"x": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 0]}}'
+    headers = (len(header).to_bytes(8, "little") + header for header in (nested, endless))
+    for cut in (whole[:-1], whole[:100], whole[:4], b"", whole[:8] + b"[" + whole[9:], *headers):
         file.write_bytes(cut)
         with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read as a safetensors file"):
             sl.from_huggingface(folder)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+    with pytest.raises(ValueError, match=r"a pointer of Git LFS: run git lfs pull"):
+        sl.from_huggingface(folder)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         sl.from_huggingface(folder)
@@ -320,10 +331,15 @@ def test_dtypes_are_those_of_the_files_or_as_asked(tmp_path):
         return {leaf.dtype.name for leaf in jax.tree.leaves(pure(model))}
 
     model = sl.from_huggingface(FIXTURES / "gemma2")
-    assert dtypes(model) == {"bfloat16"}
+    assert dtypes(model) == {"bfloat16", "float32"} and run(model, np.arange(9)[None]).dtype == jnp.float32
+    assert model.blocks[0].mlp_in.kernel.dtype == model.blocks[0].mlp_in.dtype == jnp.bfloat16
+    # 1 and what is stored have more digits together than bfloat16.
     stored = np.asarray(tensors("gemma2")["model.norm.weight"], np.float32)
-    np.testing.assert_array_equal(model.final_norm.scale[...], (1 + stored).astype(jnp.bfloat16))
-    assert dtypes(sl.from_huggingface(FIXTURES / "gemma2", param_dtype="float16")) == {"float16"}
+    np.testing.assert_array_equal(model.final_norm.scale[...], 1 + stored)
+    assert dtypes(sl.from_huggingface(FIXTURES / "gemma2", param_dtype="float16")) == {"float16", "float32"}
+    known = expected("gemma2")
+    exact = sl.from_huggingface(FIXTURES / "gemma2", dtype=jnp.float32, implementation="reference")
+    np.testing.assert_allclose(run(exact, known["tokens"]), known["logits"], atol=2e-5)
     half = {key: tensor.astype(np.float16) for key, tensor in tensors("qwen3").items()}
     model = sl.from_huggingface(write(tmp_path / "model", "qwen3", half), dtype=jnp.float32)
     assert dtypes(model) == {"float16"} and model.blocks[0].mlp_in.dtype == jnp.float32
