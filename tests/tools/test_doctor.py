@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 import os
 import pathlib
@@ -14,6 +15,7 @@ import sparse_layers as sl
 from sparse_layers.__main__ import main
 from sparse_layers.ops import attention
 from sparse_layers.ops.attention import IMPLEMENTATIONS
+from sparse_layers.ops.decoding import fused
 from sparse_layers.tools import doctor
 from tests.programs import QUICK
 
@@ -179,6 +181,18 @@ def test_a_fault_of_decoding_is_found(monkeypatch):
     monkeypatch.setattr(sl.KVCache, "attend", lambda *args, **options: attend(*args, **options) * 1.03)
     *_, check = doctor.checks("xla")
     assert check.steps and "FAIL" in str(doctor._result("xla", check))
+
+
+def test_steps_of_decoding_are_the_kernels(monkeypatch):
+    *_, check = doctor.checks("xla")
+    check = dataclasses.replace(check, length=75)
+    if doctor.made_for("triton"):
+        assert "raised RuntimeError: the kernel does not serve a step" in str(doctor._result("triton", check))
+        monkeypatch.setattr(fused, "candidates", lambda _: ("triton",))
+    assert doctor._result("triton", check).passed
+    monkeypatch.setattr(fused, "attend", None)
+    monkeypatch.setattr(fused, "step", None)
+    assert not doctor._result("triton", check).passed, "nothing else computed it"
 
 
 def test_nan_fails(monkeypatch):
