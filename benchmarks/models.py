@@ -108,10 +108,12 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def bytes_read(cache: sl.KVCache, options: argparse.Namespace) -> int:
     """What a step must read of a layer's cache: the rows it looks at, and what its scorer chooses them by."""
-    scorer, pooled = cache.selection, 0 if cache.pooled is None else cache.pooled.nbytes
-    heads = options.heads if scorer is not None and scorer.per_query_head else options.key_heads
-    size = 2 * 2 * options.features // options.heads  # of a key and a value
-    return options.batch * cache.num_reads * heads * size + pooled
+    row = 2 * 2 * options.features // options.heads  # bytes of a key and a value
+    rows = options.batch * cache.num_reads
+    if cache.selection is None or cache.pooled is None:
+        return rows * options.key_heads * row
+    heads = options.heads if cache.selection.per_query_head else options.key_heads
+    return rows * heads * row + cache.pooled.nbytes
 
 
 def read(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""What a program is made of, as JAX wrote it down, and how XLA compiles it for users."""
+"""What a program is made of, as JAX wrote it down, how XLA compiles it for users, and programs of several devices."""
 
 import os
+import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +13,17 @@ import jax
 QUICK = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
 # For ``compile``: XLA's usual way of fusing, in tests of what it keeps and of how much memory it takes.
 USUAL = {"xla_cpu_use_fusion_emitters": True} if "fusion_emitters" in os.environ.get("XLA_FLAGS", "") else None
+
+
+def on_devices(number: int, *arguments: str) -> str:
+    """What Python prints with these arguments, in a process of its own in which so many devices are CPUs."""
+    root = pathlib.Path(__file__).parents[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={number}"
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 def jaxprs(jaxpr: Any) -> Iterator[Any]:

@@ -382,7 +382,8 @@ class SparseSelfAttention(SparseAttention):
         if scorer is not None and scorer.indexed:
             size = scorer.index_features(self.head_dim)
             shared: dict[str, Any] = {"use_bias": False, "dtype": self.dtype, "param_dtype": self.param_dtype}
-            shared |= {name: options[name] for name in ("kernel_init",) if name in options}
+            if "kernel_init" in options:
+                shared["kernel_init"] = options["kernel_init"]
             self.index_query = nnx.LinearGeneral(in_features, (self.num_kv_heads, size), rngs=rngs, **shared)
             self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
             self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))

@@ -5,10 +5,7 @@ The number of devices is fixed when JAX starts, so each kind of mesh has a proce
 
 import dataclasses
 import functools
-import os
-import pathlib
 import re
-import subprocess
 import sys
 import traceback
 import types
@@ -28,6 +25,7 @@ from sparse_layers.ops import attention
 from sparse_layers.ops.attention import SAVED
 from tests.ops.cases import COMPILER, oracle
 from tests.ops.test_selections import chosen_pairs
+from tests.programs import on_devices
 
 B, T, H = 4, 24, 8
 CAUSAL, NEAR, FULL, FAR = sl.Causal(), sl.Causal() & sl.Window(5), sl.Full(), sl.Causal() & sl.Strided(4)
@@ -393,11 +391,7 @@ def main(kind):
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_on_eight_devices(kind):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
-    run = subprocess.run([sys.executable, __file__, kind], env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
+    assert on_devices(8, __file__, kind) == ""
 
 
 @pytest.mark.usefixtures("all_passes")

@@ -5,11 +5,7 @@ The number of devices is fixed when JAX starts, so what needs eight has a proces
 
 import dataclasses
 import functools
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import traceback
 from typing import Any
 
@@ -27,6 +23,7 @@ from sparse_layers.ops.planning import communication, plan
 from sparse_layers.ops.planning.communication import needed, parts_of
 from sparse_layers.ops.planning.platforms import TUNING
 from tests.ops.cases import COMPILER, TINY, oracle
+from tests.programs import on_devices
 
 H = 8
 STRIDED = sl.preset("sparse_transformer_strided", stride=16)
@@ -296,11 +293,7 @@ def test_what_is_received_is_little_more_than_what_is_needed():
 
 
 def test_on_eight_devices():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
+    assert on_devices(8, __file__) == ""
 
 
 @pytest.mark.usefixtures("all_passes")

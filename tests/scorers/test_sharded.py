@@ -1,11 +1,7 @@
 """Scorers on several devices. Their number is fixed when JAX starts, so they have a process: this file as a program."""
 
 import itertools
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,6 +12,7 @@ import sparse_layers as sl
 from sparse_layers.ops.choosing import choose
 from sparse_layers.scorers import base
 from tests.arrays import inputs
+from tests.programs import on_devices
 
 T, SPEC = 192, P("data", None, "tensor")
 SCORERS = sl.MoBA(16, 3), sl.InfLLM(16, 4, local=2, dense_below=0, pool_size=16, pool_stride=8)
@@ -68,12 +65,7 @@ def main():
 
 
 def test_devices_choose_for_themselves():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    root = str(pathlib.Path(__file__).parents[2])
-    settings = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, __file__], env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["fine"] * 14
+    assert on_devices(8, __file__).split() == ["fine"] * 14
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """Losses on eight simulated devices, in a process of its own: their number is fixed when JAX starts."""
 
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ from examples.train_lm.config import Config
 from examples.training import loop
 from examples.training.config import Refusal
 from examples.training.sharding import make_mesh
+from tests.programs import on_devices
 
 from .conftest import TINY
 
@@ -76,15 +74,7 @@ def eight(one, corpus, tmp_path_factory):
     out = tmp_path_factory.mktemp("eight")
     shutil.copytree(one / "plain", out / "moved")
     shutil.rmtree(out / "moved" / "checkpoints" / "6")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
-    }
-    arguments = json.dumps([str(out), str(corpus), SETTINGS, MESHES])
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    on_devices(8, "-W", "ignore", "-c", SCRIPT, json.dumps([str(out), str(corpus), SETTINGS, MESHES]))
     return out
 
 

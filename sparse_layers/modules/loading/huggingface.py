@@ -275,15 +275,19 @@ class Place:
 
 def _read(places: list[Place], files: Mapping[str, Stored], shape: tuple[int, ...], dtype: Dtype) -> jax.Array:
     """A parameter of one layer, or of all that are scanned over; the host holds a tensor of the files at a time."""
-    value = jnp.zeros(shape, dtype) if len(shape) > len(places[0].shape) else None
-    for layer, place in enumerate(places):
-        one = np.empty(place.shape, dtype)
-        place.read(files[place.name], one)
-        one = jnp.asarray(one)
+
+    def of_layer(place: Place) -> jax.Array:
+        value = np.empty(place.shape, dtype)
+        place.read(files[place.name], value)
         # Waited for, or the host would hold several twice while they are on their way.
-        value = jax.block_until_ready(one if value is None else _put(value, layer, one))
-    assert value is not None
-    return value
+        return jnp.asarray(value).block_until_ready()
+
+    if len(shape) == len(places[0].shape):
+        return of_layer(places[0])
+    layers = jnp.zeros(shape, dtype)
+    for number, place in enumerate(places):
+        layers = _put(layers, number, of_layer(place)).block_until_ready()
+    return layers
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,11 +1,8 @@
 """Decoders of Hugging Face's library in this one: logits and greedy tokens are its own, by fixtures it has made."""
 
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers.modules.loading.families import Config, described
 from sparse_layers.modules.loading.safetensors import stored
+from tests.programs import on_devices
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
@@ -69,7 +67,7 @@ def test_logits_and_greedy_tokens_are_those_of_hugging_face(name):
 
 
 def test_spread_over_eight_devices():
-    """Sequences and the parameters' heads and features are split; prompts whole and in pieces of several sizes."""
+    """Sequences and the parameters' heads and features are split; prompts in pieces of several sizes."""
     code = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
@@ -96,11 +94,7 @@ for number, folder in enumerate(sys.argv[1:]):
         found = sl.generate(model, tokens[:, :12], 30, chunk=(4, 7, 5, 6, 3, 5, 4, 6)[number])
         np.testing.assert_array_equal(found, np.tile(known["greedy"][:30], (8, 1)), err_msg=folder)
 """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[3])}
-    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-c", code, *(str(FIXTURES / name) for name in NAMES)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    on_devices(8, "-c", code, *(str(FIXTURES / name) for name in NAMES))
 
 
 def test_windows_by_block_lists():

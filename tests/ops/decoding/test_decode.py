@@ -1,10 +1,6 @@
 """A step from the cache equals the full forward in its row, for every causal pattern, and reads that row only."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +12,7 @@ from sparse_layers.ops.decoding import reads
 from sparse_layers.ops.decoding.reads import parts
 from tests.arrays import inputs
 from tests.ops.cases import BOTH_WAYS, TINY
-from tests.programs import USUAL
+from tests.programs import USUAL, on_devices
 
 T, N, K, H, HV, B = 70, 12, 6, 8, 4, 3
 RNG = np.random.default_rng(0)
@@ -394,11 +390,7 @@ for mask, chosen in zip(masks, (None, None, sl.Selection(jnp.zeros((4, 1, 4, 2),
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert collective not in compiled.as_text(), collective
 """
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    environment["PYTHONPATH"] = str(pathlib.Path(__file__).parents[3])
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    on_devices(4, "-c", code)
 
 
 def test_a_query_without_keys_gets_0():
