@@ -30,6 +30,7 @@ def kinds(draw, shape):
     yield "magnitudes", normal * 10.0 ** draw.integers(-37, 38, shape)
     rare = draw.random(shape)
     yield "no numbers", np.select([rare < 0.2, rare < 0.3, rare < 0.6], [np.nan, np.inf, -np.inf], normal)
+    yield "neighbours", np.repeat(normal, 2, axis=-1)[..., : shape[-1]]  # as of a window that two blocks share
     yield "equal", np.ones(shape)
 
 

@@ -3,7 +3,8 @@
 A program has a tile of queries of one head. The count-th largest score of a row is found by bisection: how many scores
 reach a threshold is counted in registers, until as many do as are wanted. Thresholds are floats as integers in the same
 order, so that a step that halves the integers ends in 32; every other step halves the numbers, which is faster where
-these lie close together.
+these lie close together. The last scores that are missing are found one by one: where several blocks have the same one,
+as those have that share the window that counts most, no threshold lies between them.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -16,6 +17,9 @@ import triton
 import triton.language as tl
 
 from .tiles import zeros
+
+# So many scores that are missing are found one by one.
+FEW = tl.constexpr(2)
 
 
 class Choice(NamedTuple):
@@ -129,11 +133,16 @@ def _choose(scores, ids, b, head, row, exists, own, lowest, C: tl.constexpr):
         if step % 2 == 0:
             half = _key(_number(low) * 0.5 + _number(high) * 0.5)
         middle = tl.maximum(tl.minimum(half, high - 1), low + 1)
+        # Where hardly any are missing, the next one below: of equal ones, halving would ask all 32 bits.
+        few = tl.max((open & (C.COUNT - reach_high > FEW)).to(tl.int32), 0) == 0
+        if few:
+            below = tl.where(scores < _number(high)[:, None, None], scores, float("-inf"))
+            middle = tl.maximum(_key(tl.max(tl.max(below, 1), 1)), low)
         reach = _total(scores >= _number(middle)[:, None, None])
         up, down = open & (reach >= C.COUNT), open & (reach < C.COUNT)
         low, reach_low = tl.where(up, middle, low), tl.where(up, reach, reach_low)
         high, reach_high = tl.where(down, middle, high), tl.where(down, reach, reach_high)
-        open = open & (reach_low > C.COUNT) & (low < high - 1)
+        open = open & (reach_low > C.COUNT) & (low < high - 1) & ~(up & few)
         step += 1
 
     # Those from low to high are not missing, or all chosen, or equal: then the first ones are.
@@ -141,7 +150,10 @@ def _choose(scores, ids, b, head, row, exists, own, lowest, C: tl.constexpr):
     tied = (reach_low > C.COUNT) & (reach_high < C.COUNT)
     if tl.max(tied.to(tl.int32), 0) > 0:
         above, below = _number(high)[:, None, None], _number(low)[:, None, None]
-        least, most = own * 0, own * 0 + C.SPAN + 1  # blocks before which few enough lie, and too many
+        equal = (scores >= below) & (scores < above)
+        first, final = tl.where(equal, block, C.SPAN - 1), tl.where(equal, block, 0)
+        # Blocks before which few enough lie, and too many: one is missing at least, and all may be few enough.
+        least, most = tl.min(tl.min(first, 1), 1) + 1, tl.max(tl.max(final, 1), 1) + 2
         while tl.max((most - least).to(tl.int32), 0) > 1:
             middle = (least + most) // 2
             fits = _total((scores >= above) | ((scores >= below) & (block < middle[:, None, None]))) <= C.COUNT
