@@ -94,6 +94,11 @@ class Config(shared.Config):
     separator: str = option("", "text that begins a document (\\n for a line's end), beside the beginning of a file")
     pairs: int = option(8, "of --data recall: keys and values told in a sequence")
     queries: int = option(0, "of --data recall: keys asked for in a sequence; 0: each once", least=0)
+    parts: int = option(
+        1,
+        "of --data recall: cut the sequences of a step into 1, 4, 16, ... so many parts in turn, kept apart; to recall "
+        "from near helps to learn how",
+    )
     out: str = with_default("out", "runs/train_lm")
     seq_len: int = option(256, "tokens (bytes) in a sequence")
     position_stride: int = option(16, "columns of the two tables of row_column, normally the pattern's stride")
@@ -121,6 +126,12 @@ class Config(shared.Config):
             )
         if self.queries > self.pairs:
             raise Refusal(f"--queries must be at most --pairs, got {self.queries} and {self.pairs}")
+        # Where a power of 4 divides the length, so do the smaller ones.
+        if self.parts not in (4**i for i in range(16)) or self.seq_len % self.parts or self.seq_len < 8 * self.parts:
+            raise Refusal(
+                f"--parts must be 1, 4, 16, ..., and cut --seq-len {self.seq_len} into equal ones of 8 bytes or more, "
+                f"got {self.parts}"
+            )
 
     @property
     def recalls(self) -> bool:
@@ -145,7 +156,7 @@ class Config(shared.Config):
     def source(self) -> Source:
         if self.recalls:
             queries = self.queries or self.pairs
-            return recall.source(self.seed, self.seq_len, self.batch_size, self.pairs, queries)
+            return recall.source(self.seed, self.seq_len, self.batch_size, self.pairs, queries, self.parts)
         corpus = self.corpus()
         return Source(
             corpus.digest,

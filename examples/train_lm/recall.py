@@ -5,6 +5,7 @@ one pair and one query it is a needle in a haystack.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +17,9 @@ VALUES = range(64, 128)
 FILLER = range(128, 256)
 
 
-def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) -> Batch:
+def sequences(
+    entropy: list[list[int]], seq_len: int, pairs: int, queries: int, parts: Sequence[int] | None = None
+) -> Batch:
     """A sequence for each entry of ``entropy``, in which nothing but the answers to the queries counts.
 
     Pairs (a key and its value) lie at random places of the first quarter of the ``seq_len + 1`` bytes, queries (a key
@@ -29,6 +32,8 @@ def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) 
       seq_len: at least ``8 * pairs``.
       pairs: at most as many as there are keys.
       queries: at most ``pairs``.
+      parts: [B], into how many each sequence is cut, which must divide ``seq_len``: documents kept apart, each of them
+        such a sequence with a pair in 8 bytes at most. None: there are no documents.
 
     Example:
       >>> tokens, _, answers = sequences([[0]], seq_len=16, pairs=2, queries=1)
@@ -39,32 +44,61 @@ def sequences(entropy: list[list[int]], seq_len: int, pairs: int, queries: int) 
       True
     """
     tokens = np.empty((len(entropy), seq_len + 1), np.int32)
-    answers = np.zeros((len(entropy), seq_len), bool)
-    for row, counts, source in zip(tokens, answers, entropy, strict=True):
-        random = np.random.default_rng(source)
-        row[:] = random.choice(FILLER, seq_len + 1)
-        told = np.stack([random.permutation(KEYS[:pairs]), random.choice(VALUES, pairs)], 1)
-        quarter = seq_len // 4
-        _write(row[:quarter], told, random)
-        asked = _write(row[-quarter:], random.permutation(told)[:queries], random)
-        # The answer is the byte after the query's key, and so is the target there.
-        counts[seq_len + 1 - quarter + asked] = True
-    return Batch(tokens, None, answers)
+    segments, answers = np.zeros_like(tokens), np.empty((len(entropy), seq_len), bool)
+    rows = zip(tokens, segments, answers, entropy, parts or [1] * len(entropy), strict=True)
+    for row, segment, counts, source, count in rows:
+        made, asked = _parts(np.random.default_rng(source), count, seq_len // count, pairs, queries)
+        # Behind a part that another one follows comes that one's first byte.
+        row[:-1], row[-1] = made[:, :-1].reshape(-1), made[-1, -1]
+        segment[:] = np.minimum(np.arange(seq_len + 1) * count // seq_len, count - 1)
+        counts[:] = asked.reshape(-1)
+    return Batch(tokens, None if parts is None else segments, answers)
+
+
+def _parts(
+    random: np.random.Generator, count: int, length: int, pairs: int, queries: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """So many parts of a sequence: their bytes, [P, L + 1], and which of the next bytes are answers, [P, L]."""
+    pairs, quarter = min(pairs, length // 8), length // 4
+    made = random.integers(FILLER.start, FILLER.stop, (count, length + 1))
+    keys = random.permuted(np.tile(KEYS[:pairs], (count, 1)), axis=1)
+    told = np.stack([keys, random.integers(VALUES.start, VALUES.stop, keys.shape)], 2)
+    _write(made[:, :quarter], told, random)
+    asked = random.random(keys.shape).argsort(1)[:, : min(queries, pairs), None]
+    asked = _write(made[:, -quarter:], np.take_along_axis(told, asked, 1), random)
+    # The answer is the byte after the query's key, and so is the target there.
+    answers = np.zeros((count, length), bool)
+    np.put_along_axis(answers, length + 1 - quarter + asked, True, 1)
+    return made, answers
 
 
 def _write(part: np.ndarray, items: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Writes ``items`` [N, 2] at places of ``part`` where none overlaps another: where each begins, [N]."""
-    count = len(items)
-    starts = np.sort(random.choice(part.size - count, count, replace=False)) + np.arange(count)
-    part[starts], part[starts + 1] = items.T
+    """Writes ``items`` [P, N, 2] at places of ``part`` [P, L], none over another: where each begins, [P, N]."""
+    count = items.shape[1]
+    places = random.random((len(part), part.shape[1] - count)).argsort(1)[:, :count]
+    starts = np.sort(places, 1) + np.arange(count)
+    for i in range(2):
+        np.put_along_axis(part, starts + i, items[..., i], 1)
     return starts
 
 
-def source(seed: int, seq_len: int, batch_size: int, pairs: int, queries: int) -> Source:
-    """Sequences made when they are asked for: those of a step from ``seed``, those held out the same for all seeds."""
+def source(seed: int, seq_len: int, batch_size: int, pairs: int, queries: int, parts: int = 1) -> Source:
+    """Sequences made when they are asked for: those of a step from ``seed``, those held out the same for all seeds.
+
+    Args:
+      seed: of what is learnt.
+      seq_len: and this and all further ones but the last: see `sequences`.
+      batch_size: sequences in a step.
+      pairs: in a sequence.
+      queries: in a sequence.
+      parts: the sequences of a step are cut into 1, 4, 16, ... and so many parts in turn, those held out are whole.
+    """
+    levels = [4**i for i in range(parts.bit_length() // 2 + 1)]
 
     def made(seed: int, heldout: bool, first: int, count: int) -> Batch:
-        return sequences([[seed, heldout, first + i] for i in range(count)], seq_len, pairs, queries)
+        numbers = range(first, first + count)
+        cut = [1 if heldout else levels[i % len(levels)] for i in numbers] if parts > 1 else None
+        return sequences([[seed, heldout, i] for i in numbers], seq_len, pairs, queries, cut)
 
     def batch(step: int) -> Batch:
         return made(seed, False, step * batch_size, batch_size)

@@ -67,6 +67,27 @@ def test_steps_are_a_function_of_seed_and_step():
     assert one.digest != other.digest and one.digest == source(0, 64, 4, 4, 2).digest
 
 
+def test_parts_are_sequences_of_their_own():
+    """Sequences are cut into 1, 4 and 16 parts in turn; those held out never are."""
+    data = source(0, 256, 6, 8, 6, parts=16)
+    tokens, segments, answers = data.batch(0)
+    assert segments is not None and segments.shape == tokens.shape and answers is not None
+    assert [row.max() + 1 for row in segments] == [1, 4, 16] * 2
+    for row, part, asked, count in zip(tokens, segments, answers, [1, 4, 16] * 2, strict=True):
+        np.testing.assert_array_equal(part[:-1], np.repeat(np.arange(count), 256 // count))
+        assert part[-1] == part[-2]
+        pairs = min(8, 256 // count // 8)
+        np.testing.assert_array_equal(np.bincount(part[:-1][asked]), [min(6, pairs)] * count)
+        for key in np.flatnonzero(asked):
+            told = np.flatnonzero((row[:key] == row[key]) & (part[:key] == part[key]))
+            assert len(told) == 1 and (row[told + 1] == row[key + 1] or part[key + 1] != part[key])
+    heldout = data.heldout(5)
+    assert heldout.segments is not None and not heldout.segments.any()
+    np.testing.assert_array_equal(heldout.tokens, source(0, 256, 6, 8, 6).heldout(5).tokens)
+    # The first sequence is whole and as it would be without parts.
+    np.testing.assert_array_equal(tokens[0], source(0, 256, 6, 8, 6).batch(0).tokens[0])
+
+
 class Oracle(nnx.Module):
     """Looks the value up that followed a key, no more than ``reach`` bytes before; where there is none, says 64."""
 
@@ -126,6 +147,10 @@ def test_a_run_recalls_and_goes_on(tmp_path, capsys):
         ({"pairs": 65, "seq_len": 4096}, "--pairs must be at most 64 with --seq-len 4096, got 65"),
         ({"queries": 5}, "--queries must be at most --pairs, got 5 and 4"),
         ({"queries": -1}, "--queries must be at least 0, got -1"),
+        ({"parts": 2}, "--parts must be 1, 4, 16, ..., and cut --seq-len 32 into equal ones of 8 bytes or more, got 2"),
+        ({"parts": 16}, "into equal ones of 8 bytes or more, got 16"),
+        ({"parts": 4, "seq_len": 34}, "--parts must be 1, 4, 16, ..., and cut --seq-len 34 into equal ones"),
+        ({"parts": 0}, "--parts must be at least 1, got 0"),
         ({"glob": "*.py"}, "--glob is of files, --data recall has none"),
         ({"packed": True}, "--packed is of files, --data recall has none"),
     ],
