@@ -1,4 +1,4 @@
-"""Prints and draws a recorded comparison again: ``python -m examples.train_lm.report compare.json compare.png``."""
+"""Prints and draws comparisons again: ``python -m examples.train_lm.report compare.json --picture compare.png``."""
 
 import sys
 

@@ -1,6 +1,7 @@
 """What a person looks at afterwards: curves and the closing table.
 
-``python -m examples.training.report compare.json compare.png`` prints and draws a recorded comparison again.
+``python -m examples.training.report compare.json --picture compare.png`` prints and draws a recorded comparison again,
+or several of them, of other seeds, together.
 """
 
 import argparse
@@ -157,19 +158,21 @@ def draw_run(result: Result, path: pathlib.Path) -> None:
 def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     """Training loss (lines) and held-out bits per byte (dots) of several runs, against steps and against seconds.
 
-    Where a run has accuracies, they lie below.
+    Where a run has accuracies, they lie below. Runs of one pattern, of several seeds, have one colour.
     """
-    labels = [f"{_in_lines(r.pattern)} ({r.tokens_per_second:,.0f} tokens/s)" for r in results]
+    groups = _by_pattern(results)
+    labels = [f"{_in_lines(x)} ({runs[0].tokens_per_second:,.0f} tokens/s)" for x, runs in groups.items()]
     figure = Figure(figsize=(11, 4.7 + 0.22 * len("\n".join(labels).splitlines())))
     accurate = any("accuracy" in row for r in results for row in r.rows)
     panels = figure.subplots(1 + accurate, 2, sharex="col", sharey="row", squeeze=False)
     left, right = panels[0]
-    for number, (r, label) in enumerate(zip(results, labels, strict=True)):
-        _draw(left, r, "step", f"C{number}", label)
-        _draw(right, r, "seconds", f"C{number}", None)
-        for axes, key in zip(panels[1:].flat, ("step", "seconds"), strict=False):
-            axes.plot(*_evaluated(r, key, "accuracy"), "o-", color=f"C{number}")
-            axes.set(ylabel="accuracy", ylim=(0, 1))
+    for number, (runs, label) in enumerate(zip(groups.values(), labels, strict=True)):
+        for r in runs:
+            _draw(left, r, "step", f"C{number}", label if r is runs[0] else None)
+            _draw(right, r, "seconds", f"C{number}", None)
+            for axes, key in zip(panels[1:].flat, ("step", "seconds"), strict=False):
+                axes.plot(*_evaluated(r, key, "accuracy"), "o-", color=f"C{number}")
+                axes.set(ylabel="accuracy", ylim=(0, 1))
     left.set_ylabel("bits per byte")
     panels[-1, 0].set_xlabel("steps")
     panels[-1, 1].set_xlabel("seconds of training (without compiling and evaluating)")
@@ -182,15 +185,26 @@ def draw_comparison(results: Sequence[Result], path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
+def _by_pattern(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The runs of each pattern, of which there are several if they had several seeds."""
+    return {x.pattern: [r for r in results if r.pattern == x.pattern] for x in results}
+
+
 def _finding(results: Sequence[Result]) -> str:
-    """Whose text is predicted best, and who is fastest."""
-    best = min(results, key=lambda r: _evaluated(r, "step")[1][-1])
+    """Which patterns predict best, and which is fastest."""
+    groups = list(_by_pattern(results).values())
+
+    def at_end(runs: list[Result], name: str = "heldout_bpb") -> float:
+        return float(np.mean([_evaluated(r, "step", name)[1][-1] for r in runs]))
+
+    best = min(groups, key=at_end)
+    found = [f"Fewest bits per byte: {best[0].pattern} ({at_end(best):.3f})"]
+    if all("accuracy" in r.rows[-1] for r in results):
+        shares = sorted(((at_end(runs, "accuracy"), runs[0].pattern) for runs in groups), reverse=True)
+        found = ["Answers that are right: " + ", ".join(f"{pattern} {share:.0%}" for share, pattern in shares)]
     slowest, fastest = (which(results, key=lambda r: r.tokens_per_second) for which in (min, max))
     times = fastest.tokens_per_second / slowest.tokens_per_second
-    found = (
-        f"Fewest bits per byte: {best.pattern} ({_evaluated(best, 'step')[1][-1]:.3f})",
-        f"Fastest: {fastest.pattern}, {times:.1f} times the tokens a second of {slowest.pattern}",
-    )
+    found.append(f"Fastest: {fastest.pattern}, {times:.1f} times the tokens a second of {slowest.pattern}")
     return "\n".join(textwrap.fill(line, 130) for line in found)
 
 
@@ -223,10 +237,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.training.report", description="Print and draw a recorded comparison again."
     )
-    parser.add_argument("record", type=pathlib.Path, help="compare.json of train --compare")
-    parser.add_argument("picture", type=pathlib.Path, nargs="?", help="PNG to draw [none]")
+    parser.add_argument("records", type=pathlib.Path, nargs="+", help="compare.json of train --compare, one a seed")
+    parser.add_argument("--picture", type=pathlib.Path, help="PNG to draw [none]")
     args = parser.parse_args(argv)
-    results = load(args.record)
+    results = [result for record in args.records for result in load(record)]
     print(table(results))
     if args.picture:
         draw_comparison(results, args.picture)

@@ -169,7 +169,15 @@ def test_a_comparison_has_accuracies(tmp_path, monkeypatch):
     report.draw_run(results[0], tmp_path)
     report.save(results, tmp_path / "compare.json", "cpu")
     report.draw_comparison(report.load(tmp_path / "compare.json"), tmp_path)
-    for figure, count in zip(figures, (1, 4), strict=True):
+    assert "Answers that are right: b 75%, a 75%" in figures[-1].get_suptitle()
+    # A run of another seed has its pattern's colour, and no label of its own.
+    again = [str(tmp_path / "compare.json")] * 2
+    assert report.main([*again, "--picture", str(tmp_path / "both.png")]) == 0
+    colours = [[line.get_color() for line in figure.axes[0].lines] for figure in figures[1:]]
+    assert len(colours[1]) == 2 * len(colours[0]) and set(colours[1]) == set(colours[0])
+    labels = [[text.get_text() for text in figure.legends[0].texts] for figure in figures[1:]]
+    assert labels[0] == labels[1] and len(labels[0]) == 2
+    for figure, count in zip(figures, (1, 4, 8), strict=True):
         panels = [axes for axes in figure.axes if axes.get_ylabel() == "accuracy"]
         curves = [curve for axes in panels for curve in axes.lines]
         assert len(curves) == count and all(list(curve.get_ydata()) == [0.25, 0.5, 0.75] for curve in curves)

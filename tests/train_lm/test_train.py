@@ -140,7 +140,7 @@ def test_compare_draws_one_figure(corpus, tmp_path, monkeypatch, capsys):
     assert [len(rows(folder)) for folder in folders] == [6, 6]
     # The same from what was recorded, without the runs.
     picture = (out / "compare.png").read_bytes()
-    assert report.main([str(out / "compare.json"), str(out / "again.png")]) == 0
+    assert report.main([str(out / "compare.json"), "--picture", str(out / "again.png")]) == 0
     assert printed.startswith(capsys.readouterr().out) and (out / "again.png").read_bytes() == picture
 
 
