@@ -593,13 +593,6 @@ class Language:
         at, mask = pointer.lanes("stores to", mask)
         pointer.elements[at[mask]] = np.broadcast_to(raw(value), at.shape)[mask]
 
-    @staticmethod
-    def atomic_add(pointer, value, mask=None, **_):
-        at, mask = pointer.lanes("adds to", mask)
-        before = pointer.elements.take(at)
-        np.add.at(pointer.elements, at[mask], np.broadcast_to(raw(value), at.shape)[mask])
-        return Tensor(before)
-
     # Barriers
 
     init = staticmethod(lambda barrier, count: MACHINE.barriers.update({barrier.address: Barrier(count)}))

@@ -25,6 +25,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     FIRST_AT_RUN_TIME,
     TOGETHER,
     cut_if_it_pays,
+    dealt,
     makespan,
     schedule_of,
 )
@@ -126,7 +127,7 @@ def test_values_and_gradients(launched, monkeypatch, case):
     call = launch.call
 
     def only_lists(kernel, *args, **options):
-        assert case.shared or kernel.fn.__name__ == "compact_kernel"
+        assert case.shared or kernel.fn.__name__ in ("compact_kernel", "deal_kernel")
         return call(kernel, *args, **options)
 
     monkeypatch.setattr(launch, "call", only_lists)
@@ -357,15 +358,13 @@ def test_a_tile_of_rows_is_a_box(order, rows, fits):
 
 @pytest.mark.parametrize(("batch", "shape", "programs"), [(2, (1, 3, 17), 5), (4, (2, 2, 9), 7), (1, (1, 1, 3), 132)])
 @pytest.mark.parametrize("known", [True, False])
-def test_schedules(batch, shape, programs, known):
+def test_order(batch, shape, programs, known):
     steps = np.random.default_rng(0).integers(0, 60, shape).astype(np.int32)
     steps[:, 0, 1] = 9000  # much more than what is left for each of the other programs
-    schedule, number = schedule_of(steps if known else jnp.asarray(steps), batch, programs)
-    schedule, items = np.asarray(schedule), batch * shape[1] * shape[2]
-    assert schedule.dtype == np.int32 and schedule[0] == 0 and sorted(schedule[1:]) == list(range(items))
-    assert number == min(programs, items)
-    together = schedule[1:] // shape[2] // TOGETHER
-    costs = steps[np.arange(batch) % len(steps)].ravel()[schedule[1:]]
+    order, costs = map(np.asarray, schedule_of(steps if known else jnp.asarray(steps), batch, programs))
+    assert order.dtype == np.int32 and sorted(order) == list(range(batch * shape[1] * shape[2]))
+    np.testing.assert_array_equal(costs, steps[np.arange(batch) % len(steps)].ravel()[order])
+    together = order // shape[2] // TOGETHER
     first = int(np.flatnonzero(costs == 9000).max()) + 1  # these come before all others, with some of the same heads
     assert first <= max(2, FIRST_AT_RUN_TIME) * (together.max() + 1)
     for part in (slice(None, first), slice(first, None)):
@@ -373,6 +372,29 @@ def test_schedules(batch, shape, programs, known):
         breaks = int((np.diff(own) < 0).sum())
         assert breaks <= (part.start == first)  # heads in turn; what is left of the first part goes before the rest
         assert all(np.all(np.diff(costs[part][own == x]) <= 0) for x in {*own})
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(("items", "programs"), [(200, 5), (512, 132), (3, 132), (35, 7)])
+def test_dealt(items, programs):
+    """In each round an item for each program, the longest one for the program that has had least."""
+    draw = np.random.default_rng(items)
+    order, costs = draw.permutation(items).astype(np.int32), draw.integers(0, 60, items).astype(np.int32)
+    found = dealt(order, costs, programs)
+    np.testing.assert_array_equal(dealt(jnp.asarray(order), jnp.asarray(costs), programs), found)
+    programs = min(items, programs)
+    assert found.dtype == np.int32 and found.shape == (-(-items // programs), programs)
+    had = np.zeros(programs, int)
+    rounds = np.pad(order, (0, found.size - items), constant_values=-1).reshape(found.shape)
+    for row, wanted in zip(found, rounds, strict=True):
+        np.testing.assert_array_equal(np.sort(row), np.sort(wanted))
+        own = np.array([costs[np.flatnonzero(order == x)[0]] + 1 if x >= 0 else 0 for x in row])
+        assert np.all(np.diff(own[had.argsort(kind="stable")]) <= 0)
+        had += own
+    by_item = np.zeros(items, int)
+    by_item[order] = costs
+    assert makespan(found, by_item) == max(sum(by_item[x] for x in line if x >= 0) for line in found.T)
+    assert np.ptp(had) <= 61  # no more than the longest item
 
 
 @pytest.mark.parametrize("lost", [0, 1e6])
@@ -385,13 +407,14 @@ def test_pieces(lost):
     own = key_heads == np.arange(2)[:, None]
     steps = own @ counts
     before = np.concatenate([(counts[x].cumsum(0) - counts[x]) for x in own])
-    whole, _ = schedule_of(steps[None], batch, programs)
+    whole = dealt(*schedule_of(steps[None], batch, programs), programs)
     schedule, pieces = cut_if_it_pays(whole, steps, before, key_heads, batch, programs, lost)
     costs = np.tile(steps.ravel(), batch)
     if lost:
-        assert pieces is None and schedule is whole
+        assert pieces is None and schedule is None
         return
-    assert pieces is not None and schedule[0] == 0 and sorted(schedule[1:]) == list(range(batch * len(pieces)))
+    assert pieces is not None and schedule is not None and schedule.shape[1] == programs
+    assert sorted(schedule[schedule >= 0]) == list(range(batch * len(pieces)))
     walked, found = [np.zeros(n, int) for n in counts.ravel()], []
     for kv_head, block, first, end, skipped, stop in pieces:
         assert all(key_heads[first:end] == kv_head)
@@ -402,8 +425,7 @@ def test_pieces(lost):
             part += 1
         found.append(sum(map(len, parts)))
     assert all(np.all(x == 1) for x in walked)
-    order, least = np.tile(found, batch)[schedule[1:]], costs.sum() / programs
-    assert makespan(order, programs) < 1.1 * least < makespan(costs[whole[1:]], programs)
+    assert makespan(schedule, np.tile(found, batch)) < 1.1 * costs.sum() / programs < makespan(whole, costs)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

@@ -80,8 +80,10 @@ def lowered(case):
         found.setdefault(kernel.fn.__name__, {})[made.ptx] = made
         return made
 
-    def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
-        assert kernel.fn.__name__ == "compact_kernel"
+    def nothing(
+        kernel, grid, arrays, outputs, *_
+    ):  # plain Triton makes lists, and deals items, that are known at run time
+        assert kernel.fn.__name__ in ("compact_kernel", "deal_kernel")
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     def loss(q, k, v, ids):
@@ -130,7 +132,7 @@ def test_what_jax_is_given():
     calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
     assert len(calls) == sum(map(len, kernels.values())) == 4  # two passes, forward and backward
     # dq is added to zeros; the second backward pass goes on from dq, dk and dv of the first. All in place.
-    assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [1, 1, 2, 4]
+    assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [0, 0, 1, 3]
     by_name = {name: [(options, args) for asked_for, options, args in asked if asked_for == name] for name, *_ in asked}
     assert {args[1:4] for _, args in by_name["TritonKernelCall"]} == {(132, 1, 1)}
     assert {args for _, args in by_name["create_array_parameter"]} == {(0, 16)}

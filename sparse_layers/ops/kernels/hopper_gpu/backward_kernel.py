@@ -147,7 +147,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     """
     n = 0
     turn = 0
-    item = take(work, schedule, turn, True, L)
+    item = take(work, schedule, turn, L)
     while item >= 0:
         b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
         keys_missing = True
@@ -173,7 +173,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
         if keys_missing:
             _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
         turn += 1
-        item = take(work, schedule, turn, False, L)
+        item = take(work, schedule, turn, L)
 
 
 @gluon.jit
@@ -323,7 +323,7 @@ def backward_kernel(
     v,  # [B, *axes of KV, KV_HEADS, HV]
     lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has PART of a row: what products begin from, see `Link`
     delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
-    before_schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
+    schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
     spans,
     entries,
     tiles,
@@ -338,7 +338,6 @@ def backward_kernel(
     dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
     dk,  # [B, *axes of DKV, KV_HEADS, H], a box has half of KV.TILE rows, and of D if it is float32; added to if ADD
     dv,  # [B, *axes of DKV, KV_HEADS, HV], likewise
-    schedule,  # as in `forward_kernel`
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,

@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_if_it_pays, schedule_of
+from .schedule import EXACT, cut_if_it_pays, dealt, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -31,7 +31,7 @@ class _Prepared(NamedTuple):
       q, kv: how rows are cut.
       stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
-      read: its arrays from ``before_schedule`` to ``kv_segments``, or to ``pieces``.
+      read: its arrays from ``schedule`` to ``kv_segments``, or to ``pieces``.
       programs: how many are started.
       cut: whether items are pieces, which add to dk and dv.
     """
@@ -254,14 +254,14 @@ class HopperLink(Link):
         assert isinstance(device, launch.Device) and self._size is not None
         operands, (q, kv, lists, steps, before) = self.operands, self._work(kernel)
         found, batch = lists.lists, operands.query.shape[0]
-        schedule, programs = schedule_of(steps, batch, device.processors)
-        pieces = None
+        order, costs = schedule_of(steps, batch, device.processors)
+        schedule, pieces = dealt(order, costs, device.processors), None
         if kernel == "dkv" and isinstance(schedule, np.ndarray) and len(steps) == 1:
             key_heads = self._jobs(True, 1)[1].argmax(0)
             keys = operands.key.shape[1] * operands.key.shape[2]
             lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / device.processors
-            schedule, pieces = cut_if_it_pays(schedule, steps[0], before[0], key_heads, batch, device.processors, lost)
-            programs = min(device.processors, max(1, len(schedule) - 1))
+            cut, pieces = cut_if_it_pays(schedule, steps[0], before[0], key_heads, batch, device.processors, lost)
+            schedule = schedule if cut is None else cut
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
@@ -282,16 +282,12 @@ class HopperLink(Link):
         )
         batches, kinds = found.spans.shape[:2]
         number = 0 if pieces is None else len(pieces)
-        walk = Walk(batches, kinds, found.group, steps.shape[2], len(schedule) - 1, number, lists.chosen)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], schedule.size, number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         stages = settings.stages_of("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], programs, number > 0)
+        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], schedule.shape[1], number > 0)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
-        schedule = own.read[0]  # whose first number the programs count up
-        taken = next(i for i, x in enumerate(inputs) if x is schedule)
-        outputs = [*outputs, jax.ShapeDtypeStruct(schedule.shape, schedule.dtype)]
-        aliases = {**aliases, taken: len(outputs) - 1}
         found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)
-        return [varying_like(self.operands.query, x) for x in found[:-1]]
+        return [varying_like(self.operands.query, x) for x in found]

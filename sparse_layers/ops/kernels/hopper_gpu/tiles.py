@@ -47,7 +47,7 @@ class Walk(NamedTuple):
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
     BLOCKS: int  # of the major side
-    ITEMS: int  # of work: heads of all batch entries times blocks, or pieces of such
+    PLACES: int  # of the schedule
     PIECES: int  # of a batch entry; 0 if nothing is cut
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
@@ -60,15 +60,13 @@ def queue(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def take(work, schedule, turn, FIRST: gl.constexpr, L: gl.constexpr):
-    """The next item that nobody has taken, -1 after the last one; tells the groups that compute."""
+def take(work, schedule, turn, L: gl.constexpr):
+    """The next item of this program, -1 after its last one; tells the groups that compute."""
     numbers, full, empty = work
-    place = gl.program_id(0)
-    if not FIRST:
-        place = gl.atomic_add(schedule, 1) + gl.num_programs(0)
+    place = turn * gl.num_programs(0) + gl.program_id(0)
     item = -1
-    if place < L.ITEMS:
-        item = gl.load(schedule + 1 + place)
+    if place < L.PLACES:
+        item = gl.load(schedule + place)
     mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
     numbers.index(turn % 2).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(full.index(turn % 2), count=1)
