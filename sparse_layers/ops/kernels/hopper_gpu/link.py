@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_if_it_pays, dealt, schedule_of
+from .schedule import EXACT, cut_if_it_pays, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -254,8 +254,7 @@ class HopperLink(Link):
         assert isinstance(device, launch.Device) and self._size is not None
         operands, (q, kv, lists, steps, before) = self.operands, self._work(kernel)
         found, batch = lists.lists, operands.query.shape[0]
-        order, costs = schedule_of(steps, batch, device.processors)
-        schedule, pieces = dealt(order, costs, device.processors), None
+        schedule, pieces = schedule_of(steps, batch, device.processors), None
         if kernel == "dkv" and isinstance(schedule, np.ndarray) and len(steps) == 1:
             key_heads = self._jobs(True, 1)[1].argmax(0)
             keys = operands.key.shape[1] * operands.key.shape[2]
