@@ -1,6 +1,9 @@
 """Presets and selections at real sizes on a GPU: ``pytest -n 8 tests/ops/kernels/test_gpu.py`` where there is one."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import sparse_layers as sl
 from sparse_layers.ops.decoding import fused
 from tests.ops import test_selections as chosen
 from tests.ops.cases import NEEDED, SMALL, Case, check
+from tests.ops.kernels import sharing
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs an NVIDIA GPU; tests/ops/test_attention.py has the kernels interpreted", allow_module_level=True)
@@ -42,6 +46,16 @@ def check_twice(case, implementation="triton"):
     for key, value in answers.items():
         if implementation == "triton" or key not in ("dq", "dk", "dv"):
             np.testing.assert_array_equal(np.asarray(value), np.asarray(again[key]))
+
+
+@pytest.mark.parametrize("implementation", DTYPES)
+def test_processes_that_share_the_gpu(implementation):
+    """Each is stopped in the middle of kernels for the others to have the GPU."""
+    calls = [(pattern, str(size)) for pattern in sharing.PATTERNS for size in (64, 128)]
+    command = [sys.executable, "-m", "tests.ops.kernels.sharing", implementation]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    runs = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.PIPE, text=True) for call in calls]
+    assert [run.communicate()[0] for run in runs] == ["0\n"] * len(calls)
 
 
 GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything
