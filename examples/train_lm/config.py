@@ -96,8 +96,8 @@ class Config(shared.Config):
     queries: int = option(0, "of --data recall: keys asked for in a sequence; 0: each once", least=0)
     parts: int = option(
         1,
-        "of --data recall: cut the sequences of a step into 1, 4, 16, ... so many parts in turn, kept apart; to recall "
-        "from near helps to learn how",
+        "of --data recall: cut the sequences of a step, in turn, into 1, 4, 16, ... up to so many parts that do not "
+        "see each other; short ones are learnt first",
     )
     out: str = with_default("out", "runs/train_lm")
     seq_len: int = option(256, "tokens (bytes) in a sequence")

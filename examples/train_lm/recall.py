@@ -48,9 +48,10 @@ def sequences(
     rows = zip(tokens, segments, answers, entropy, parts or [1] * len(entropy), strict=True)
     for row, segment, counts, source, count in rows:
         made, asked = _parts(np.random.default_rng(source), count, seq_len // count, pairs, queries)
-        # Behind a part that another one follows comes that one's first byte.
+        # Behind a part that another one follows comes that one's first byte, and no answer.
         row[:-1], row[-1] = made[:, :-1].reshape(-1), made[-1, -1]
         segment[:] = np.minimum(np.arange(seq_len + 1) * count // seq_len, count - 1)
+        asked[:-1, -1] = False
         counts[:] = asked.reshape(-1)
     return Batch(tokens, None if parts is None else segments, answers)
 
@@ -87,10 +88,10 @@ def source(seed: int, seq_len: int, batch_size: int, pairs: int, queries: int, p
 
     Args:
       seed: of what is learnt.
-      seq_len: and this and all further ones but the last: see `sequences`.
+      seq_len: as in `sequences`, as are pairs and queries.
       batch_size: sequences in a step.
-      pairs: in a sequence.
-      queries: in a sequence.
+      pairs: told in a sequence.
+      queries: asked in a sequence.
       parts: the sequences of a step are cut into 1, 4, 16, ... and so many parts in turn, those held out are whole.
     """
     levels = [4**i for i in range(parts.bit_length() // 2 + 1)]

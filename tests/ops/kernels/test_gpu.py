@@ -50,12 +50,12 @@ def check_twice(case, implementation="triton"):
 
 @pytest.mark.parametrize("implementation", DTYPES)
 def test_processes_that_share_the_gpu(implementation):
-    """Each is stopped in the middle of kernels for the others to have the GPU."""
+    """The driver stops each in the middle of kernels for the others to have the GPU."""
     calls = [(pattern, str(size)) for pattern in sharing.PATTERNS for size in (64, 128)]
     command = [sys.executable, "-m", "tests.ops.kernels.sharing", implementation]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     runs = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.PIPE, text=True) for call in calls]
-    assert [run.communicate()[0] for run in runs] == ["0\n"] * len(calls)
+    assert [run.communicate(timeout=300)[0] for run in runs] == ["0\n"] * len(calls)
 
 
 GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything

@@ -3,8 +3,9 @@
 A program has a tile of queries of one head. The count-th largest score of a row is found by bisection: how many scores
 reach a threshold is counted in registers, until as many do as are wanted. Thresholds are floats as integers in the same
 order, so that a step that halves the integers ends in 32; every other step halves the numbers, which is faster where
-these lie close together. The last scores that are missing are found one by one: where several blocks have the same one,
-as those have that share the window that counts most, no threshold lies between them.
+these lie close together. Where hardly any score is missing, the next lower ones are looked up instead. Several blocks
+may have the same score, as InfLLM's neighbours that share their best window: no threshold separates them, and halving
+would go through all 32 bits.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
