@@ -388,9 +388,11 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
         # Of few items, and of long ones, the last may come late.
         best = max(own.sum() / 132, own.max())
         assert makespan(schedule, costs) <= (1.1 if known else 1.5 if number == 3 else 1.25) * best + 16, number
+        together = TOGETHER if known else max(TOGETHER, -(-251 // blocks))
+        for items in (column[column >= 0] for column in schedule.T):  # the longest first, of heads that go together
+            assert all(np.all(np.diff(costs[items[items // blocks // together == x]]) <= 0) for x in range(heads))
         if number != 3 and (not known or one.max() <= LONG * steps.sum() / 132):
             # In the order in which items begin, no group of heads comes long after the next ones.
-            together = TOGETHER if known else max(TOGETHER, -(-251 // blocks))
             whole = np.append(own, 0)[schedule]
             began = (whole.cumsum(0) - whole)[schedule >= 0]
             groups = schedule[schedule >= 0][began.argsort(kind="stable")] // blocks // together

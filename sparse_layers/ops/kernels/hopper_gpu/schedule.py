@@ -60,15 +60,17 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
         order, _ = _by_heads(every, together)
         places = _in_sweeps(items, together * blocks, programs)
         return jnp.where(places < 0, -1, order.ravel()[:items][places])
-    order, longest_first = _by_heads(every, TOGETHER)
-    first = int((longest_first > LONG * every.sum() / programs).sum(1).max())
+    order, groups = _by_heads(every, TOGETHER)
+    first = int((groups > LONG * every.sum() / programs).sum(1).max())
     order = np.concatenate([order[:, :first].ravel(), order[:, first:].ravel()])
     order = order[order < items]
     return dealt(order, every.ravel()[order], programs)
 
 
 def _by_heads(every: Any, together: int) -> tuple[Any, Any]:
-    """Items by groups of heads [groups, items], the longest first, and their steps; those beyond the last are none.
+    """Items of each group of heads [groups, items], the longest first, those beyond the last being none; and all steps.
+
+    The steps [groups, items] are in the order of blocks.
 
     Args:
       every: steps of each head's blocks [heads of all batch entries, blocks].
@@ -79,7 +81,7 @@ def _by_heads(every: Any, together: int) -> tuple[Any, Any]:
     groups = groups.reshape(-1, together * every.shape[1])
     order = xp.argsort(-groups, axis=1, stable=True).astype(np.int32)
     first = groups.shape[1] * np.arange(len(groups), dtype=np.int32)[:, None]
-    return order + first, xp.take_along_axis(groups, order, 1)
+    return order + first, groups
 
 
 def dealt(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
