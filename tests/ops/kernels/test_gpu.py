@@ -1,6 +1,8 @@
 """Presets and selections at real sizes on a GPU: ``pytest -n 8 tests/ops/kernels/test_gpu.py`` where there is one."""
 
+import functools
 import itertools
+import operator
 import os
 import subprocess
 import sys
@@ -56,6 +58,61 @@ def test_processes_that_share_the_gpu(implementation):
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     runs = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.PIPE, text=True) for call in calls]
     assert [run.communicate(timeout=300)[0] for run in runs] == ["0\n"] * len(calls)
+
+
+CALLS = int(os.environ.get("RANDOM_CALLS", "50"))
+
+
+def random_case(seed: int):
+    """Any mask, lengths, heads, sizes and options; a selection in one of four."""
+    draw = np.random.default_rng(seed)
+
+    def one_of(*choices):
+        return choices[draw.integers(len(choices))]
+
+    def maybe(share):
+        return draw.random() < share
+
+    def term(length):
+        left, right, few = (int(x) for x in draw.integers(0, (300, 300, 130)))
+        period = one_of(2, 4, 16, 32, 64, 100, 128)
+        start = int(draw.integers(period))
+        blocks = draw.random((2, length // 64 + 1, length // 64 + 1)) < 0.2
+        near = sl.Window(left, right), sl.Window(left), sl.BlockDiagonal(period), sl.Full()
+        far = sl.Strided(period), sl.Columns(period, start), sl.Prefix(few), sl.Prefix(few).T, sl.Global(few)
+        return one_of(*near, *far, sl.Blocks(sl.Array(blocks[0]), 64), ~sl.Window(left, right), sl.Compressed(32, 16))
+
+    q_len = one_of(1, 97, 128, 300, 512, 640, 777, 1024, 1280)
+    kv_len = q_len if maybe(0.7) else one_of(1, 128, 300, 1000)
+    masks = []
+    for _ in range(one_of(1, 1, 1, 2)):
+        terms = [term(max(q_len, kv_len)) for _ in range(one_of(1, 2, 2, 3))]
+        mask = functools.reduce(operator.or_, terms)
+        masks.append(sl.Causal() & mask if maybe(0.6) else mask)
+    batch = one_of(1, 2)
+    options = {
+        "heads": one_of((2, 2), (4, 2), (8, 1), (6, 2)),
+        "sizes": (size := one_of(64, 128, 128, 40, 96, 8), one_of(size, size, 72)),
+        "batch": batch,
+        "dtype": one_of("bfloat16", "float16"),
+        "sinks": maybe(0.3),
+        "soft_cap": 2.0 if maybe(0.15) else None,
+        "scale": one_of(0.3, -0.2, 0.01) if maybe(0.15) else None,
+    }
+    if maybe(0.3):
+        ids = [np.sort(draw.integers(-1, 4, (batch, n)), axis=1).astype(np.int32) for n in (q_len, kv_len)]
+        options["segments"] = (ids[0], ids[0] if q_len == kv_len else ids[1])
+    if maybe(0.25):
+        options |= {"granularity": one_of(16, 64, 128), "block": one_of(64, 128), "k": one_of(1, 3)}
+        return chosen.Case(str(seed), tuple(masks), q_len, kv_len, scope=one_of("1", "K", "N"), **options)
+    return Case(str(seed), tuple(masks), q_len, kv_len, **options)
+
+
+@pytest.mark.parametrize("seed", range(CALLS))
+@pytest.mark.parametrize("implementation", [name for name in DTYPES if name == "hopper"])
+def test_random_calls(implementation, seed):
+    """``RANDOM_CALLS=1000`` makes as many; passes that these kernels do not do are the others' part of the call."""
+    check_twice(random_case(seed), implementation)
 
 
 GRANULARITIES = {1: 331, 16: 257, 64: 500, 128: 389}  # and lengths that are no multiples of anything
