@@ -64,15 +64,22 @@ def overview() -> Figure:
 
 
 def lengths() -> Figure:
-    """Time of forward and backward against the length."""
-    found = curves(results("lengths_hopper_h200", direction="fwd+bwd"), "ms")
-    labels = {name: label for name, (label, _) in SHOWN.items()} | {"causal": "causal, by cuDNN"}
-    longest = max(found["causal"])
-    times = found["causal"][longest] / found["window"][longest]
-    figure = Figure(figsize=(WIDTH, 4.2))
+    """Time of forward and backward against the length, by the kernels for Hopper and those that other GPUs run."""
+    dense, ours, others = (
+        curves(results("lengths_hopper_h200", direction="fwd+bwd", who=who), "ms")
+        for who in ("cuDNN", "ours", "triton")
+    )
+    labels = {name: label for name, (label, _) in SHOWN.items()} | {"causal": "causal, by cuDNN", "bigbird": "BigBird"}
+    longest = max(dense["causal"])
+    times = dense["causal"][longest] / ours["window"][longest]
+    figure = Figure(figsize=(WIDTH, 4.6))
     axes: Any = figure.subplots()
     axes.set_title(f"At {longest:,} tokens a window of 1024\nis {times:.0f} times as fast as dense attention")
-    lines(axes, {labels[name]: points for name, points in found.items()})
+    lines(axes, {labels[name]: points for name, points in {**dense, **ours}.items()})
+    for number, name in enumerate(ours):
+        if name in others:
+            axes.plot([*others[name]], [*others[name].values()], color=f"C{number}", linestyle=":")
+    axes.plot([], [], color=DENSE, linestyle=":", label="dotted: the kernels for all GPUs")
     axes.legend()
     axes.set_ylabel("milliseconds, forward and backward")
     axes.set_xlabel("tokens (k is 1,024); one sequence of 8 heads of 64,\nbfloat16, one NVIDIA H200")
