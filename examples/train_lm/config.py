@@ -114,6 +114,9 @@ class Config(shared.Config):
         if self.separator and not self.packed:
             raise Refusal("--separator begins a document, which only --packed keeps apart")
         if not self.recalls:
+            for name in ("pairs", "queries", "parts"):
+                if getattr(self, name) != getattr(Config, name):
+                    raise Refusal(f"{flag(name)} is of --data recall, got {getattr(self, name)} without it")
             return
         for name in ("glob", "packed"):
             if getattr(self, name):

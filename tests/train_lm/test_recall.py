@@ -157,6 +157,8 @@ def test_a_run_recalls_and_goes_on(tmp_path, capsys):
         ({"parts": 0}, "--parts must be at least 1, got 0"),
         ({"glob": "*.py"}, "--glob is of files, --data recall has none"),
         ({"packed": True}, "--packed is of files, --data recall has none"),
+        ({"data": ""}, "--pairs is of --data recall, got 4 without it"),
+        ({"data": "", "pairs": 8, "parts": 4}, "--parts is of --data recall, got 4 without it"),
     ],
 )
 def test_config_refuses(options, message):

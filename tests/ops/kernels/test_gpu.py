@@ -1,5 +1,6 @@
 """Presets and selections at real sizes on a GPU: ``pytest -n 8 tests/ops/kernels/test_gpu.py`` where there is one."""
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -56,8 +57,13 @@ def test_processes_that_share_the_gpu(implementation):
     calls = [(pattern, str(size)) for pattern in sharing.PATTERNS for size in (64, 128)]
     command = [sys.executable, "-m", "tests.ops.kernels.sharing", implementation]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    runs = [subprocess.Popen([*command, *call], env=environment, stdout=subprocess.PIPE, text=True) for call in calls]
-    assert [run.communicate(timeout=300)[0] for run in runs] == ["0\n"] * len(calls)
+    with contextlib.ExitStack() as ended:
+        runs = []
+        for call in calls:
+            run = subprocess.Popen([*command, *call], env=environment, stdout=subprocess.PIPE, text=True)
+            ended.callback(run.kill)  # where it hangs, or another one does
+            runs.append(run)
+        assert [run.communicate(timeout=300)[0] for run in runs] == ["0\n"] * len(calls)
 
 
 CALLS = int(os.environ.get("RANDOM_CALLS", "50"))
