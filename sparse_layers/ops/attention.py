@@ -322,10 +322,10 @@ def _attend_fwd(work, share, operands):
 def _attend_bwd(work, share, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
-    first, plan = operands[0], work[0].call.plan
+    first, call = operands[0], work[0].call
     dead = lse == -jnp.inf
     may_be_dead = first.segments is not None or first.chosen is not None or work[0].home is not None
-    if may_be_dead or plan is None or not plan.sees_itself:
+    if may_be_dead or not all(plan and plan.sees_itself for plan in call.places or (call.plan,)):
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
