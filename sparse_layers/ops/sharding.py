@@ -250,7 +250,9 @@ def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int)
     if devices == 1:
         return None
     if [*axes] != [axis for axis in mesh.axis_names if axis in axes]:  # JAX's ppermute counts devices in that order
-        raise ValueError(f"the axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}")
+        raise ValueError(
+            f"query_sharding: axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}"
+        )
     own = -(-length // devices)
     if operands.chosen is not None and own % together:
         raise ValueError(

@@ -61,7 +61,8 @@ def describe(
       size: most cells on a side of the picture.
       block: tokens on a side of the blocks that are counted; None for 128, doubled until they are at most 2**24.
       devices: that share each sequence, as by ``query_sharding``, if there are several: then it also says by which
-        routes keys come to their queries, and what the device receives that receives most.
+        routes keys come to their queries, and what the device receives that receives most. A layer's grouped heads
+        are reckoned with, for keys that fewer heads have are cheaper to send; a mask's are taken for equally many.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -109,9 +110,9 @@ def describe(
         plans = {"": Planned(make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params), scorer)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
-        for plan, _ in plans.values():
+        for plan, *_ in plans.values():
             _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    texts = {which: _text(*found, size, block, devices) for which, found in plans.items()}
+    texts = {which: _text(found, size, block, devices) for which, found in plans.items()}
     return "\n\n".join(f"{which}:\n" * bool(which) + text for which, text in texts.items())
 
 
@@ -127,7 +128,8 @@ def _block(length: int, block: int | None) -> int:
     return block
 
 
-def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None, devices: int) -> str:
+def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
+    plan, scorer, _ = planned
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
@@ -135,16 +137,17 @@ def _text(plan: Plan, scorer: Scorer | None, size: int, block: int | None, devic
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
     if scorer is not None:
         text += f"\n\n{_chosen(scorer, plan)}"
-    return text if devices == 1 else text + "\n\n" + "\n".join(_spread(plan, scorer, devices))
+    return text if devices == 1 else text + "\n\n" + "\n".join(_spread(planned, devices))
 
 
-def _spread(plan: Plan, scorer: Scorer | None, devices: int) -> Iterator[str]:
+def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
+    plan, scorer, groups = planned
     length = plan.q_len
     if length != plan.kv_len:
         raise ValueError(f"devices must be 1 with {length} queries and {plan.kv_len} keys: no sequence, got {devices}")
     yield f"a sequence over {devices} devices, {-(-length // devices)} tokens each:"
-    parts = parts_of(plan.masks, length, devices, plan.implementation)
+    parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
     if scorer is not None:  # any block may be chosen
         parts = (whole(plan.masks, length, devices),)
     for route, masks in parts:

@@ -237,7 +237,7 @@ def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | Non
         refuse_given(subject, {"q_len": q_len, "kv_len": kv_len})
         return [
             panel
-            for which, (plan, _) in plans.items()
+            for which, (plan, *_) in plans.items()
             for panel in _of_masks(plan.masks, (plan.q_len, plan.kv_len), which, head, plan if blocks else None)
         ]
     shape = lengths_of(subject, q_len, kv_len, LONGEST if blocks else None)

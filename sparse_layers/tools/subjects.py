@@ -12,10 +12,11 @@ LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 
 
 class Planned(NamedTuple):
-    """What a layer computes: a plan, and the scorer that chooses blocks within it, if there is one."""
+    """A layer's plan, the scorer that chooses blocks within it, if any, and how many query heads share a key head."""
 
     plan: Plan
     scorer: Scorer | None = None
+    groups: int = 1
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
@@ -44,16 +45,18 @@ def _planned(subject: Any) -> dict[str, Planned] | None:
     subject = getattr(subject, "attention", subject)  # that of a block
     if isinstance(subject, Plan):
         return {"": Planned(subject)}
-    pattern = getattr(subject, "pattern", None)
+    pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
+    groups = subject.num_heads // key_heads if key_heads else 1
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
-        return {name: Planned(x, pattern if name == "selected" else None) for name, x in subject.plans.items()}
+        scorers = {"selected": pattern}
+        return {name: Planned(x, scorers.get(name), groups) for name, x in subject.plans.items()}
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
     fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
     scorer = as_scorer(getattr(fn, "selection", None)) or scorer_of(pattern)
-    return {"": Planned(plan, scorer)} if isinstance(plan, Plan) else None
+    return {"": Planned(plan, scorer, groups)} if isinstance(plan, Plan) else None
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:

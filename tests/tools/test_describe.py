@@ -4,6 +4,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
+from sparse_layers.ops.planning.communication import parts_of
 from tests.tools.cases import MASKS, expected_cells
 
 SMALL = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
@@ -98,6 +99,18 @@ def test_describe_of_layers():
     block = linen.SparseTransformerBlock(2, 8, pattern="causal", seq_len=64)
     assert sl.describe(layer) == sl.describe(block) == own
     assert sl.describe(layer, size=4, block=16) == sl.describe(sl.Causal(), 64, size=4, block=16)
+
+
+def test_describe_reckons_with_the_grouped_heads_of_a_layer():
+    """Keys of one head are cheap to send, so all of them are; those of eight go to where they are asked for."""
+    told = {}
+    for kv_heads in (8, 1):
+        layer = sl.SparseSelfAttention(8, 64, num_kv_heads=kv_heads, pattern="strided", seq_len=2048, rngs=nnx.Rngs(0))
+        _, told[kv_heads] = sl.describe(layer, devices=4, size=4).split("512 tokens each:")
+        assert isinstance(layer.plan, sl.Plan)
+        routes = [str(part.route) for part in parts_of(layer.plan.masks, 2048, 4, "xla", 8 // kv_heads)]
+        assert [line.strip() for line in told[kv_heads].splitlines()[1:-1:2]] == routes
+    assert "all keys" in told[1] and "by residue" in told[8]
 
 
 def test_describe_of_models():
