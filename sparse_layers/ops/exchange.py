@@ -74,7 +74,7 @@ def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:
 def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
     """The rows of a route's order, on every device."""
     if route.order.natural:
-        return jax.lax.all_gather(x, axes, axis=1, tiled=True)[:, : route.length]
+        return _all(x, axes)[:, : route.length]
     tokens, counts, ends = route.tokens, route.counts, np.cumsum(route.counts)
     # Which of its own tokens each device gives, in the order of rows; of the last token as often as others have more.
     most = int(counts.max())
@@ -83,11 +83,20 @@ def _gathered(route: Gathered, x: jax.Array, axes: Axes) -> jax.Array:
     own = jnp.take(x, jnp.asarray(table.astype(np.int32))[jax.lax.axis_index(axes)], axis=1)
     if route.sent_one_by_one:
         return jnp.concatenate([_sent(own[:, :n], place, axes) for place, n in enumerate(counts) if n], axis=1)
-    found = jax.lax.all_gather(own, axes, axis=1, tiled=True)
+    found = _all(own, axes)
     if len(tokens) == most * route.devices:
         return found
     rows = np.concatenate([place * most + np.arange(n) for place, n in enumerate(counts)])
     return jnp.take(found, jnp.asarray(rows), axis=1)
+
+
+def _all(x: jax.Array, axes: Axes) -> jax.Array:
+    """What all devices have, one after the other: [B, n, ...] -> [B, P n, ...]."""
+    # Along the first axis, for the sake of gradients: a sum that is scattered along it is known to compilers for TPUs.
+    # One that is scattered along tokens they mostly make a sum of all on all devices, of twice the bytes.
+    batch, own, *rest = x.shape
+    found = jax.lax.all_gather(x, axes, axis=0, tiled=True).reshape(-1, batch, own, *rest)
+    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, *rest)
 
 
 def _sent(x: jax.Array, place: int, axes: Axes) -> jax.Array:

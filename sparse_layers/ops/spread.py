@@ -85,9 +85,6 @@ def _placed(call: Call, part: Part) -> Call:
     """The call of a part, with the plans of all places."""
     plan = _plan(call)
     options = (plan.fwd_params, plan.bwd_params)
-    with jax.ensure_compile_time_eval():
-        plans = [
-            part.route.plan(part.masks, place, options, implementation=plan.implementation)
-            for place in range(part.route.devices)
-        ]
+    places = range(part.route.devices)
+    plans = [part.route.plan(part.masks, place, options, implementation=plan.implementation) for place in places]
     return dataclasses.replace(call, plan=plans[-1], places=() if len({*plans}) == 1 else tuple(plans))

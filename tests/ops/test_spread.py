@@ -3,6 +3,7 @@
 The number of devices is fixed when JAX starts, so what needs eight has a process of its own: this file as a program.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -157,48 +158,56 @@ def check_case(case):
 
 # --- every byte ------------------------------------------------------------------------------------------------------
 
-BYTES = {"f32": 4, "s32": 4, "pred": 1}
+BYTES = {"f32": 4, "bf16": 2, "s32": 4, "pred": 1}
+KINDS = r"(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast)"
 
 
 def received(text, devices):
-    """Bytes that each device receives from others, by the collectives of a compiled program."""
-    total = np.zeros(devices)
+    """Of forward and backward of a compiled program, how many collectives there are, and bytes that devices receive."""
+    counts, total = (collections.Counter(), collections.Counter()), np.zeros((2, devices))
     for line in text.splitlines():
-        kind = r"(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast)(?:-start)?\("
-        found = re.search(rf"= (.*?) {kind}", line)
+        found = re.search(rf"= (.*?) {KINDS}(-start)?\(", line)
         if found is None:
             continue
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", found[1])
+        types, kind, begun = found.groups()
+        arrays = [x for x in re.findall(r"(\w+)\[([\d,]*)\]", types) if not (begun and x == ("u32", ""))]
+        arrays = arrays[len(arrays) // 2 :] if begun else arrays  # before what comes out stands what goes in
         size = sum(BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n])) for dtype, shape in arrays)
-        if found[2] == "collective-permute":
+        back = int("transpose(" in line or "reduce" in kind)  # what is summed are gradients
+        counts[back][kind] += 1
+        if kind == "collective-permute":
             for source, target in re.findall(r"\{(\d+),(\d+)\}", line[line.index("source_target_pairs") :]):
-                total[int(target)] += size * (source != target)
+                total[back, int(target)] += size * (source != target)
         else:  # of what comes out, all but a device's own; of a sum that is scattered, one from each other device
             shares = {"all-gather": 1 - 1 / devices, "all-to-all": 1 - 1 / devices, "reduce-scatter": devices - 1}
-            total += size * shares[found[2]]
+            shares["all-reduce"] = 2 * (1 - 1 / devices)  # scattered, and then gathered
+            total[back] += size * shares[kind]
+    return counts, total
+
+
+def planned(case, size, itemsize):
+    """What `received` has to find, by the plan: bytes of forward and backward that devices receive."""
+    n, k = case.heads
+    key_row, row, lse = 2 * k * size * itemsize, n * size * itemsize, n * 4
+    total = np.zeros((2, case.devices))
+    for route, _ in parts_of(sl.as_masks(case.mask), case.length, case.devices, case.implementation, n // k):
+        each = [route.received(place) for place in range(case.devices)]
+        total[0] += [x.keys * key_row + x.queries * row + x.results * (row + lse) for x in each]
+        total[1] += [x.gradients * key_row + x.queries * (row + 2 * lse) + x.results * row for x in each]
     return total
 
 
+def both(case, q, k, v, *pull):
+    results, pullback = jax.vjp(lambda *x: attend(case)(*x, None), q, k, v)
+    return results, pullback(pull)
+
+
 def check_bytes(case):
-    args, mesh = arrays(case), mesh_of(case)
-    n, k = case.heads
-    key_row, row, lse = 2 * k * H * 4, n * H * 4, n * 4
+    mesh = mesh_of(case)
     with jax.set_mesh(mesh):
-        placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in args]
-
-        def both(q, k, v, *pull):
-            results, pullback = jax.vjp(lambda *x: attend(case)(*x, None), q, k, v)
-            return results, pullback(pull)
-
-        text = jax.jit(both, compiler_options=COMPILER).lower(*placed).compile().as_text()
-    formula = np.zeros(case.devices)
-    for route, _ in parts_of(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k):
-        each = [route.received(place) for place in range(case.devices)]
-        formula += [
-            (x.keys + x.gradients) * key_row + x.queries * (2 * row + 2 * lse) + x.results * (2 * row + lse)
-            for x in each
-        ]
-    np.testing.assert_array_equal(received(text, case.devices), formula)
+        placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in arrays(case)]
+        text = jax.jit(functools.partial(both, case), compiler_options=COMPILER).lower(*placed).compile().as_text()
+    np.testing.assert_array_equal(received(text, case.devices)[1], planned(case, H, 4))
 
 
 def check_refusals():
@@ -313,32 +322,49 @@ def test_on_eight_devices():
     assert on_devices(8, __file__) == ""
 
 
+# On TPUs, by the kind of route, with the collectives of forward and backward.
+PERMUTE, GATHER, SCATTER, TO_ALL = "collective-permute", "all-gather", "reduce-scatter", "all-to-all"
+TPU = functools.partial(Case, devices=8, heads=(2, 1), implementation="pallas_tpu")
+ON_TPUS = {
+    "neighbors, tokens one by one": (
+        TPU(sl.preset("streaming", window=128, sinks=4), 4096),
+        ({PERMUTE: 2 + 6}, {PERMUTE: 2 + 6}),
+    ),
+    "residues": (
+        TPU(sl.preset("sparse_transformer_strided", stride=128), 8192),
+        ({PERMUTE: 2, TO_ALL: 5}, {PERMUTE: 2, TO_ALL: 6}),
+    ),
+    "columns": (TPU(sl.preset("sparse_transformer_fixed"), 4096), ({GATHER: 2}, {SCATTER: 2})),
+    "folded": (TPU(sl.Causal(), 16384), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
+    "all keys": (TPU(sl.Full(), 4096), ({GATHER: 2}, {SCATTER: 2})),
+    # Eight of these are a cube, over all of which their compiler sums all gradients on all devices.
+    "all keys, on v5p": (TPU(sl.Full(), 4096), ({GATHER: 2}, {"all-reduce": 1})),
+}
+
+
 @pytest.mark.usefixtures("all_passes")
-def test_compiles_for_tpus():
-    """Eight TPUs tell each other keys of neighbors, and the first tokens, in steps of their own, and gather nothing."""
+@pytest.mark.parametrize("name", ON_TPUS)
+def test_compiles_for_tpus(name):
+    """Eight TPUs that are only described tell each other what the plan says, to the byte, and in steps of their own."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    mesh = Mesh(np.reshape(devices, 8), ("context",), axis_types=(AUTO,))
+    case, collectives = ON_TPUS[name]
+    topology = "v5p:2x2x2" if "v5p" in name else "v5e:2x4"
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.reshape(devices, (1, 8, 1)), ("data", "context", "heads"), axis_types=(AUTO,) * 3)
+    shapes = [(2, case.length, heads, 128) for heads in (2, 1, 1, 2)] + [(2, case.length, 2)]
     args = [
-        jax.ShapeDtypeStruct((1, 4096, n, 128), "bfloat16", sharding=NamedSharding(mesh, P(None, "context")))
-        for n in (2, 1, 1, 2)
+        jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) == 4 else "float32", sharding=NamedSharding(mesh, SPEC))
+        for shape in shapes
     ]
-    op = functools.partial(
-        sl.block_sparse_attention,
-        plan_or_mask=sl.preset("streaming", window=128, sinks=4),
-        implementation="pallas_tpu",
-        query_sharding=P(None, "context"),
-    )
-
-    def both(q, k, v, pull):
-        out, pullback = jax.vjp(lambda *x: op(*x), q, k, v)
-        return out, pullback(pull)
-
     with jax.set_mesh(mesh):
-        text = jax.jit(both).trace(*args).lower(lowering_platforms=("tpu",)).compile().as_text()
-    kinds = set(re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)[-\w]*\(", text))
-    assert "tpu_custom_call" in text and kinds == {"collective-permute"}
-    assert "collective-permute-start" in text  # and done later
+        lowered = jax.jit(functools.partial(both, case)).trace(*args).lower(lowering_platforms=("tpu",))
+    text = lowered.compile().as_text()
+    counts, total = received(text, 8)
+    assert counts == collectives and "tpu_custom_call" in text
+    assert "collective-permute-start" in text or PERMUTE not in counts[0]  # and done later
+    expected = 2 * planned(case, 128, 2)  # of two batch entries
+    expected[1] *= 2 if "all-reduce" in counts[1] else 1
+    np.testing.assert_array_equal(total, expected)
 
 
 if __name__ == "__main__":

@@ -124,19 +124,18 @@ def parts(mask: Mask, length: int, max_step: int = 1) -> tuple[Part, ...]:
       >>> [(str(part.store.order), part.reads) for part in parts(mask, 4096)]
       [('natural order', 128), ('gathered tokens 248 to 255 of every 256', 128)]
     """
-    with jax.ensure_compile_time_eval():
-        if not is_causal(mask, length):
-            raise ValueError(f"pattern: decoding needs a causal one, but some query of {mask!r} sees a later key")
-        weighed = []
-        for _, groups in splits(mask, length, length):
-            if not mask.computable:  # its pairs are known in natural order only, from a table
-                groups = [((RowOrder(length), RowOrder(length)), mask)]
-            found = [part for (_, order), term in groups for part in _part(term, order, length, max_step)]
-            cost = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
-            weighed.append((cost, len(weighed), found))
-        # A mask that allows nothing still has a row to look at; by `Empty`, for a part without a table is traced.
-        nothing = Part(Empty(), Store(RowOrder(length), 1, 1), None)
-        return tuple(min(weighed, key=lambda entry: entry[:2])[2]) or (nothing,)
+    if not is_causal(mask, length):
+        raise ValueError(f"pattern: decoding needs a causal one, but some query of {mask!r} sees a later key")
+    weighed = []
+    for _, groups in splits(mask, length, length):
+        if not mask.computable:  # its pairs are known in natural order only, from a table
+            groups = [((RowOrder(length), RowOrder(length)), mask)]
+        found = [part for (_, order), term in groups for part in _part(term, order, length, max_step)]
+        cost = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
+        weighed.append((cost, len(weighed), found))
+    # A mask that allows nothing still has a row to look at; by `Empty`, for a part without a table is traced.
+    nothing = Part(Empty(), Store(RowOrder(length), 1, 1), None)
+    return tuple(min(weighed, key=lambda entry: entry[:2])[2]) or (nothing,)
 
 
 def _part(mask: Mask, order: RowOrder, length: int, max_step: int) -> list[Part]:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import jax.errors
 import numpy as np
 
@@ -39,7 +40,12 @@ class BlockGrid(NamedTuple):
     num_columns: int
 
 
+# A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
+answers_now = jax.ensure_compile_time_eval
+
+
 @functools.lru_cache(maxsize=32)
+@answers_now()
 def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int) -> BlockGrid:
     """Lists the blocks in which the mask allows anything, with their exact states.
 
@@ -125,7 +131,8 @@ def masked_tiles(
         q0 = rows[start : start + step, None, None].astype(np.int64) * block_q
         k0 = columns[start : start + step, None, None].astype(np.int64) * block_kv
         try:
-            tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
+            with answers_now():
+                tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
         except jax.errors.TracerArrayConversionError as error:
             raise TypeError(
                 "mask: its rule depends on values that are traced, known at run time only: documents and padding are "

@@ -17,12 +17,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from ...masks.algebra import EMPTY, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
-from .blocks import active_blocks
+from .blocks import active_blocks, answers_now
 from .params import BwdParams, FwdParams
 from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs
 from .platforms import TUNING
@@ -319,14 +318,13 @@ def parts_of(
       ...     print(route)
       queries and keys, by residue of 128
     """
-    with jax.ensure_compile_time_eval():  # a mask of the user's may compute with jax.numpy
-        by_mask = [_cheapest(mask, length, devices, implementation, groups) for mask in masks]
-        halos = [route for found in by_mask for route in found if isinstance(route, Neighbors)]
-        if halos:  # one halo for all, or keys that several masks reach would come as often
-            largest = Neighbors(length, devices, max(x.left for x in halos), max(x.right for x in halos))
-            by_mask = [{largest if x in halos else x: part for x, part in found.items()} for found in by_mask]
-        routes = list(dict.fromkeys(route for found in by_mask for route in found))
-        return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
+    by_mask = [_cheapest(mask, length, devices, implementation, groups) for mask in masks]
+    halos = [route for found in by_mask for route in found if isinstance(route, Neighbors)]
+    if halos:  # one halo for all, or keys that several masks reach would come as often
+        largest = Neighbors(length, devices, max(x.left for x in halos), max(x.right for x in halos))
+        by_mask = [{largest if x in halos else x: part for x, part in found.items()} for found in by_mask]
+    routes = list(dict.fromkeys(route for found in by_mask for route in found))
+    return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
 
 
 def whole(masks: tuple[Mask, ...], length: int, devices: int) -> Part:
@@ -409,6 +407,7 @@ def _view_route(wish: Wish, length: int, devices: int) -> Route | None:
     return Gathered(length, devices, kv_order) if q_order.natural and not kv_order.natural else None
 
 
+@answers_now()
 def _halo(part: Mask, length: int, devices: int) -> Neighbors:
     """The keys of neighbors that a part reaches."""
     own = -(-length // devices)

@@ -212,9 +212,7 @@ def static_candidates(
     Returns:
       The candidates, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
     """
-    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
-    with jax.ensure_compile_time_eval():
-        return _static_candidates(tuple(masks), shape, with_tiles)
+    return _static_candidates(tuple(masks), shape, with_tiles)
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted,
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
-from .blocks import BlockGrid, active_blocks
+from .blocks import BlockGrid, active_blocks, answers_now
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
 from .params import BwdParams, FwdParams, checked_params
@@ -96,9 +96,7 @@ class Pass:
         return _round_up(self.q_order.rows, shape[0]), _round_up(self.kv_order.rows, shape[1])
 
     def _info(self, shape: tuple[int, int], *, is_dkv: bool) -> MaskInfo:
-        # As in `make_plan`: a mask of the user's may compute with jax.numpy.
-        with jax.ensure_compile_time_eval():
-            return process_mask(bind(self.mask, 1, *self.padded(shape)), shape, is_dkv=is_dkv)[0]
+        return process_mask(bind(self.mask, 1, *self.padded(shape)), shape, is_dkv=is_dkv)[0]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -140,7 +138,7 @@ class Plan:
         if self.q_len > self.kv_len:
             return False
         place = np.arange(self.q_len)
-        with jax.ensure_compile_time_eval():
+        with answers_now():
             return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
 
     def of_heads(self, first: int, count: int) -> "Plan":
@@ -201,9 +199,7 @@ def make_plan(
     masks = masks_for(mask, q_len, kv_len)
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     checked_implementation(implementation)
-    # A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
-    with jax.ensure_compile_time_eval():
-        return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+    return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
 
 
 @functools.lru_cache(maxsize=256)
