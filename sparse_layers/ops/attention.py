@@ -157,11 +157,12 @@ def block_sparse_attention(
         refused: trace it under a mesh of that platform's devices, also an abstract one, or name an implementation.
       return_lse: also return the log-sum-exp of the allowed logits, the sinks' among them.
       query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", "context",
-        "heads")``, with None where it is whole. It never changes the result; what does not lie so is moved, and axes
-        that do not divide batch or heads are left out. Devices that share a sequence exchange keys, as the pattern
-        needs them: see `planning/communication.py`. None: JAX's partitioner finds out, in a program that cannot be
-        serialized nor be found in JAX's persistent cache, and gathers sequences. Without effect where there is no mesh,
-        or one of other axes. Under `jax.vmap`, leave it out: the axis that is mapped over would be gathered.
+        "heads")``, or of [T, N, H] ``PartitionSpec("context", "heads")``, with None where it is whole. It never
+        changes the result; what does not lie so is moved, and axes that do not divide batch or heads are left out.
+        Devices that share a sequence exchange keys, as the pattern needs them: see `planning/communication.py`. None:
+        JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent cache, and
+        gathers sequences. Without effect where there is no mesh, or one of other axes. Under `jax.vmap`, leave it out:
+        the axis that is mapped over would be gathered.
 
     Returns:
       out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
@@ -169,9 +170,9 @@ def block_sparse_attention(
 
     Raises:
       ValueError: shapes, dtypes, lengths, heads, ids, block sizes or names that do not fit, with the value and rule;
-        arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, or
-        none where TPU kernels need it; a spread sequence in which devices would share queries that choose together; on
-        TPUs, block lists that exceed scalar memory, with their size.
+        arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, of
+        query or of the mesh, or none where TPU kernels need it; a spread sequence in which devices would share queries
+        that choose together; on TPUs, block lists that exceed scalar memory, with their size.
       TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
@@ -190,7 +191,7 @@ def block_sparse_attention(
     checked("return_lse", return_lse, bool)
     checked_implementation(implementation)
     _check_arrays(query, key, value)
-    unbatched = query.ndim == 3
+    unbatched, query_sharding = query.ndim == 3, sharding.of_batches(query_sharding, query)
     if unbatched:
         query, key, value = query[None], key[None], value[None]
     b, t, n, h = query.shape

@@ -37,6 +37,7 @@ def choose(
     Raises:
       ValueError: as `block_sparse_attention`, for how arrays are sharded.
     """
+    query_sharding = sharding.of_batches(query_sharding, query)
     if not scorer.chooses(query.shape[1]):
         return None
 

@@ -277,11 +277,6 @@ def _padded(operands: Operands, spread: Spread, together: int) -> Operands:
 def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any, Any]:
     """The mesh axes that ``spec`` names for batch, tokens and heads; of batch and heads, as far as they divide them."""
     batch, _, heads, _ = _dividing(mesh, query.shape, spec, "query_sharding")
-    if any((*spec,)[3:]) or PartitionSpec.UNCONSTRAINED in (*spec,)[1:2]:
-        raise ValueError(
-            "query_sharding must be PartitionSpec(axes of the batch, axes of the sequence, axes of the heads), "
-            f"got {spec}"
-        )
     return batch, ((*spec, None)[1] if len(spec) > 1 else None), heads
 
 
@@ -298,6 +293,24 @@ def _dividing(mesh: Any, shape: tuple[int, ...], spec: PartitionSpec, name: str)
         size % math.prod(mesh.shape[axis] for axis in _names(e)) == 0 for size, e in zip(shape, entries, strict=True)
     ]
     return [_names(entry) if entry and fit else None for entry, fit in zip(entries, fits, strict=True)]
+
+
+def of_batches(spec: PartitionSpec | None, query: jax.Array) -> PartitionSpec | None:
+    """The ``query_sharding`` of [B, T, N, H], by that of a query with or without a batch.
+
+    Raises:
+      ValueError: it has entries for other axes than those of the batch, the sequence and the heads.
+    """
+    if spec is None:
+        return None
+    entries, tokens = tuple(spec), query.ndim - 3
+    names = ["axes of the batch", "axes of the sequence", "axes of the heads"][1 - tokens :]
+    others = entries[len(names) :]
+    if len(others) > 1 or any(others) or PartitionSpec.UNCONSTRAINED in entries[tokens : tokens + 1]:
+        raise ValueError(
+            f"query_sharding must be PartitionSpec({', '.join(names)}) for query of shape {query.shape}, got {spec}"
+        )
+    return spec if tokens else PartitionSpec(None, *spec)
 
 
 def check_sharding(spec: Any, name: str) -> None:

@@ -1,5 +1,6 @@
 """Misuses of the op, of plans and of kernel settings."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +18,7 @@ def names():
         "documents": lambda size: (lambda table: sl.from_mask_mod(lambda b, h, q, k: table[q] == table[k]))(
             np.zeros(size)
         ),
+        "P": jax.P,
         "swapped": lambda *arrays: [x.swapaxes(-3, -2) for x in arrays],
     }
 
@@ -103,6 +105,20 @@ MISUSES = [
     Misuse("op(q, k, v, mask, return_lse='yes')", ValueError, "return_lse", "'yes'", "must be true or false"),
     Misuse("op(q, k, v, mask, return_lse=1)", ValueError, "return_lse", "got 1", "must be true or false"),
     Misuse("op(q, k, v, mask, query_sharding='data')", ValueError, "query_sharding", "'data'", "PartitionSpec or None"),
+    Misuse(
+        "op(q, k, v, mask, query_sharding=P('data', None, None, 'x'))",
+        ValueError,
+        "query_sharding",
+        "'data', None, None, 'x'",
+        "(axes of the batch, axes of the sequence, axes of the heads)",
+    ),
+    Misuse(
+        "op(q[0], k[0], v[0], mask, query_sharding=P('data', 'context', 'heads'))",
+        ValueError,
+        "query_sharding",
+        "'data', 'context', 'heads'",
+        "(axes of the sequence, axes of the heads)",
+    ),
     Misuse("op(q, k, v, mask, fwd_params=128)", ValueError, "fwd_params", "got 128", "must be FwdParams or None"),
     Misuse(
         "op(q, k, v, mask, fwd_params=sl.FwdParams)", ValueError, "fwd_params", "class", "must be FwdParams or None"

@@ -197,8 +197,8 @@ def planned(case, size, itemsize):
     return total
 
 
-def both(case, q, k, v, *pull):
-    results, pullback = jax.vjp(lambda *x: attend(case)(*x, None), q, k, v)
+def both(case, spec, q, k, v, *pull):
+    results, pullback = jax.vjp(lambda *x: attend(case, spec=spec)(*x, None), q, k, v)
     return results, pullback(pull)
 
 
@@ -206,8 +206,18 @@ def check_bytes(case):
     mesh = mesh_of(case)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in arrays(case)]
-        text = jax.jit(functools.partial(both, case), compiler_options=COMPILER).lower(*placed).compile().as_text()
+        program = jax.jit(functools.partial(both, case, None), compiler_options=COMPILER)
+        text = program.lower(*placed).compile().as_text()
     np.testing.assert_array_equal(received(text, case.devices)[1], planned(case, H, 4))
+
+
+def check_without_batch():
+    """The axes of [T, N, H] are those of the sequence and of the heads."""
+    case = Case(sl.Causal() & sl.Window(9), 128, 4, tensor=2)
+    placed, mesh = [x[0] for x in arrays(case)], mesh_of(case)
+    with jax.set_mesh(mesh):
+        text = jax.jit(functools.partial(both, case, P("context", "heads"))).lower(*placed).compile().as_text()
+    np.testing.assert_array_equal(received(text, 8)[1].reshape(2, 4, 2).sum(2), planned(case, H, 4))
 
 
 def check_refusals():
@@ -255,7 +265,8 @@ def main():
     """Prints what fails on eight devices."""
     checks = {name: functools.partial(check_case, case) for name, case in CASES.items()}
     checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-    checks |= {"refusals": check_refusals, "choices": check_choices, "dead rows": check_dead_rows}
+    alone = check_without_batch, check_refusals, check_choices, check_dead_rows
+    checks |= {check.__name__: check for check in alone}
     prices = communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
     tuned = TUNING["xla"]
     for name, check in checks.items():
@@ -357,7 +368,7 @@ def test_compiles_for_tpus(name):
         for shape in shapes
     ]
     with jax.set_mesh(mesh):
-        lowered = jax.jit(functools.partial(both, case)).trace(*args).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(functools.partial(both, case, None)).trace(*args).lower(lowering_platforms=("tpu",))
     text = lowered.compile().as_text()
     counts, total = received(text, 8)
     assert counts == collectives and "tpu_custom_call" in text
