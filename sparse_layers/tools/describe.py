@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, overload
 
+import numpy as np
+
 from ..masks.adapters import MaskLike
 from ..masks.counting import count
 from ..masks.options import Positive, checked, own_keywords
@@ -11,7 +13,7 @@ from ..masks.pictures import cell_size
 from ..masks.primitives import Causal
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
-from ..ops.planning.communication import needed, parts_of, whole
+from ..ops.planning.communication import Part, Received, Token, bound, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
@@ -61,8 +63,11 @@ def describe(
       size: most cells on a side of the picture.
       block: tokens on a side of the blocks that are counted; None for 128, doubled until they are at most 2**24.
       devices: that share each sequence, as by ``query_sharding``, if there are several: then it also says by which
-        routes keys come to their queries, and what the device receives that receives most. A layer's grouped heads
-        are reckoned with, for keys that fewer heads have are cheaper to send; a mask's are taken for equally many.
+        routes keys come to their queries, and for each route, forward and backward, what the device receives that
+        receives most, the least that it has to (the keys that its queries see; by residues, what changes places), and
+        how far the pairs that the busiest device computes exceed the mean. Of a layer that is in bytes of a batch entry
+        of its dtype, of others in rows of all heads. A layer's grouped heads are reckoned with, for keys that fewer
+        heads have are cheaper to send; a mask's are taken for equally many.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -75,7 +80,7 @@ def describe(
     Raises:
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
         size, block or devices is less than 1, or block so small that there were more than 2**24 of them; several
-        devices where queries and keys are not equally many.
+        devices where queries and keys are not equally many, or more devices than tokens.
       TypeError: subject is none of the above.
 
     Example:
@@ -93,11 +98,12 @@ def describe(
       >>> fn = sl.make_attention_fn("strided", 4096)
       >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("strided", 4096)
       True
-      >>> print(sl.describe("sliding_window", 65536, devices=8, size=4).rpartition(2 * chr(10))[2])
+      >>> text = sl.describe("sliding_window", 65536, devices=8, size=4)
+      >>> print(text.rpartition(2 * chr(10))[2])  # doctest: +ELLIPSIS
       a sequence over 8 devices, 8192 tokens each:
         keys of neighbors, 1023 before
-          receives 1023 rows of keys, 0 of queries, 0 of results; the busiest device computes 1.00 times the mean
-      queries that stay where they are need 1024 rows of others' keys
+          forward: receives 1023 rows of k and v, the bound; the busiest device computes 1.0... times the mean
+          backward: receives 1023 rows of dk and dv, the bound; the busiest device computes 1.0... times the mean
     """
     check_size(size)
     checked("devices", devices, Positive)
@@ -129,7 +135,7 @@ def _block(length: int, block: int | None) -> int:
 
 
 def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
-    plan, scorer, _ = planned
+    plan, scorer, *_ = planned
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
@@ -142,26 +148,62 @@ def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
 
 def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
-    plan, scorer, groups = planned
-    length = plan.q_len
+    plan, scorer, groups, token = planned
+    length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if length != plan.kv_len:
         raise ValueError(f"devices must be 1 with {length} queries and {plan.kv_len} keys: no sequence, got {devices}")
-    yield f"a sequence over {devices} devices, {-(-length // devices)} tokens each:"
+    if devices > length:
+        raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")
+    own = -(-length // devices)
+    idle = devices - -(-length // own)
+    yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}:"
     parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
     if scorer is not None:  # any block may be chosen
         parts = (whole(plan.masks, length, devices),)
+    total, work = [Received(0)] * devices, np.zeros((2, devices))
     for route, masks in parts:
+        plans = [route.plan(masks, place, params, implementation=plan.implementation) for place in range(devices)]
+        received, pairs = [route.received(place) for place in range(devices)], np.transpose([*map(_pairs, plans)])
+        total = [Received(*map(sum, zip(*each, strict=True))) for each in zip(total, received, strict=True)]
+        work += pairs
         yield f"  {route}"
-        received = [route.received(place) for place in range(devices)]
-        most = max(received, key=lambda x: x.keys + x.queries + x.results)
-        plans = (route.plan(masks, place, implementation=plan.implementation) for place in range(devices))
-        work = [sum(weighed[0][1] for weighed in each.candidates) for each in plans]
-        yield (
-            f"    receives {most.keys} rows of keys, {most.queries} of queries, {most.results} of results; "
-            f"the busiest device computes {max(work) * devices / max(1, sum(work)):.2f} times the mean"
-        )
-    asked = max(needed([mask for part in parts for mask in part.masks], length, devices))
-    yield f"queries that stay where they are need {asked} rows of others' keys"
+        yield from _exchanged(received, pairs, token, bound(Part(route, masks)))
+    if len(parts) > 1:
+        yield "  together"
+        yield from _exchanged(total, work, token)
+
+
+def _pairs(plan: Plan) -> tuple[int, int]:
+    """The pairs in the blocks that a plan computes, forward and backward."""
+    links = [link for chain in plan.chains for link in chain]
+    forward = sum(link.fwd_blocks * math.prod(link.fwd_shape) for link in links)
+    return forward, sum(link.bwd_blocks * math.prod(link.bwd_shape) for link in links)
+
+
+def _exchanged(
+    received: list[Received], work: np.ndarray, token: Token | None, least: Received | None = None
+) -> Iterator[str]:
+    """The lines about what each device receives, and the pairs [2, devices] that it computes, forward and backward."""
+    for backward, way in enumerate(("forward", "backward")):
+        most = max(_volume(x, token, backward) for x in received)[1]
+        said = None if least is None or most == "nothing" else _volume(least, token, backward)[1]
+        limit = "" if said is None else ", the bound" if said == most else f" (bound: {said})"
+        busiest = work[backward].max() * work.shape[1] / max(1, work[backward].sum())
+        yield f"    {way}: receives {most}{limit}; the busiest device computes {busiest:.2f} times the mean"
+
+
+def _volume(received: Received, token: Token | None, backward: int) -> tuple[int, str]:
+    """How much is received forward or backward, in rows or, if it is known what one takes, in bytes; and in words."""
+    if token is not None:
+        volume = received.volume(token)[backward]
+        in_units = f"{volume / 2**20:.1f} MiB" if volume >= 2**20 else f"{volume / 2**10:.1f} KiB"
+        return volume, in_units if volume else "nothing"
+    keys, queries, results, gradients = received
+    rows = {"dk and dv": gradients, "dout": queries, "dq": results}
+    if not backward:
+        rows = {"k and v": keys, "q": queries, "out": results}
+    words = ", ".join(f"{n} of {what}" for what, n in rows.items() if n)
+    return sum(rows.values()), words.replace(" of", " rows of", 1) or "nothing"
 
 
 def _chosen(scorer: Scorer, plan: Plan) -> str:

@@ -3,8 +3,11 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from ..masks.adapters import as_masks
 from ..masks.options import Length, checked
+from ..ops.planning.communication import Token
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, as_scorer, scorer_of
 
@@ -12,11 +15,19 @@ LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
 
 
 class Planned(NamedTuple):
-    """A layer's plan, the scorer that chooses blocks within it, if any, and how many query heads share a key head."""
+    """A layer's plan, and what is known of the layer.
+
+    Attributes:
+      plan: the plan.
+      scorer: that chooses blocks within it, if one does.
+      groups: how many query heads share a key head.
+      token: bytes of one token, if heads and their size are known.
+    """
 
     plan: Plan
     scorer: Scorer | None = None
     groups: int = 1
+    token: Token | None = None
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
@@ -47,16 +58,27 @@ def _planned(subject: Any) -> dict[str, Planned] | None:
         return {"": Planned(subject)}
     pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
     groups = subject.num_heads // key_heads if key_heads else 1
+    token = _token(subject)
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
         scorers = {"selected": pattern}
-        return {name: Planned(x, scorers.get(name), groups) for name, x in subject.plans.items()}
+        return {name: Planned(x, scorers.get(name), groups, token) for name, x in subject.plans.items()}
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
     fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
     scorer = as_scorer(getattr(fn, "selection", None)) or scorer_of(pattern)
-    return {"": Planned(plan, scorer, groups)} if isinstance(plan, Plan) else None
+    return {"": Planned(plan, scorer, groups, token)} if isinstance(plan, Plan) else None
+
+
+def _token(layer: Any) -> Token | None:
+    """Bytes of one token of a layer's heads; None where its size is not known before it has seen inputs."""
+    heads, size, features = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
+    size = size or (features // heads if heads and features else None)
+    if not heads or not size:
+        return None
+    dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", None) or jnp.float32
+    return Token.of(heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype).itemsize)
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:

@@ -188,12 +188,9 @@ def received(text, devices):
 def planned(case, size, itemsize):
     """What `received` has to find, by the plan: bytes of forward and backward that devices receive."""
     n, k = case.heads
-    key_row, row, lse = 2 * k * size * itemsize, n * size * itemsize, n * 4
-    total = np.zeros((2, case.devices))
+    token, total = communication.Token.of(n, k, size, itemsize), np.zeros((2, case.devices))
     for route, _ in parts_of(sl.as_masks(case.mask), case.length, case.devices, case.implementation, n // k):
-        each = [route.received(place) for place in range(case.devices)]
-        total[0] += [x.keys * key_row + x.queries * row + x.results * (row + lse) for x in each]
-        total[1] += [x.gradients * key_row + x.queries * (row + 2 * lse) + x.results * row for x in each]
+        total += np.transpose([route.received(place).volume(token) for place in range(case.devices)])
     return total
 
 

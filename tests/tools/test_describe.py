@@ -1,3 +1,7 @@
+import pathlib
+import re
+
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -109,8 +113,56 @@ def test_describe_reckons_with_the_grouped_heads_of_a_layer():
         _, told[kv_heads] = sl.describe(layer, devices=4, size=4).split("512 tokens each:")
         assert isinstance(layer.plan, sl.Plan)
         routes = [str(part.route) for part in parts_of(layer.plan.masks, 2048, 4, "xla", 8 // kv_heads)]
-        assert [line.strip() for line in told[kv_heads].splitlines()[1:-1:2]] == routes
+        lines = re.findall(r"^  (\w.*)$", told[kv_heads], re.M)
+        assert lines == routes + ["together"] * (len(routes) > 1)
     assert "all keys" in told[1] and "by residue" in told[8]
+
+
+@pytest.mark.parametrize(
+    "pattern, forward, backward",
+    [
+        (sl.Full(), "448.0 MiB, the bound", "448.0 MiB, the bound"),
+        ("sliding_window:window=1025", "4.0 MiB, the bound", "4.0 MiB, the bound"),
+        ("sparse_transformer_fixed:stride=128,summary=8", "28.0 MiB, the bound", "28.0 MiB, the bound"),
+        # q and out are four times as wide as k and v together; 1.75 MiB are of lse, and of delta
+        (sl.Causal() & sl.Strided(128), "281.8 MiB, the bound", "283.5 MiB, the bound"),
+    ],
+)
+def test_describe_says_how_many_bytes_devices_receive(pattern, forward, backward):
+    """131072 tokens over 8 devices, with 8 key heads and 32 others of 128, in bfloat16: 4 KiB of k and v a token."""
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    layer = linen.SparseSelfAttention(**heads, pattern=pattern, seq_len=131072)
+    lines = sl.describe(layer, devices=8, size=4).partition("a sequence over 8 devices, 16384 tokens each:")[2]
+    for way, said in (("forward", forward), ("backward", backward)):
+        assert f"    {way}: receives {said}; the busiest device computes " in lines
+
+
+def test_describe_says_how_devices_share_pairs_and_rows():
+    """Blocks 1 + 2 and 3 + 4 of 16 x 16 forward, 1 and 2 of 32 x 32 backward; the first tokens in relays, and back."""
+    blocks = {"fwd_params": SMALL, "bwd_params": sl.BwdParams(q_blocksize=32, kv_blocksize=32)}
+    assert sl.describe(sl.Causal(), 64, devices=2, **blocks).endswith(
+        "a sequence over 2 devices, 32 tokens each:\n"
+        "  keys of neighbors, 32 before\n"
+        "    forward: receives 32 rows of k and v, the bound; the busiest device computes 1.40 times the mean\n"
+        "    backward: receives 32 rows of dk and dv, the bound; the busiest device computes 1.33 times the mean"
+    )
+    text = sl.describe("streaming:window=16,sinks=4", 2048, devices=8, size=4)
+    assert (
+        "receives 4 rows of k and v, the bound" in text and "12 rows of dk and dv (bound: 4 rows of dk and dv)" in text
+    )
+    assert "together\n    forward: receives 19 rows of k and v;" in text
+    text = sl.describe("strided:local_attn_ctx=16", 2048, devices=8, size=4)
+    assert "backward: receives 224 rows of dk and dv, 224 of dout, 224 of dq, the bound" in text
+    assert "48 devices, 2 tokens each, none on the last 16:" in sl.describe(sl.Causal(), 64, devices=48, size=4)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the page tells what is planned on a CPU")
+def test_devices_in_the_documentation():
+    page = (pathlib.Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    layer = linen.SparseSelfAttention(**heads, pattern="sparse_transformer_fixed", seq_len=131072)
+    said = re.search(r"```text\n(a sequence over.*?)\n```", page, re.S)
+    assert said is not None and sl.describe(layer, devices=8, size=4).endswith(f"\n\n{said[1]}")
 
 
 def test_describe_of_models():
@@ -138,6 +190,7 @@ def test_describe_by_head_and_of_nothing():
         (dict(q_len=0), "q_len must be an integer >= 1, got 0"),
         (dict(q_len=4, block=0), "block must be an integer >= 1, got 0"),
         (dict(q_len=4, size=0), "size must be an integer >= 1, got 0"),
+        (dict(q_len=64, devices=1000), "devices must be at most 64, the tokens that they share, got 1000"),
     ],
 )
 def test_describe_refuses(arguments, message):

@@ -32,6 +32,19 @@ from .views import Reordered, RowOrder
 READS_PER_RECEIVED_ROW = 12
 
 
+class Token(NamedTuple):
+    """Bytes of one token, of all heads: key and value together, the query (out takes as many), and lse."""
+
+    keys: int
+    query: int
+    lse: int
+
+    @staticmethod
+    def of(heads: int, kv_heads: int, size: int, itemsize: int) -> "Token":
+        """Those of heads of a size, with elements of so many bytes."""
+        return Token(2 * kv_heads * size * itemsize, heads * size * itemsize, heads * max(4, itemsize))
+
+
 class Received(NamedTuple):
     """What a device receives along a route, in rows of all heads.
 
@@ -46,6 +59,12 @@ class Received(NamedTuple):
     queries: int = 0
     results: int = 0
     gradients: int = 0
+
+    def volume(self, token: Token) -> tuple[int, int]:
+        """Bytes in a forward and in a backward pass."""
+        forward = self.keys * token.keys + self.queries * token.query + self.results * (token.query + token.lse)
+        back = self.gradients * token.keys + self.queries * (token.query + 2 * token.lse) + self.results * token.query
+        return forward, back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +364,19 @@ def needed(masks: Sequence[Mask], length: int, devices: int) -> list[int]:
         seen[grid.rows, grid.columns] = True
     others = np.arange(seen.shape[1]) // (own // block) != np.arange(devices)[:, None]
     return [int(n) * block for n in (seen & others).sum(1)]
+
+
+def bound(part: Part) -> Received:
+    """What the device at least receives that receives most: the keys that its queries see, or what changes places.
+
+    Gradients go back the same way, and are as many.
+    """
+    route = part.route
+    if isinstance(route, Residues):
+        return route.received(0)
+    most = max(route.received(place).keys for place in range(route.devices))
+    keys = min(most, max(needed(part.masks, route.length, route.devices)))  # needed ones are counted in blocks
+    return Received(keys, gradients=keys)
 
 
 def _cheapest(mask: Mask, length: int, devices: int, implementation: str, groups: int) -> dict[Route, Mask]:
