@@ -20,6 +20,7 @@ import itertools
 import linecache
 import math
 import operator
+import re
 import sys
 import threading
 import types
@@ -545,6 +546,7 @@ ASSEMBLY = {
     "ex2.approx.ftz.f32": lambda _, x: Tensor(np.exp2(x.data)),
     "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16),
     "cvt.rn.f16x2.f32": packed(np.float16),
+    "and.b32": lambda _, x, words, bit: Tensor(np.where((words & bit).data != 0, x.data, np.float32(-np.inf))),
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
 }
@@ -579,7 +581,8 @@ class Language:
 
     @staticmethod
     def inline_asm_elementwise(asm, constraints, args, *_, **__):
-        return ASSEMBLY.get(asm.split()[0], functools.partial(unknown, repr(asm)))(asm, *args)
+        first = re.sub(r"^{|\s*\.reg[^;]*;\s*", "", asm).split()[0]  # behind registers that are declared
+        return ASSEMBLY.get(first, functools.partial(unknown, repr(asm)))(asm, *args)
 
     @staticmethod
     def load(pointer, mask=None, other=None, **_):

@@ -453,11 +453,12 @@ def test_pieces(lost):
 @pytest.mark.parametrize("size", settings.SIZES)
 @pytest.mark.parametrize("block", settings.BLOCKS)
 def test_settings_fit(kernel, size, block):
-    stages = settings.stages_of(kernel, size, block)
-    assert 2 <= stages <= settings.MOST_STAGES
-    assert settings.shared_memory(kernel, stages, size, block) + 1024 <= settings.SHARED_MEMORY
-    fits = settings.shared_memory(kernel, stages + 1, size, block) + 1024 <= settings.SHARED_MEMORY
-    assert stages == settings.MOST_STAGES or not fits
+    for part in {settings.GROUP, settings.PARTS[size]}:
+        stages = settings.stages_of(kernel, size, block, part)
+        assert 2 <= stages <= settings.MOST_STAGES and settings.ROWS % part == 0
+        assert settings.shared_memory(kernel, stages, size, block, part) + 1024 <= settings.SHARED_MEMORY
+        fits = settings.shared_memory(kernel, stages + 1, size, block, part) + 1024 <= settings.SHARED_MEMORY
+        assert stages == settings.MOST_STAGES or not fits
     # By groups of 128 threads; Triton sets four warps aside for fetching.
-    assert 128 * (settings.ROWS // 64 * settings.REGISTERS + settings.FETCHING) <= 65536
+    assert 128 * (settings.ROWS // settings.GROUP * settings.REGISTERS + settings.FETCHING) <= 65536
     assert settings.REGISTERS % 8 == settings.FETCHING % 8 == 0 and settings.REGISTERS <= 240

@@ -59,10 +59,18 @@ class Case:
 STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(16))
 CASES = [
     Case("causal", sl.Causal()),
-    Case("causal-64", sl.Causal(), 64, dtype="float16"),
+    # The backward kernel holds scores of 128 queries there, which the registers just do not hold.
+    Case("causal-64", sl.Causal(), 64, dtype="float16", spills=80),
     Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=8),
     Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1)),
-    Case("pieces-64", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 64, heads=(8, 2), dtype="float16"),
+    Case(
+        "pieces-64",
+        sl.preset("sparse_transformer_fixed", stride=128, summary=8),
+        64,
+        heads=(8, 2),
+        dtype="float16",
+        spills=150,
+    ),
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
@@ -117,7 +125,8 @@ def test_compiles_without_spills_or_hazards(case):
             assert max(found.spill_stores, found.spill_loads) <= case.spills, name
             assert not found.warnings and not hazards(found.sass)
             part = name.removesuffix("_kernel")
-            least = settings.shared_memory(part, settings.stages_of(part, case.size, 128), case.size, 128)
+            of = case.size, 128, settings.PARTS[case.size] if part == "backward" else settings.GROUP
+            least = settings.shared_memory(part, settings.stages_of(part, *of), *of)
             assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
             assert kernel.num_warps == 12
             # Scores and the product before are in flight together, in all loops, of both groups.

@@ -181,7 +181,7 @@ def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.c
              L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Scores of an entry that is masked: -inf where the pair may not attend."""
     PART: gl.constexpr = F.PART
-    scores = masked(scores, words, PART, LAYOUT)
+    scores = masked(scores, words, PART, LAYOUT, A)
     column = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
     if L.CHOSEN > 0:
         chosen = (gl.load(lists[3] + i) >> (column // L.CHOSEN)) & 1

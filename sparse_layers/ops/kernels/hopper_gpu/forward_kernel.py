@@ -120,7 +120,7 @@ def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl
         by = gl.load(lists[3] + i)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
         words = gl.where(((by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
-    scores = masked(scores, words, KV.TILE, LAYOUT)
+    scores = masked(scores, words, KV.TILE, LAYOUT, A)
     if A.SEGMENTED:
         column = gl.load(lists[1] + i) * KV.TILE + gl.arange(0, KV.TILE, layout=gl.SliceLayout(0, LAYOUT))
         other = gl.load(lists[6] + b * KV.ROWS + column)

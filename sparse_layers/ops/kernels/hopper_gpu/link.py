@@ -29,6 +29,7 @@ class _Prepared(NamedTuple):
 
     Attributes:
       q, kv: how rows are cut.
+      part: queries of a tile that is fetched.
       stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
       read: its arrays from ``schedule`` to ``kv_segments``, or to ``pieces``.
@@ -38,6 +39,7 @@ class _Prepared(NamedTuple):
 
     q: Side
     kv: Side
+    part: int
     stages: int
     constants: dict[str, Any]
     read: list[jax.Array]
@@ -108,7 +110,7 @@ class HopperLink(Link):
             return f"blocks have {settings.ROWS} queries and {wanted} keys there, and these {rows} and {block}"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
-        for order, number in ((self.q_order, settings.PART), (self.kv_order, block)):
+        for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, block)):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
         if kernel == "forward" and self._skewed():
@@ -134,18 +136,18 @@ class HopperLink(Link):
         lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
         nothing = jnp.zeros((1,), jnp.float32)
         inputs = [
-            self._tiles(query, order, settings.PART),
+            self._tiles(query, order, own.part),
             self._tiles(self.operands.key, own.kv.order, own.kv.tile),
             self._tiles(value, own.kv.order, own.kv.tile),
             *(self._tiles(x, more.kv_order, own.kv.tile) for x in (self.operands.key, value)),
-            self._tiles(query if before is None else before.arrays[0], order, settings.PART),
+            self._tiles(query if before is None else before.arrays[0], order, own.part),
             *own.read,
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
         stages = settings.Q_STAGES, own.stages, own.stages
         fixed = {"KV2": second, "F": Forward(*stages, sinks is not None, before is not None)}
-        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, settings.PART), lse], fixed, {})
+        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, own.part), lse], fixed, {})
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
         return Rows(natural, (out, lse.swapaxes(1, 2)))
@@ -178,23 +180,23 @@ class HopperLink(Link):
         elif own.cut:
             earlier[1:] = [jnp.zeros(shape, exact) for shape in shapes[1:]]
         inputs = [
-            self._tiles(query, q.order, settings.PART),
-            self._tiles(gradients.dout, q.order, settings.PART),
+            self._tiles(query, q.order, own.part),
+            self._tiles(gradients.dout, q.order, own.part),
             self._tiles(key, kv.order, kv.tile),
             self._tiles(value, kv.order, kv.tile),
-            *(bridge.Tiles.of(x.reshape(-1, x.shape[-1]), (1, settings.PART)) for x in scalars),
+            *(bridge.Tiles.of(x.reshape(-1, x.shape[-1]), (1, own.part)) for x in scalars),
             *own.read,
         ]
         aliases = {len(inputs) + i: i for i, x in enumerate(earlier) if x is not None}
         inputs += [jnp.zeros((1,), jnp.float32) if x is None else x for x in earlier]
         results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, exact, exact), strict=True)]
         outputs = [
-            self._tiles(results[0], q.order, settings.PART, 2),
-            *(self._tiles(x, to, settings.PART, 1 + own.cut) for x in results[1:]),
+            self._tiles(results[0], q.order, own.part, 2),
+            *(self._tiles(x, to, settings.GROUP, 1 + own.cut) for x in results[1:]),
         ]
         fixed = {
             "DKV": views.side_of(to, kv.tile),
-            "F": Backward(settings.PART, own.stages, own.cut or there is not None),
+            "F": Backward(own.part, own.stages, own.cut or there is not None),
         }
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
@@ -207,6 +209,12 @@ class HopperLink(Link):
     def _size(self) -> int | None:
         """What head sizes are rounded up to, those of values, too."""
         return settings.padded(max(self.operands.query.shape[-1], self.operands.value.shape[-1]))
+
+    def _part(self, kernel: str) -> int:
+        """Queries of a tile: those of a group of warps forward, and of a step backward."""
+        assert self._size is not None
+        # Soft caps take registers, too: of 128 queries, hundreds would be spilled.
+        return settings.GROUP if kernel == "forward" or self.call.soft_cap else settings.PARTS[self._size]
 
     def _view(self, order: RowOrder, rows: int) -> Any:
         """As `view_of` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
@@ -252,10 +260,10 @@ class HopperLink(Link):
     def _prepared_for(self, kernel: str) -> _Prepared:
         device = launch.device()
         assert isinstance(device, launch.Device) and self._size is not None
-        operands, (q, kv, lists, steps, before) = self.operands, self._work(kernel)
+        dkv, operands, (q, kv, lists, steps, before) = kernel == "dkv", self.operands, self._work(kernel)
         found, batch = lists.lists, operands.query.shape[0]
         schedule, pieces = schedule_of(steps, batch, device.processors), None
-        if kernel == "dkv" and isinstance(schedule, np.ndarray) and len(steps) == 1:
+        if dkv and isinstance(schedule, np.ndarray) and len(steps) == 1:
             key_heads = self._jobs(True, 1)[1].argmax(0)
             keys = operands.key.shape[1] * operands.key.shape[2]
             lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / device.processors
@@ -267,7 +275,7 @@ class HopperLink(Link):
             segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
         chosen_by = found.block if found.chosen_by is None else found.chosen_by
         read: list[Any] = [schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments]
-        read += [found.spans if pieces is None else pieces] if kernel == "dkv" else []
+        read += [found.spans if pieces is None else pieces] if dkv else []
         arrays = Arrays(
             HEADS=operands.query.shape[2],
             KV_HEADS=operands.key.shape[2],
@@ -283,9 +291,10 @@ class HopperLink(Link):
         number = 0 if pieces is None else len(pieces)
         walk = Walk(batches, kinds, found.group, steps.shape[2], schedule.size, number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
-        stages = settings.stages_of("backward" if kernel == "dkv" else "forward", self._size, kv.tile)
+        part = self._part(kernel)
+        stages = settings.stages_of("backward" if dkv else "forward", self._size, kv.tile, part)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, stages, constants, [jnp.asarray(x) for x in read], schedule.shape[1], number > 0)
+        return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], schedule.shape[1], number > 0)
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
         found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)

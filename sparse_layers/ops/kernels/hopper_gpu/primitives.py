@@ -57,6 +57,24 @@ def exp2(x):
 
 
 @gluon.jit
+def kept(x, words, bit):
+    """float32 x where words have a bit, and -inf elsewhere.
+
+    Of tests that it knows, the compiler makes all of a tile's early, and keeps what they came to in bits of registers,
+    which it takes apart again: nearly three times the instructions.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 found; .reg .pred p; and.b32 found, $2, $3; setp.ne.b32 p, found, 0; "
+        "selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r",
+        [x, words, bit],
+        gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def pack(x, dtype: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """float32 [ROWS, COLUMNS] as int32 [ROWS, COLUMNS / 2], two of bfloat16 or float16 in each.
 

@@ -2,10 +2,13 @@
 
 # Of one multiprocessor of compute capability 9.0, for one program.
 SHARED_MEMORY = 232448
-# Rows that a program holds, 64 for each group of four warps that computes, and queries of a step of the backward
-# kernel. At head size 64 there is room for 192 queries in the forward kernel, and three groups of warps; on an H200
-# that took as long for causal attention, and 1.35 to 2.6 times as long for windows, documents and random blocks.
-ROWS, PART = 128, 64
+# Rows that a program holds, and those of each group of four warps that computes. At head size 64 there is room for 192
+# queries in the forward kernel, and three groups of warps; on an H200 that took as long for causal attention, and 1.35
+# to 2.6 times as long for windows, documents and random blocks.
+ROWS, GROUP = 128, 64
+# Queries of a step of the backward kernel by head size: 128 where registers hold as many scores. On an H200, causal
+# attention, windows and documents with heads of 64 take 2.5 % less for it, forward and backward together.
+PARTS = {64: 128, 128: 64}
 # Keys in a block of the lists of the forward kernel, whose tiles are whole blocks; the backward kernel has ROWS.
 BLOCKS = (64, 128)
 # What head sizes are rounded up to.
@@ -25,7 +28,7 @@ def padded(size: int) -> int | None:
     return next((most for most in SIZES if size <= most), None)
 
 
-def shared_memory(kernel: str, stages: int, size: int, block: int) -> int:
+def shared_memory(kernel: str, stages: int, size: int, block: int, part: int = GROUP) -> int:
     """Bytes of shared memory, but for barriers: fewer than 1024.
 
     Args:
@@ -33,16 +36,17 @@ def shared_memory(kernel: str, stages: int, size: int, block: int) -> int:
       stages: tiles of k and of v that the forward kernel holds or fetches; parts of q and dout in the backward kernel.
       size: head size, rounded up.
       block: keys in a tile.
+      part: queries of a step of the backward kernel.
     """
     if kernel == "forward":
         return 2 * (ROWS * size + Q_STAGES * ROWS * size + 2 * stages * block * size)
-    kv, q_dout, ds = 2 * block * size, 2 * stages * PART * size, 2 * block * PART
-    return 2 * (kv + q_dout + ds) + 4 * (PART * size + 2 * stages * PART)
+    kv, q_dout, ds = 2 * block * size, 2 * stages * part * size, 2 * block * part
+    return 2 * (kv + q_dout + ds) + 4 * (part * size + 2 * stages * part)
 
 
-def stages_of(kernel: str, size: int, block: int) -> int:
+def stages_of(kernel: str, size: int, block: int, part: int = GROUP) -> int:
     """As many stages as fit, for `shared_memory`."""
     for stages in range(MOST_STAGES, 1, -1):
-        if shared_memory(kernel, stages, size, block) + 1024 <= SHARED_MEMORY:
+        if shared_memory(kernel, stages, size, block, part) + 1024 <= SHARED_MEMORY:
             return stages
     raise AssertionError(f"{kernel} fits at no depth at head size {size}")

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .primitives import exp2, load_tile
+from .primitives import exp2, kept, load_tile
 
 # Rows of a tile that one group of four warps has: as many as a product has.
 ROWS = gl.constexpr(64)
@@ -161,13 +161,16 @@ def words_of(tile, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.conste
 
 
 @gluon.jit
-def masked(scores, words, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+def masked(scores, words, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, A: gl.constexpr):
     """Scores with -inf where a bit is 0."""
     s3 = gl.reshape(scores, [ROWS, COLUMNS // 32, 32])
     L3: gl.constexpr = s3.type.layout
     bit = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, L3)))
     bit = gl.expand_dims(gl.expand_dims(bit, 0), 1)
-    s3 = gl.where(((gl.expand_dims(words, 2) >> bit) & 1) != 0, s3, float("-inf"))
+    if A.CAP > 0:  # beside a hyperbolic tangent `kept` takes more registers than there are
+        s3 = gl.where(((gl.expand_dims(words, 2) >> bit) & 1) != 0, s3, float("-inf"))
+    else:  # of a column's number, two bits are a thread's own: it shifts words by these, and all test the same bits
+        s3 = kept(s3, gl.expand_dims(words, 2) >> (bit & 6), 1 << (bit & 25))
     return gl.convert_layout(gl.reshape(s3, [ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
 
 
