@@ -43,7 +43,7 @@ SHOWN: dict[str, tuple[str, sl.Mask]] = {
 
 def overview() -> Figure:
     """What a pattern is, and what it saves: small masks, and beside each how long it takes."""
-    rows = results("speed_hopper_h200", D=128, who="hopper", direction="fwd+bwd")
+    rows = results("speed_hopper_128_h200", D=128, who="hopper", direction="fwd+bwd")
     ms = {name: next(row["ms"] for row in rows if row["pattern"] == name) for name in SHOWN}
     figure = Figure(figsize=(WIDTH, 5.2))
     figure.suptitle("Attention costs what its pattern costs,\nand the result is exact", x=0.01, ha="left")
@@ -149,7 +149,20 @@ def recall() -> Figure:
     return figure
 
 
-PICTURES = {"recall": recall, "chain": chain, "overview": overview, "lengths": lengths, "decoding": decoding}
+def small() -> Figure:
+    """Held-out bits per byte of the example's config ``small`` against steps."""
+    (run,) = json.loads((RUNS / "small.json").read_text(encoding="utf-8"))["results"]
+    figure = Figure(figsize=(WIDTH, 3.6))
+    axes: Any = figure.subplots()
+    axes.plot(run["training"]["step"], run["training"]["mean_bpb_of_100"], linewidth=1, color=DENSE, label="training")
+    axes.plot(run["rows"]["step"], run["rows"]["heldout_bpb"], "o", label="held out")
+    axes.set_title(f"{run['rows']['heldout_bpb'][-1]:.3f} bits per byte of Python, gzip {run['gzip']:.2f}")
+    axes.set(ylim=(0.6, 2), xlabel="steps of 65,536 bytes", ylabel="bits per byte")
+    axes.legend()
+    return figure
+
+
+PICTURES = {"recall": recall, "small": small, "chain": chain, "overview": overview, "lengths": lengths, "decoding": decoding}
 
 
 def results(name: str, **wanted: Any) -> list[dict[str, Any]]:
