@@ -162,7 +162,14 @@ def small() -> Figure:
     return figure
 
 
-PICTURES = {"recall": recall, "small": small, "chain": chain, "overview": overview, "lengths": lengths, "decoding": decoding}
+PICTURES = {
+    "recall": recall,
+    "small": small,
+    "chain": chain,
+    "overview": overview,
+    "lengths": lengths,
+    "decoding": decoding,
+}
 
 
 def results(name: str, **wanted: Any) -> list[dict[str, Any]]:

@@ -138,6 +138,23 @@ def test_values_and_gradients(launched, monkeypatch, case):
     assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
 
 
+def test_longer_lists_compile_nothing_anew(monkeypatch, launched):
+    call, found = bridge.call, []
+
+    def record(kernel, programs, inputs, outputs, constants, aliases):
+        found.append((kernel, constants))
+        return call(kernel, programs, inputs, outputs, constants, aliases)
+
+    monkeypatch.setattr(bridge, "call", record)
+    op = functools.partial(sl.block_sparse_attention, implementation="hopper")
+    few = np.abs(np.arange(10)[:, None] - np.arange(10)) <= 1
+    many = few | (np.arange(10) == 3)[:, None]  # then one program has that block, and another one of the others more
+    for mask in (sl.Blocks(sl.Array(few), 128), sl.Blocks(sl.Array(many | many.T), 128)):
+        shape = jax.ShapeDtypeStruct((1, 1280, 2, 64), jnp.bfloat16)
+        jax.eval_shape(jax.grad(lambda q, mask=mask: op(q, q, q, mask).astype(jnp.float32).sum()), shape)
+    assert len(found) == 6 and found[:3] == found[3:]
+
+
 def test_passes_that_plain_triton_does_together(launched):
     """Each key is in one list of the first pass, the second one has few keys: neither is for the backward kernel."""
     case = Case("few-keys", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 256, batch=1, split=True)

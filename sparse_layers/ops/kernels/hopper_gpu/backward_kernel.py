@@ -147,7 +147,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     """
     n = 0
     turn = 0
-    item = take(work, schedule, turn, L)
+    item = take(work, schedule, turn)
     while item >= 0:
         b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
         keys_missing = True
@@ -173,7 +173,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
         if keys_missing:
             _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
         turn += 1
-        item = take(work, schedule, turn, L)
+        item = take(work, schedule, turn)
 
 
 @gluon.jit

@@ -77,7 +77,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     """Fetches q, k and v in the order in which they will be needed."""
     n = 0
     turn = 0
-    item = take(work, schedule, turn, L)
+    item = take(work, schedule, turn)
     while item >= 0:
         b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
@@ -109,7 +109,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             before = index
             if i < end:
                 n += 1
-        item = take(work, schedule, turn, L)
+        item = take(work, schedule, turn)
 
 
 @gluon.jit
@@ -285,7 +285,7 @@ def forward_kernel(
     more_k,  # k and v by the axes of KV2, if there is a second pass
     more_v,
     before,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
-    schedule,  # int32 [rounds, programs]: the items of each program, -1 behind them
+    schedule,  # int32 [rounds + 1, programs]: the items of each program, and -1 behind them
     spans,  # this and the next three: `BlockLists`
     entries,
     tiles,

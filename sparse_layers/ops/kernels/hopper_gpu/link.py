@@ -289,7 +289,7 @@ class HopperLink(Link):
         )
         batches, kinds = found.spans.shape[:2]
         number = 0 if pieces is None else len(pieces)
-        walk = Walk(batches, kinds, found.group, steps.shape[2], schedule.size, number, lists.chosen)
+        walk = Walk(batches, kinds, found.group, steps.shape[2], number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         part = self._part(kernel)
         stages = settings.stages_of("backward" if dkv else "forward", self._size, kv.tile, part)

@@ -44,7 +44,7 @@ LEAST_ROUNDS = 1.9
 
 
 def schedule_of(steps: Any, batch: int, programs: int) -> Any:
-    """int32 [rounds, programs]: the items of each program, -1 behind them; as many programs as have any.
+    """int32 [rounds + 1, programs]: the items of each program, and -1 behind them; as many programs as have any.
 
     Args:
       steps: of each block, integers [LB, heads, blocks], of numpy or JAX; batch entry b has those of ``b % LB``.
@@ -102,7 +102,7 @@ def dealt(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
 
 
 def _in_sweeps(items: int, group: int, programs: int) -> np.ndarray:
-    """int [rounds, programs]: places of each program's items among groups of which each has the longest first, or -1.
+    """int [rounds + 1, programs]: places of each program's items among groups that have the longest first; -1 behind.
 
     Programs are swept over forth and back, an item each. Each group begins at another program, by the golden ratio, so
     that no program has the longest of several. In simulations of documents, causal masks and long first blocks this
@@ -115,9 +115,9 @@ def _in_sweeps(items: int, group: int, programs: int) -> np.ndarray:
 
 
 def _by_program(who: np.ndarray, programs: int) -> np.ndarray:
-    """int [rounds, programs]: which items each program has, in their order, and -1 behind them; ``who`` has each."""
+    """int [rounds + 1, programs]: which items each program has, in their order, and -1 behind; ``who`` has each."""
     counts, items = np.bincount(who, minlength=programs), who.argsort(kind="stable")
-    places = np.full((counts.max(), programs), -1)
+    places = np.full((counts.max() + 1, programs), -1)
     places[np.arange(len(who)) - np.repeat(counts.cumsum() - counts, counts), who[items]] = items
     return places
 

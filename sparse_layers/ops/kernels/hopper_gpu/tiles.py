@@ -47,7 +47,6 @@ class Walk(NamedTuple):
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
     BLOCKS: int  # of the major side
-    PLACES: int  # of the schedule
     PIECES: int  # of a batch entry; 0 if nothing is cut
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
 
@@ -60,13 +59,10 @@ def queue(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def take(work, schedule, turn, L: gl.constexpr):
+def take(work, schedule, turn):
     """The next item of this program, -1 after its last one; tells the groups that compute."""
     numbers, full, empty = work
-    place = turn * gl.num_programs(0) + gl.program_id(0)
-    item = -1
-    if place < L.PLACES:
-        item = gl.load(schedule + place)
+    item = gl.load(schedule + turn * gl.num_programs(0) + gl.program_id(0))
     mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
     numbers.index(turn % 2).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(full.index(turn % 2), count=1)
