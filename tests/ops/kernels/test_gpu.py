@@ -83,10 +83,10 @@ def random_case(seed: int):
         left, right, few = (int(x) for x in draw.integers(0, (300, 300, 130)))
         period = one_of(2, 4, 16, 32, 64, 100, 128)
         start = int(draw.integers(period))
-        blocks = draw.random((2, length // 64 + 1, length // 64 + 1)) < 0.2
+        blocks = draw.random((length // 64 + 1, length // 64 + 1)) < 0.2
         near = sl.Window(left, right), sl.Window(left), sl.BlockDiagonal(period), sl.Full()
         far = sl.Strided(period), sl.Columns(period, start), sl.Prefix(few), sl.Prefix(few).T, sl.Global(few)
-        return one_of(*near, *far, sl.Blocks(sl.Array(blocks[0]), 64), ~sl.Window(left, right), sl.Compressed(32, 16))
+        return one_of(*near, *far, sl.Blocks(sl.Array(blocks), 64), ~sl.Window(left, right), sl.Compressed(32, 16))
 
     q_len = one_of(1, 97, 128, 300, 512, 640, 777, 1024, 1280)
     kv_len = q_len if maybe(0.7) else one_of(1, 128, 300, 1000)
