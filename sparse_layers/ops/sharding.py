@@ -306,7 +306,7 @@ def of_batches(spec: PartitionSpec | None, query: jax.Array) -> PartitionSpec | 
     entries, tokens = tuple(spec), query.ndim - 3
     names = ["axes of the batch", "axes of the sequence", "axes of the heads"][1 - tokens :]
     others = entries[len(names) :]
-    if len(others) > 1 or any(others) or PartitionSpec.UNCONSTRAINED in entries[tokens : tokens + 1]:
+    if len(others) > 1 or any(others) or PartitionSpec.UNCONSTRAINED in entries:
         raise ValueError(
             f"query_sharding must be PartitionSpec({', '.join(names)}) for query of shape {query.shape}, got {spec}"
         )

@@ -62,12 +62,12 @@ def describe(
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
       block: tokens on a side of the blocks that are counted; None for 128, doubled until they are at most 2**24.
-      devices: that share each sequence, as by ``query_sharding``, if there are several: then it also says by which
-        routes keys come to their queries, and for each route, forward and backward, what the device receives that
-        receives most, the least that it has to (the keys that its queries see; by residues, what changes places), and
-        how far the pairs that the busiest device computes exceed the mean. Of a layer that is in bytes of a batch entry
-        of its dtype, of others in rows of all heads. A layer's grouped heads are reckoned with, for keys that fewer
-        heads have are cheaper to send; a mask's are taken for equally many.
+      devices: that share each sequence, as by ``query_sharding``. With several it also says by which routes keys come
+        to their queries. Of each route, forward and backward, it says what the device receives that receives most, and
+        how far the pairs that the busiest device computes exceed the mean. The bound is the least that must be
+        received: the keys that a device's queries see elsewhere, or of residues what changes places. It is all in bytes
+        of a batch entry where heads and their size are known, as of most layers, and else in rows of all heads. Grouped
+        heads of a layer are reckoned with, for keys that fewer heads have are cheaper to send.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -79,8 +79,8 @@ def describe(
 
     Raises:
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
-        size, block or devices is less than 1, or block so small that there were more than 2**24 of them; several
-        devices where queries and keys are not equally many, or more devices than tokens.
+        size, block or devices is less than 1, or block so small that there were more than 2**24 of them; more devices
+        than tokens.
       TypeError: subject is none of the above.
 
     Example:
@@ -150,17 +150,20 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
     plan, scorer, groups, token = planned
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
-    if length != plan.kv_len:
-        raise ValueError(f"devices must be 1 with {length} queries and {plan.kv_len} keys: no sequence, got {devices}")
     if devices > length:
         raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")
     own = -(-length // devices)
+    if length != plan.kv_len:
+        yield f"queries over {devices} devices, {own} each; each device has all {plan.kv_len} keys"
+        return
     idle = devices - -(-length // own)
     yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}:"
     parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
     if scorer is not None:  # any block may be chosen
         parts = (whole(plan.masks, length, devices),)
     total, work = [Received(0)] * devices, np.zeros((2, devices))
+    if not parts:
+        yield "  nothing moves: no query sees a key"
     for route, masks in parts:
         plans = [route.plan(masks, place, params, implementation=plan.implementation) for place in range(devices)]
         received, pairs = [route.received(place) for place in range(devices)], np.transpose([*map(_pairs, plans)])
@@ -185,9 +188,11 @@ def _exchanged(
 ) -> Iterator[str]:
     """The lines about what each device receives, and the pairs [2, devices] that it computes, forward and backward."""
     for backward, way in enumerate(("forward", "backward")):
-        most = max(_volume(x, token, backward) for x in received)[1]
-        said = None if least is None or most == "nothing" else _volume(least, token, backward)[1]
-        limit = "" if said is None else ", the bound" if said == most else f" (bound: {said})"
+        volume, most = max(_volume(x, token, backward) for x in received)
+        limit = ""
+        if least is not None and volume:
+            bound, words = _volume(least, token, backward)
+            limit = ", the bound" if bound == volume else f" (bound: {words})"
         busiest = work[backward].max() * work.shape[1] / max(1, work[backward].sum())
         yield f"    {way}: receives {most}{limit}; the busiest device computes {busiest:.2f} times the mean"
 

@@ -113,6 +113,13 @@ MISUSES = [
         "(axes of the batch, axes of the sequence, axes of the heads)",
     ),
     Misuse(
+        "op(q, k, v, mask, query_sharding=P(P.UNCONSTRAINED))",
+        ValueError,
+        "query_sharding",
+        "UNCONSTRAINED",
+        "(axes of the batch, axes of the sequence, axes of the heads)",
+    ),
+    Misuse(
         "op(q[0], k[0], v[0], mask, query_sharding=P('data', 'context', 'heads'))",
         ValueError,
         "query_sharding",

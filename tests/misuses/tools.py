@@ -46,7 +46,6 @@ MISUSES = [
     Misuse("sl.describe(mask, True)", ValueError, "q_len", "True", "must be an integer >= 1"),
     Misuse("sl.describe(mask, 4, 0)", ValueError, "kv_len", "got 0", "must be an integer >= 1"),
     Misuse("sl.describe(mask, 4, devices=0)", ValueError, "devices", "got 0", "must be an integer >= 1"),
-    Misuse("sl.describe(mask, 4, 5, devices=2)", ValueError, "devices", "got 2", "must be 1 with 4 queries and 5 keys"),
     Misuse("sl.describe(mask, 10**8)", ValueError, "q_len", "100000000", "at most 1048576"),
     Misuse("sl.describe(mask, 8, 2_000_000)", ValueError, "kv_len", "2000000", "at most 1048576"),
     Misuse("sl.describe(mask, 8, size=True)", ValueError, "size", "True", "must be an integer >= 1"),

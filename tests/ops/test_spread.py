@@ -69,6 +69,11 @@ CASES = {
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
     "masks differ by head": Case((sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="residue"),
+    # Answered by JAX, though all that is asked there is traced, on a mesh.
+    "jax.numpy": Case(sl.from_mask_mod(lambda b, h, q, k: (jnp.abs(q - k) < 9) & (q >= k)), 64, 4, tensor=2),
+    "jax.numpy, reference": Case(
+        sl.from_mask_mod(lambda b, h, q, k: jnp.abs(q - k) < 9), 40, 2, implementation="reference", kind=EXPLICIT
+    ),
     "a table": Case(np.random.default_rng(0).random((40, 40)) < 0.2, 40, batch=2),
     "a mask known at run time": Case(jnp.asarray(np.random.default_rng(0).random((4, 40, 40)) < 0.3), 40),
     "nothing": Case(sl.Empty(), 40),

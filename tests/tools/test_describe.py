@@ -156,6 +156,22 @@ def test_describe_says_how_devices_share_pairs_and_rows():
     assert "48 devices, 2 tokens each, none on the last 16:" in sl.describe(sl.Causal(), 64, devices=48, size=4)
 
 
+def test_describe_says_so_where_nothing_moves():
+    layer = linen.NativeSparseAttention(num_heads=4, num_kv_heads=2, seq_len=512)
+    text = sl.describe(layer, devices=4, size=4)
+    assert "queries over 4 devices, 128 each; each device has all 31 keys" in text
+    assert text.count("a sequence over 4 devices, 128 tokens each:") == 2
+    assert sl.describe(sl.Causal(), 64, 48, devices=4).endswith(
+        "queries over 4 devices, 16 each; each device has all 48 keys"
+    )
+    nothing = sl.Causal() & sl.Columns(500, 400)
+    assert sl.describe(nothing, 256, devices=4, size=4).endswith("\n  nothing moves: no query sees a key")
+    # Rounded, what comes would be the bound, and is 1146880 bytes, and not 1114112.
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    fixed = linen.SparseSelfAttention(**heads, pattern="sparse_transformer_fixed:stride=128,summary=8", seq_len=5000)
+    assert "receives 1.1 MiB (bound: 1.1 MiB)" in sl.describe(fixed, devices=8, size=4)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the page tells what is planned on a CPU")
 def test_devices_in_the_documentation():
     page = (pathlib.Path(__file__).parents[2] / "docs/devices.md").read_text(encoding="utf-8")

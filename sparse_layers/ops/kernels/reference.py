@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..planning.blocks import answers_now
 from .call import Call, Operands, accumulator
 
 # Its backward pass makes a softmax of its own, so what it computes is all of a call.
@@ -71,7 +72,7 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
         allowed = operands.mask[None]
     else:
         assert call.plan is not None
-        with jax.ensure_compile_time_eval():  # a rule may compute with jax.numpy, and its answers are needed now
+        with answers_now():
             heads = [np.asarray(m.dense(call.plan.q_len, call.plan.kv_len)) for m in call.plan.masks]
         allowed = jnp.asarray(np.stack(heads)[None])
     if operands.segments is not None:

@@ -5,6 +5,7 @@ leave UNSURE is evaluated element by element. Large grids are first graded in co
 the work follows the pattern and not the square of the length.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -40,8 +41,14 @@ class BlockGrid(NamedTuple):
     num_columns: int
 
 
-# A mask of the user's may compute with jax.numpy: its answers are needed now, also inside a traced function.
-answers_now = jax.ensure_compile_time_eval
+@contextlib.contextmanager
+def answers_now() -> Iterator[None]:
+    """Has a mask of the user's, which may compute with jax.numpy, answer now, also inside a traced function.
+
+    Under a mesh, too: its answers are no arrays of that mesh, though inside `jax.shard_map` JAX would make them so.
+    """
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        yield
 
 
 @functools.lru_cache(maxsize=32)

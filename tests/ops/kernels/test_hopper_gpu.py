@@ -106,6 +106,8 @@ CASES = [
     Case("scale-negative", sl.Causal(), 140, scale=-0.3),
     Case("strided", sl.preset("sparse_transformer_strided", stride=2), 256, sinks=True, split=True, shared=True),
     Case("strided-groups", sl.preset("sparse_transformer_strided", stride=4), 512, heads=(4, 2), batch=1, split=True),
+    # 64 queries of a residue are a box of tokens, and 128 are none.
+    Case("strided-cross", sl.Strided(4), 768, 512, batch=1),
     Case("fixed", sl.preset("sparse_transformer_fixed", stride=32, summary=8), 512, split=True, batch=1, shared=True),
     Case("fixed-long", sl.preset("sparse_transformer_fixed", stride=16, summary=16), 400),
     Case("tiles", sl.Grid((32, 16), sl.BlockDiagonal(16)), 512, split=True, batch=1),

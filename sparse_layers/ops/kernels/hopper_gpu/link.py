@@ -213,8 +213,11 @@ class HopperLink(Link):
     def _part(self, kernel: str) -> int:
         """Queries of a tile: those of a group of warps forward, and of a step backward."""
         assert self._size is not None
-        # Soft caps take registers, too: of 128 queries, hundreds would be spilled.
-        return settings.GROUP if kernel == "forward" or self.call.soft_cap else settings.PARTS[self._size]
+        part = settings.PARTS[self._size]
+        # Logits that are not just products (soft caps, negative scales) take registers: hundreds would be spilled.
+        of_products = factor_of(self.call.scale, self.call.soft_cap or 0.0) != 1.0
+        larger = kernel == "dkv" and of_products and self._view(self.q_order, part) is not None
+        return part if larger else settings.GROUP
 
     def _view(self, order: RowOrder, rows: int) -> Any:
         """As `view_of` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
