@@ -65,9 +65,9 @@ def describe(
       devices: that share each sequence, as by ``query_sharding``. With several it also says by which routes keys come
         to their queries. Of each route, forward and backward, it says what the device receives that receives most, and
         how far the pairs that the busiest device computes exceed the mean. The bound is the least that must be
-        received: the keys that a device's queries see elsewhere, or of residues what changes places. It is all in bytes
-        of a batch entry where heads and their size are known, as of most layers, and else in rows of all heads. Grouped
-        heads of a layer are reckoned with, for keys that fewer heads have are cheaper to send.
+        received: the keys that a device's queries see elsewhere, and by residues all that changes places. These are
+        bytes of a batch entry where heads and their size are known, as those of most layers are, and rows of all heads
+        elsewhere. Grouped heads of a layer are reckoned with: keys that fewer heads have are cheaper to send.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -191,8 +191,8 @@ def _exchanged(
         volume, most = max(_volume(x, token, backward) for x in received)
         limit = ""
         if least is not None and volume:
-            bound, words = _volume(least, token, backward)
-            limit = ", the bound" if bound == volume else f" (bound: {words})"
+            lowest, words = _volume(least, token, backward)
+            limit = ", the bound" if lowest == volume else f" (bound: {words})"
         busiest = work[backward].max() * work.shape[1] / max(1, work[backward].sum())
         yield f"    {way}: receives {most}{limit}; the busiest device computes {busiest:.2f} times the mean"
 
