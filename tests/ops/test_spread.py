@@ -80,7 +80,6 @@ CASES = {
     "other keys": Case(sl.Window(12, 6), 40, kv_len=56),
     "chosen": Case(sl.Causal(), 128, chosen=16),
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
-    "reference": Case(STREAMING, 64, implementation="reference"),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
 }
 # Each preset over 2, 4 or 8 devices in turn, by routes as they cost, and of each other three as if only pairs did.
