@@ -268,7 +268,8 @@ class _Work(NamedTuple):
 def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
     function, together = functools.partial(_on_device, implementation, call), (call.selection or (0, 1))[1]
-    return sharding.over_known_axes(function, operands, query_sharding, together)
+    length_of = functools.partial(spread.length_of, call, _merges(implementation, call))
+    return sharding.over_known_axes(function, operands, query_sharding, together, length_of)
 
 
 def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
@@ -277,8 +278,7 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         sharding.check_whole(operands)
     work, of_work = [_Work(implementation, call)], [operands]
     if share is not None and share.spread is not None:
-        merges = _computes_parts(IMPLEMENTATIONS[implementation]) or call.chosen_for is not None
-        found = [*spread.parts(call, share, operands, merges=merges)]
+        found = [*spread.parts(call, share, operands, merges=_merges(implementation, call))]
         named = implementation if call.chosen_for is None else None
         work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
         of_work = [own for *_, own in found]
@@ -286,6 +286,11 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
         return (attend(call, own) if share is None else share.run(attend, call, own)), None
     return _attend(tuple(work), share, tuple(of_work))
+
+
+def _merges(implementation: str, call: Call) -> bool:
+    """Whether parts of a call are computed each by its own; by whatever implementation, if none was named."""
+    return _computes_parts(IMPLEMENTATIONS[implementation]) or call.chosen_for is not None
 
 
 def _computes_parts(backend: Any) -> bool:

@@ -43,7 +43,7 @@ class Spread:
     Attributes:
       axes: the mesh axes of these devices, in whose order they have its tokens.
       devices: their number.
-      length: tokens of the sequence; the arrays have as many on each device, and are longer if need be.
+      length: tokens that are computed; the arrays have as many on each device, and are longer if need be.
       keys: whether keys are spread as queries are, and not all on each device.
     """
 
@@ -203,11 +203,13 @@ def over_known_axes(
     operands: Operands,
     query_sharding: PartitionSpec | None,
     together: int = 1,
+    length_of: Callable[[int, int, int], int] | None = None,
 ) -> tuple[Any, Any]:
     """function(share, operands) -> (out, lse or None) on each device, for its own batch entries and heads.
 
     The share is None if it is not known how the operands lie: the mesh in force has no axes of type Explicit, and
-    ``query_sharding`` is None. So many queries choose ``together``, if there is a selection.
+    ``query_sharding`` is None. So many queries choose ``together``, if there is a selection. A sequence whose keys are
+    spread, too, is computed as ``length_of(tokens, devices, query heads of a key head)`` tokens.
 
     Raises:
       ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
@@ -223,6 +225,9 @@ def over_known_axes(
     else:
         return function(None, operands)
     spread = _spread(operands, mesh, _names(tokens), together)
+    if spread is not None and spread.keys and length_of is not None:
+        groups = operands.query.shape[2] // operands.key.shape[2]
+        spread = dataclasses.replace(spread, length=length_of(spread.length, spread.devices, groups))
     share = Share.of(operands, mesh, _names(heads), spread)
     over = {"b": batch, "n": heads, "k": heads if share.splits_keys else None}
     length = operands.query.shape[1]

@@ -8,7 +8,7 @@ import jax
 
 from . import exchange
 from .kernels.call import Call, Operands
-from .planning.communication import Gathered, Part, Route, parts_of, whole
+from .planning.communication import Gathered, Part, Route, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
 from .sharding import Share, Spread
@@ -65,6 +65,13 @@ def parts(
         if number:  # sinks count once
             here = here._replace(sinks=None)
         yield _placed(call, part), home, here
+
+
+def length_of(call: Call, merges: bool, length: int, devices: int, groups: int) -> int:
+    """As how many tokens a sequence is computed; ``merges`` as in `parts`."""
+    if call.plan is None or call.selection is not None or not merges:
+        return length
+    return filled_up(call.plan.masks, length, devices, call.plan.implementation, groups)
 
 
 def _plan(call: Call) -> Plan:

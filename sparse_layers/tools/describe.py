@@ -13,7 +13,7 @@ from ..masks.pictures import cell_size
 from ..masks.primitives import Causal
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
-from ..ops.planning.communication import Part, Received, Token, bound, parts_of, whole
+from ..ops.planning.communication import Part, Received, Token, bound, filled_up, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
@@ -156,8 +156,12 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
     if length != plan.kv_len:
         yield f"queries over {devices} devices, {own} each; each device has all {plan.kv_len} keys"
         return
+    if scorer is None:
+        length = filled_up(plan.masks, length, devices, plan.implementation, groups)
+        own = -(-length // devices)
     idle = devices - -(-length // own)
-    yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}:"
+    more = f", filled up to {length}" if length > plan.q_len else ""
+    yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}{more}:"
     parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
     if scorer is not None:  # any block may be chosen
         parts = (whole(plan.masks, length, devices),)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops.choosing import choose
 from sparse_layers.ops.planning import communication, plan
-from sparse_layers.ops.planning.communication import needed, parts_of
+from sparse_layers.ops.planning.communication import filled_up, needed, parts_of
 from sparse_layers.ops.planning.platforms import TUNING
 from tests.ops.cases import COMPILER, TINY, oracle
 from tests.programs import on_devices
@@ -63,6 +63,9 @@ CASES = {
     "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
     "strided": Case(STRIDED, 128, extras=True, by="residue"),
     "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="residue"),
+    "strided, filled up": Case(STRIDED, 250, extras=True, by="residue"),
+    "strided, filled up on explicit axes": Case(STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, by="residue"),
+    "folded, filled up": Case(sl.Causal(), 61, 4, by="folded"),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="residue"),
     "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
@@ -100,6 +103,7 @@ COUNTED = {
     "window to both sides": Case(sl.Window(9, 5), 256, 4),
     "documents": Case(sl.BlockDiagonal(100), 512, 4),
     "strided": Case(STRIDED, 2048, 8),
+    "strided, filled up": Case(STRIDED, 4000, 8),
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
     "folded": Case(sl.Causal(), 128, 8, by="folded"),
@@ -221,7 +225,12 @@ def check_bytes(case):
         placed = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in arrays(case)]
         program = jax.jit(functools.partial(both, case, None), compiler_options=COMPILER)
         text = program.lower(*placed).compile().as_text()
-    np.testing.assert_array_equal(received(text, case.devices)[1], planned(case, H, 4))
+    found, (n, k) = received(text, case.devices)[1], case.heads
+    length = filled_up(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k)
+    surplus, token = found - planned(dataclasses.replace(case, length=length), H, 4), communication.Token.of(n, k, H, 4)
+    # Tokens that make room for others before the end go to the next device, and back: all arrays of some of them.
+    most = (length - case.length) * (token.keys + 2 * token.query + 2 * token.lse)
+    assert (surplus >= 0).all() and (surplus <= most).all(), surplus
 
 
 def check_without_batch():
@@ -289,11 +298,12 @@ def main(which):
         communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
         TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
         parts_of.cache_clear()
+        filled_up.cache_clear()
         try:
             if free:
-                found = parts_of(
-                    sl.as_masks(case.mask), case.length, case.devices, "xla", case.heads[0] // case.heads[1]
-                )
+                options = case.devices, "xla", case.heads[0] // case.heads[1]
+                length = filled_up(sl.as_masks(case.mask), case.length, *options)
+                found = parts_of(sl.as_masks(case.mask), length, *options)
                 assert re.search(case.by, ", ".join(str(part.route) for part in found)), found
             check()
         except Exception:

@@ -1,6 +1,7 @@
 """How a sequence that is spread over devices meets its keys: which part of a mask takes which route, and what it moves.
 
-Each of P devices has ``n = ceil(T / P)`` tokens in a row. A part of a mask takes one of three routes:
+Each of P devices has ``n = ceil(T / P)`` tokens in a row, where T may be more than the sequence has, see `filled_up`. A
+part of a mask takes one of three routes:
 
 * `Neighbors`: a device asks those beside it for the keys that its own queries reach, a halo;
 * `Gathered`: all devices ask for the same few keys (summary columns, global tokens), or for all there are;
@@ -23,7 +24,7 @@ from ...masks.algebra import EMPTY, And, Blocks, Mask, Not, Or, Shifted, Transpo
 from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
 from .blocks import active_blocks, answers_now
 from .params import BwdParams, FwdParams
-from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs
+from .plan import PAIRS_PER_ROW, Plan, Wish, is_causal, make_plan, split_costs, splits
 from .platforms import TUNING
 from .views import Reordered, RowOrder
 
@@ -337,13 +338,42 @@ def parts_of(
       ...     print(route)
       queries and keys, by residue of 128
     """
-    by_mask = [_cheapest(mask, length, devices, implementation, groups) for mask in masks]
+    by_mask = [_cheapest(mask, length, devices, implementation, groups)[1] for mask in masks]
     halos = [route for found in by_mask for route in found if isinstance(route, Neighbors)]
     if halos:  # one halo for all, or keys that several masks reach would come as often
         largest = Neighbors(length, devices, max(x.left for x in halos), max(x.right for x in halos))
         by_mask = [{largest if x in halos else x: part for x, part in found.items()} for found in by_mask]
     routes = list(dict.fromkeys(route for found in by_mask for route in found))
     return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
+
+
+@functools.lru_cache(maxsize=256)
+def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation: str, groups: int = 1) -> int:
+    """To how many tokens a sequence is filled up, for its devices to share the residues of a stride, or fold queries.
+
+    Tokens behind the last change nothing under causal masks that say the same of any length; others stay as they are.
+
+    Args:
+      masks, length, devices, implementation, groups: as of `parts_of`.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> filled_up(sl.as_masks("strided"), 5000, 4, "xla"), filled_up(sl.as_masks("sliding_window"), 5000, 4, "xla")
+      (5120, 5000)
+    """
+    if any(period_of(mask) is None for mask in masks):
+        return length
+    orders = {wish[0] for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
+    shared = {2 * devices, *(order.shape[-1] * devices for order in orders if order.shape[-1] % devices == 0)}
+    longer = sorted({length + -length % multiple for multiple in shared} - {length})
+    longer = [n for n in longer if n < 2 * length and all(is_causal(mask, n) for mask in masks)]
+
+    def cost(n: int) -> float:
+        moved = 2 * (n - length) * (1 + 1 / groups)  # of q and out, k and v, to other devices than without it
+        computed = sum(_cheapest(mask, n, devices, implementation, groups)[0] for mask in masks)
+        return computed + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * moved
+
+    return min([length, *longer], key=cost) if longer else length
 
 
 def whole(masks: tuple[Mask, ...], length: int, devices: int) -> Part:
@@ -379,8 +409,10 @@ def bound(part: Part) -> Received:
     return Received(keys, gradients=keys)
 
 
-def _cheapest(mask: Mask, length: int, devices: int, implementation: str, groups: int) -> dict[Route, Mask]:
-    """The parts of one mask by their routes."""
+def _cheapest(
+    mask: Mask, length: int, devices: int, implementation: str, groups: int
+) -> tuple[float, dict[Route, Mask]]:
+    """What one mask costs by `_cost`, and its parts by their routes."""
     weighed = []
     for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
         total, found = 0.0, {}
@@ -397,7 +429,8 @@ def _cheapest(mask: Mask, length: int, devices: int, implementation: str, groups
             total += cost
             found[route] = part if route not in found else Or(found[route], part)
         weighed.append((total, number, found))
-    return min(weighed, key=lambda entry: entry[:2])[2]
+    cost, _, found = min(weighed, key=lambda entry: entry[:2])
+    return cost, found
 
 
 def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
