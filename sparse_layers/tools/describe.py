@@ -152,19 +152,18 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if devices > length:
         raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")
-    own = -(-length // devices)
     if length != plan.kv_len:
-        yield f"queries over {devices} devices, {own} each; each device has all {plan.kv_len} keys"
+        yield f"queries over {devices} devices, {-(-length // devices)} each; each device has all {plan.kv_len} keys"
         return
     if scorer is None:
         length = filled_up(plan.masks, length, devices, plan.implementation, groups)
-        own = -(-length // devices)
+        parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
+    else:  # any block may be chosen
+        parts = (whole(plan.masks, length, devices),)
+    own = -(-length // devices)
     idle = devices - -(-length // own)
     more = f", filled up to {length}" if length > plan.q_len else ""
     yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}{more}:"
-    parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
-    if scorer is not None:  # any block may be chosen
-        parts = (whole(plan.masks, length, devices),)
     total, work = [Received(0)] * devices, np.zeros((2, devices))
     if not parts:
         yield "  nothing moves: no query sees a key"
