@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .primitives import exp2, pack, reinterpret, store_tile, unpack
+from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
 from .tiles import (
     LOG2_E,
     ROWS,
@@ -54,9 +54,8 @@ from .tiles import (
 class Forward(NamedTuple):
     """How the kernel is compiled, beside the bundles of `tiles.py`."""
 
-    Q_STAGES: int  # tiles of q, of k and of v that are held or on their way
-    K_STAGES: int
-    V_STAGES: int
+    Q_STAGES: int  # tiles of q, and tiles of k and of v, that are held or on their way
+    KV_STAGES: int
     SINKS: bool  # whether there are sinks
     BEFORE: bool  # whether there are results of an earlier pass
 
@@ -65,10 +64,10 @@ class Forward(NamedTuple):
 def _fetch_keys(desc, more, b, index, head, full, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
     """Begins to load a block of k or v: those of a second pass are numbered after those of the first."""
     if KV2.ROWS == 0 or index * KV.TILE < KV.ROWS:
-        fetch(desc, b, index * KV.TILE, head, full, buffer, KV, A.D)
+        load_tile(desc, corner_of(b, index * KV.TILE, head, 0, KV, A.D), full, buffer)
     else:
         other = reinterpret(buffer, more.dtype, more.block_shape, more.layout)
-        fetch(more, b, index * KV.TILE - KV.ROWS, head, full, other, KV2, A.D)
+        load_tile(more, corner_of(b, index * KV.TILE - KV.ROWS, head, 0, KV2, A.D), full, other)
 
 
 @gluon.jit
@@ -89,26 +88,23 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             row = block * Q.TILE + group * ROWS
             fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
         turn += 1
-        # Values are needed a step later than keys.
+        # Values are needed a step later than keys: step n has the keys of entry n and the values of the entry before.
         before = 0
-        for i in range(first, end + 1):
+        for i in range(first, end + gl.where(end > first, 1, 0)):
+            slot = n % F.KV_STAGES
+            at = full[1].index(slot)
+            mbarrier.wait(empty[1].index(slot), (n // F.KV_STAGES & 1) ^ 1)
+            both = (i > first) & (i < end)
+            mbarrier.expect(at, 2 * descs[1].block_type.nbytes, pred=both)
+            mbarrier.expect(at, descs[1].block_type.nbytes, pred=both == 0)
             index = before
             if i < end:
                 index = gl.load(lists[1] + i)
-                slot = n % F.K_STAGES
-                mbarrier.wait(empty[1].index(slot), (n // F.K_STAGES & 1) ^ 1)
-                _fetch_keys(
-                    descs[1], descs[5], b, index, kv_head, full[1].index(slot), buffers[1].index(slot), A, KV, KV2
-                )
+                _fetch_keys(descs[1], descs[5], b, index, kv_head, at, buffers[1].index(slot), A, KV, KV2)
             if i > first:
-                slot = (n - 1) % F.V_STAGES
-                mbarrier.wait(empty[2].index(slot), ((n - 1) // F.V_STAGES & 1) ^ 1)
-                _fetch_keys(
-                    descs[2], descs[6], b, before, kv_head, full[2].index(slot), buffers[2].index(slot), A, KV, KV2
-                )
+                _fetch_keys(descs[2], descs[6], b, before, kv_head, at, buffers[2].index(slot), A, KV, KV2)
             before = index
-            if i < end:
-                n += 1
+            n += 1
         item = take(work, schedule, turn)
 
 
@@ -168,26 +164,23 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
     COLUMNS: gl.constexpr = KV.TILE
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     for i in range(first, last):
-        slot = n % F.K_STAGES
-        before = (n - 1) % F.V_STAGES
+        slot = n % F.KV_STAGES
         words = 0
         if MASKED:  # early, for this takes long
             words = _words(lists, i, True, within, Q, KV, SCORES)
-        mbarrier.wait(full[1].index(slot), n // F.K_STAGES & 1)
+        mbarrier.wait(full[1].index(slot), n // F.KV_STAGES & 1)
         keys = flat(buffers[1].index(slot), COLUMNS, A.D)
         scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
         scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
-        mbarrier.wait(full[2].index(before), (n - 1) // F.V_STAGES & 1)
         left = unpack(weights, q.dtype, ROWS, COLUMNS, LEFT)
-        out = warpgroup_mma(left, flat(buffers[2].index(before), COLUMNS, A.D), out, is_async=True)
+        out = warpgroup_mma(left, flat(buffers[2].index(slot), COLUMNS, A.D), out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(empty[1].index(slot), count=1)
         scores = logits(scores, A)
         if MASKED:
             scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, SCORES)
         found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
         out = warpgroup_mma_wait(0, deps=[out])
-        mbarrier.arrive(empty[2].index(before), count=1)
+        mbarrier.arrive(empty[1].index(slot), count=1)
         weights = pack(found, q.dtype, ROWS, COLUMNS)
         out = out * old[:, None]
         n += 1
@@ -225,8 +218,8 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
         if F.BEFORE:
             top = gl.load(rows[1] + at) * LOG2_E
             tma.store_wait(0)  # where the results of the item before were staged
-            fetch(descs[4], b, block * Q.TILE + within, own, full[3].index(GROUP), staged, Q, A.D)
-            mbarrier.wait(full[3].index(GROUP), turn & 1)
+            fetch(descs[4], b, block * Q.TILE + within, own, full[2].index(GROUP), staged, Q, A.D)
+            mbarrier.wait(full[2].index(GROUP), turn & 1)
             out = flat(staged, ROWS, D).load(OUT).to(gl.float32)
         total = gl.where(top == float("-inf"), 0.0, 1.0)
 
@@ -234,13 +227,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
         q = flat(buffers[0].index(slot), ROWS, A.D)
         mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
         if end > first:
-            kept = n % F.K_STAGES
-            mbarrier.wait(full[1].index(kept), n // F.K_STAGES & 1)
+            step = n % F.KV_STAGES
+            mbarrier.wait(full[1].index(step), n // F.KV_STAGES & 1)
             scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
-            keys = flat(buffers[1].index(kept), COLUMNS, A.D)
+            keys = flat(buffers[1].index(step), COLUMNS, A.D)
             scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(empty[1].index(kept), count=1)
+            mbarrier.arrive(empty[1].index(step), count=1)
             scores = logits(scores, A)
             if first_masked == first:
                 scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
@@ -254,12 +247,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             n, state = _steps(middle, end, n, state, q, buffers, full, empty, lists, within, b, segment,
                               A, Q, KV, L, F, True, SCORES, OUT)  # fmt: skip
             weights, top, total, out = state
-            kept = (n - 1) % F.V_STAGES
-            mbarrier.wait(full[2].index(kept), (n - 1) // F.V_STAGES & 1)
+            step = n % F.KV_STAGES
+            mbarrier.wait(full[1].index(step), n // F.KV_STAGES & 1)
             left = unpack(weights, dtype, ROWS, COLUMNS, LEFT)
-            out = warpgroup_mma(left, flat(buffers[2].index(kept), COLUMNS, A.D), out, is_async=True)
+            out = warpgroup_mma(left, flat(buffers[2].index(step), COLUMNS, A.D), out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[out])
-            mbarrier.arrive(empty[2].index(kept), count=1)
+            mbarrier.arrive(empty[1].index(step), count=1)
+            n += 1
         mbarrier.arrive(empty[0].index(slot), count=1)
         turn += 1
         # Its loads are on their way while the results of this item go out.
@@ -309,15 +303,14 @@ def forward_kernel(
     """Attention of the items that this program takes: rounded out, and lse."""
     GROUPS: gl.constexpr = Q.TILE // ROWS
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
-    k_buffer, v_buffer = buffers_of(k, F.K_STAGES), buffers_of(v, F.V_STAGES)
+    k_buffer, v_buffer = buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES)
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
-    k_full, k_empty = barriers(F.K_STAGES, 1), barriers(F.K_STAGES, GROUPS)
-    v_full, v_empty = barriers(F.V_STAGES, 1), barriers(F.V_STAGES, GROUPS)
+    kv_full, kv_empty = barriers(F.KV_STAGES, 1), barriers(F.KV_STAGES, GROUPS)
     before_full, work = barriers(GROUPS, 1), queue(GROUPS)
     fence_async_shared()
     descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer
-    full, empty = (q_full, k_full, v_full, before_full), (q_empty, k_empty, v_empty)
+    full, empty = (q_full, kv_full, before_full), (q_empty, kv_empty)
     lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
     rows = sinks, before_lse, lse
     gl.warp_specialize(
