@@ -94,6 +94,8 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             slot = n % F.KV_STAGES
             at = full[1].index(slot)
             mbarrier.wait(empty[1].index(slot), (n // F.KV_STAGES & 1) ^ 1)
+            if i == first:  # consumers release what they were not given as soon as the keys are there
+                mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
             both = (i > first) & (i < end)
             mbarrier.expect(at, 2 * descs[1].block_type.nbytes, pred=both)
             mbarrier.expect(at, descs[1].block_type.nbytes, pred=both == 0)
@@ -102,6 +104,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
                 index = gl.load(lists[1] + i)
                 _fetch_keys(descs[1], descs[5], b, index, kv_head, at, buffers[1].index(slot), A, KV, KV2)
             if i > first:
+                mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
                 _fetch_keys(descs[2], descs[6], b, before, kv_head, at, buffers[2].index(slot), A, KV, KV2)
             before = index
             n += 1
@@ -175,12 +178,13 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
         left = unpack(weights, q.dtype, ROWS, COLUMNS, LEFT)
         out = warpgroup_mma(left, flat(buffers[2].index(slot), COLUMNS, A.D), out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(empty[1].index(slot), count=1)
         scores = logits(scores, A)
         if MASKED:
             scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, SCORES)
         found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
         out = warpgroup_mma_wait(0, deps=[out])
-        mbarrier.arrive(empty[1].index(slot), count=1)
+        mbarrier.arrive(empty[2].index(slot), count=1)
         weights = pack(found, q.dtype, ROWS, COLUMNS)
         out = out * old[:, None]
         n += 1
@@ -234,6 +238,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(empty[1].index(step), count=1)
+            mbarrier.arrive(empty[2].index(step), count=1)
             scores = logits(scores, A)
             if first_masked == first:
                 scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
@@ -253,6 +258,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             out = warpgroup_mma(left, flat(buffers[2].index(step), COLUMNS, A.D), out, is_async=True)
             out = warpgroup_mma_wait(0, deps=[out])
             mbarrier.arrive(empty[1].index(step), count=1)
+            mbarrier.arrive(empty[2].index(step), count=1)
             n += 1
         mbarrier.arrive(empty[0].index(slot), count=1)
         turn += 1
@@ -305,12 +311,13 @@ def forward_kernel(
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
     k_buffer, v_buffer = buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES)
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
-    kv_full, kv_empty = barriers(F.KV_STAGES, 1), barriers(F.KV_STAGES, GROUPS)
+    kv_full = barriers(F.KV_STAGES, 1)
+    k_empty, v_empty = barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS)
     before_full, work = barriers(GROUPS, 1), queue(GROUPS)
     fence_async_shared()
     descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer
-    full, empty = (q_full, kv_full, before_full), (q_empty, kv_empty)
+    full, empty = (q_full, kv_full, before_full), (q_empty, k_empty, v_empty)
     lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
     rows = sinks, before_lse, lse
     gl.warp_specialize(
