@@ -371,7 +371,7 @@ ON_TPUS = {
         ({PERMUTE: 2, TO_ALL: 5}, {PERMUTE: 2, TO_ALL: 6}),
     ),
     "columns": (TPU(sl.preset("sparse_transformer_fixed"), 4096), ({GATHER: 2}, {SCATTER: 2})),
-    "folded": (TPU(sl.Causal(), 12288), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
+    "folded": (TPU(sl.Causal(), 16384), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
     "all keys": (TPU(sl.Full(), 4096), ({GATHER: 2}, {SCATTER: 2})),
     # Eight of these are a cube, over all of which their compiler sums all gradients on all devices.
     "all keys, on v5p": (TPU(sl.Full(), 4096), ({GATHER: 2}, {"all-reduce": 1})),

@@ -31,6 +31,9 @@ from .views import Reordered, RowOrder
 # Receiving a row from another device costs about as much as so many readings or writings of one. Between two H200, rows
 # of residues came at 170 GB/s, one in the time of about 1,000 pairs of a head.
 READS_PER_RECEIVED_ROW = 4
+# What is exchanged took 60 to 100 µs there, however little it was: as long as 500 rows at the least. Folding queries adds
+# fourteen exchanges, forward and backward together: of q, out, dout, dq, and of what belongs to a row, in two halves.
+ROWS_PER_FOLDING = 7000
 
 
 class Token(NamedTuple):
@@ -449,6 +452,7 @@ def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
         computed = costs.sum(keepdims=True) / route.devices
     received = map(route.received, range(route.devices))
     rows = max(2 * x.keys / groups + x.queries + x.results for x in received)
+    rows += ROWS_PER_FOLDING if isinstance(route, Gathered) and route.folded else 0
     return float(computed.max()) + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * rows
 
 
