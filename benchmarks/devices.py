@@ -4,9 +4,9 @@
 
 Random arrays, one batch entry, causal patterns; forward and backward, milliseconds. "x" is how many times as long one
 device takes. "received" is what the plan lets the busiest device receive, forward and backward together; "exchange" how
-long its collectives run in a call, waiting for each other included, and "hidden" the share of that in which it computes
-something else, both by JAX's profile of GPUs. "GB" is what the compiler plans on each device for arguments, results and
-whatever lies between.
+long its collectives run in a call, waiting for each other included, and "hidden" the share of that in which something
+else runs, copies included, both by JAX's profile of GPUs. "GB" is what the compiler plans on each device for arguments,
+results and whatever lies between.
 
 Where one device has the room, results of both are compared: they differ by rounding at most. Where it has not, that is
 said in place of its time.

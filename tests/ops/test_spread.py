@@ -290,12 +290,12 @@ def main(which):
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
         alone = check_without_batch, check_refusals, check_choices, check_dead_rows
         checks |= {check.__name__: check for check in alone}
-    prices = communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
+    prices = communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
     tuned = TUNING["xla"]
     for name, check in checks.items():
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
-        communication.READS_PER_RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
+        communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
         TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
         parts_of.cache_clear()
         filled_up.cache_clear()
@@ -314,8 +314,8 @@ def main(which):
 def test_devices_share_a_mask(monkeypatch, name):
     """What all devices compute by all routes is each allowed pair once."""
     masks = sl.as_masks(sl.preset(name, **TINY.get(name, {})))
-    for devices, length, price in ((2, 64, 0), (3, 48, 0), (4, 61, 12), (8, 64, 0), (8, 5, 12)):
-        monkeypatch.setattr(communication, "READS_PER_RECEIVED_ROW", price)
+    for devices, length, price in ((2, 64, 0), (3, 48, 0), (4, 61, 4), (8, 64, 0), (8, 5, 4)):
+        monkeypatch.setattr(communication, "RECEIVED_ROW", price)
         parts_of.cache_clear()
         found = np.zeros((len(masks), length, length), int)
         for route, parts in parts_of(masks, length, devices, "xla"):

@@ -106,7 +106,7 @@ def test_describe_of_layers():
 
 
 def test_describe_reckons_with_the_grouped_heads_of_a_layer():
-    """Keys of one head are cheap to send, so all of them are; those of eight go to where they are asked for."""
+    """Of a short sequence, keys of one head are cheap to send, so all are; those of eight go where needed."""
     told = {}
     for kv_heads in (8, 1):
         layer = sl.SparseSelfAttention(8, 64, num_kv_heads=kv_heads, pattern="strided", seq_len=512, rngs=nnx.Rngs(0))

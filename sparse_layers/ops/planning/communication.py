@@ -28,11 +28,11 @@ from .plan import PAIRS_PER_ROW, Plan, Wish, is_causal, make_plan, split_costs, 
 from .platforms import TUNING
 from .views import Reordered, RowOrder
 
-# Receiving a row from another device costs about as much as so many readings or writings of one. Between two H200, rows
-# of residues came at 170 GB/s, one in the time of about 1,000 pairs of a head.
-READS_PER_RECEIVED_ROW = 4
-# What is exchanged took 60 to 100 µs there, however little it was: as long as 500 rows at the least. Folding queries adds
-# fourteen exchanges, forward and backward together: of q, out, dout, dq, and of what belongs to a row, in two halves.
+# What it costs to receive a row from another device, and one more in the backward pass, in PAIRS_PER_ROW. Between two
+# H200, rows of 32 heads of 128 came at 170 GB/s, two of them in the time of 800 pairs of each head, both ways.
+RECEIVED_ROW = 4
+# An exchange took 60 to 100 microseconds there, however little it was: as long as 500 such rows at the least. Folding
+# queries adds fourteen, forward and backward: two halves of q, out, dout, dq, and of what belongs to a row.
 ROWS_PER_FOLDING = 7000
 
 
@@ -374,7 +374,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
     def cost(n: int) -> float:
         moved = 2 * (n - length) * (1 + 1 / groups)  # of q and out, k and v, to other devices than without it
         computed = sum(_cheapest(mask, n, devices, implementation, groups)[0] for mask in masks)
-        return computed + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * moved
+        return computed + RECEIVED_ROW * PAIRS_PER_ROW * moved
 
     return min([length, *longer], key=cost) if longer else length
 
@@ -453,7 +453,7 @@ def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
     received = map(route.received, range(route.devices))
     rows = max(2 * x.keys / groups + x.queries + x.results for x in received)
     rows += ROWS_PER_FOLDING if isinstance(route, Gathered) and route.folded else 0
-    return float(computed.max()) + READS_PER_RECEIVED_ROW * PAIRS_PER_ROW * rows
+    return float(computed.max()) + RECEIVED_ROW * PAIRS_PER_ROW * rows
 
 
 def _in_order(part: Mask, length: int, devices: int) -> list[Route]:

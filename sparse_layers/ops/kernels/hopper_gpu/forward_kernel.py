@@ -93,15 +93,16 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
         for i in range(first, end + gl.where(end > first, 1, 0)):
             slot = n % F.KV_STAGES
             at = full[1].index(slot)
+            index = before
+            if i < end:
+                index = gl.load(lists[1] + i)
             mbarrier.wait(empty[1].index(slot), (n // F.KV_STAGES & 1) ^ 1)
-            if i == first:  # consumers release what they were not given as soon as the keys are there
+            if i == first:  # no values will wait for it, and groups must not arrive there before it is over
                 mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
             both = (i > first) & (i < end)
             mbarrier.expect(at, 2 * descs[1].block_type.nbytes, pred=both)
             mbarrier.expect(at, descs[1].block_type.nbytes, pred=both == 0)
-            index = before
             if i < end:
-                index = gl.load(lists[1] + i)
                 _fetch_keys(descs[1], descs[5], b, index, kv_head, at, buffers[1].index(slot), A, KV, KV2)
             if i > first:
                 mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
