@@ -445,14 +445,14 @@ def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
       groups: query heads of a key head.
     """
     first, second = costs[: route.devices], costs[: route.devices - 1 : -1]
+    received = map(route.received, range(route.devices))
+    rows = max(2 * x.keys / groups + x.queries + x.results for x in received)
     computed = costs.reshape(-1, 2).sum(1)
     if isinstance(route, Gathered) and route.folded:
         computed = first + second
+        rows += ROWS_PER_FOLDING
     elif isinstance(route, Residues):
         computed = costs.sum(keepdims=True) / route.devices
-    received = map(route.received, range(route.devices))
-    rows = max(2 * x.keys / groups + x.queries + x.results for x in received)
-    rows += ROWS_PER_FOLDING if isinstance(route, Gathered) and route.folded else 0
     return float(computed.max()) + RECEIVED_ROW * PAIRS_PER_ROW * rows
 
 

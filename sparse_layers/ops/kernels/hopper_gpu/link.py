@@ -145,8 +145,7 @@ class HopperLink(Link):
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
-        stages = settings.Q_STAGES, own.stages
-        fixed = {"KV2": second, "F": Forward(*stages, sinks is not None, before is not None)}
+        fixed = {"KV2": second, "F": Forward(settings.Q_STAGES, own.stages, sinks is not None, before is not None)}
         out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, own.part), lse], fixed, {})
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
