@@ -285,7 +285,9 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
     if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
         attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
         return (attend(call, own) if share is None else share.run(attend, call, own)), None
-    return _attend(tuple(work), share, tuple(of_work))
+    given = operands.segments is not None or operands.chosen is not None
+    all_see = not given and call.plan is not None and call.plan.sees_itself
+    return _attend(tuple(work), share, all_see, tuple(of_work))
 
 
 def _merges(implementation: str, call: Call) -> bool:
@@ -303,7 +305,8 @@ def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | No
     return sharding.over_auto_axes(function, call, *args) if share is None else share.run(function, call, *args)
 
 
-def _forward(work: tuple[_Work, ...], share: sharding.Share | None, operands: tuple[Operands, ...]):
+def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: bool, operands: tuple[Operands, ...]):
+    """(out, lse) of the parts together; ``all_see``: whether it is known that every query sees a key."""
     found = []
     for each, own in zip(work, operands, strict=True):
         if each.call.chosen_for is not None:
@@ -316,22 +319,20 @@ def _forward(work: tuple[_Work, ...], share: sharding.Share | None, operands: tu
     return out.astype(operands[0].query.dtype), lse
 
 
-_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1))
+_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
 
 
-def _attend_fwd(work, share, operands):
-    results = _forward(work, share, operands)
+def _attend_fwd(work, share, all_see, operands):
+    results = _forward(work, share, all_see, operands)
     out, lse = (checkpoint_name(x, name) for x, name in zip(results, SAVED, strict=True))
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(work, share, residuals, cotangents):
+def _attend_bwd(work, share, all_see, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
-    first, call = operands[0], work[0].call
-    dead = lse == -jnp.inf
-    may_be_dead = first.segments is not None or first.chosen is not None or work[0].home is not None
-    if may_be_dead or not all(plan and plan.sees_itself for plan in call.places or (call.plan,)):
+    first, dead = operands[0], lse == -jnp.inf
+    if not all_see:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.

@@ -28,7 +28,7 @@ def keys(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
     assert isinstance(route, Neighbors)
     before = [_from(x[:, x.shape[1] - n :], hop, axes) for hop, n in enumerate(route.hops(route.left), 1)]
     behind = [_from(x[:, :n], -hop, axes) for hop, n in enumerate(route.hops(route.right), 1)]
-    return jnp.concatenate([*reversed(before), x, *behind], axis=1) if before or behind else x
+    return _in_a_row([*reversed(before), x, *behind]) if before or behind else x
 
 
 def queries(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
@@ -56,6 +56,14 @@ def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
         home = [[(b, a) for a, b in to] for to in route.folds]
         return jnp.concatenate([jax.lax.ppermute(x, axes, to) for x, to in zip(halves, home, strict=True)], axis=1)
     return x
+
+
+def _in_a_row(parts: list[jax.Array]) -> jax.Array:
+    """Arrays [B, n, ...], one after the other: [B, sum of n, ...]."""
+    # As numbers, not as rows: with an odd number of these XLA copies number by number, which took 0.317 ms on an H200
+    # where this took 0.081.
+    batch, rest = parts[0].shape[0], parts[0].shape[2:]
+    return jnp.concatenate([x.reshape(batch, -1) for x in parts], axis=1).reshape(batch, -1, *rest)
 
 
 def _in_turn(halves: list[jax.Array], axes: Axes) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 
 from . import exchange
 from .kernels.call import Call, Operands
-from .planning.communication import Gathered, Part, Route, filled_up, parts_of, whole
+from .planning.communication import Gathered, Part, Residues, Route, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
 from .sharding import Share, Spread
@@ -55,6 +55,7 @@ def parts(
         yield _placed(call, Part(route, _plan(call).masks)), None, operands
         return
     found = _parts(call, share, spread, merges and operands.chosen is None)
+    call = dataclasses.replace(call, exchanging=any(isinstance(part.route, Residues) for part in found))
     for number, part in enumerate(found):
         home = Home(part.route, spread.axes)
         key, value = (exchange.keys(part.route, x, spread.axes) for x in (operands.key, operands.value))

@@ -61,17 +61,25 @@ CASES = {
     "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2),
     "fewer tokens than devices": Case(sl.Causal(), 5, 8),
     "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
-    "strided": Case(STRIDED, 128, extras=True, by="residue"),
-    "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="residue"),
-    "strided, filled up": Case(STRIDED, 250, extras=True, by="residue"),
-    "strided, filled up on explicit axes": Case(STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, by="residue"),
+    "strided": Case(STRIDED, 128, extras=True, by="queries and keys, by residue"),
+    "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="queries and keys, by residue"),
+    "strided, filled up": Case(STRIDED, 250, extras=True, by="queries and keys, by residue"),
+    "strided, filled up on explicit axes": Case(
+        STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, by="queries and keys, by residue"
+    ),
+    "strided, keys of all": Case(STRIDED, 141, 3, extras=True, by="all keys, by residue of 16$"),
+    "strided, keys of all, folded": Case(
+        STRIDED, 280, 3, (4, 1), batch=2, by="all keys, by residue of 16; queries folded"
+    ),
     "folded, filled up": Case(sl.Causal(), 61, 4, by="folded"),
-    "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="residue"),
+    "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
     "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
-    "masks differ by head": Case((sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="residue"),
+    "masks differ by head": Case(
+        (sl.Causal(), STRIDED, STREAMING, sl.Full()), 128, 4, (8, 4), tensor=2, by="queries and keys, by residue"
+    ),
     # Answered by JAX, though all that is asked there is traced, on a mesh.
     "jax.numpy": Case(sl.from_mask_mod(lambda b, h, q, k: (jnp.abs(q - k) < 9) & (q >= k)), 64, 4, tensor=2),
     "jax.numpy, reference": Case(
@@ -104,6 +112,7 @@ COUNTED = {
     "documents": Case(sl.BlockDiagonal(100), 512, 4),
     "strided": Case(STRIDED, 2048, 8),
     "strided, filled up": Case(STRIDED, 4000, 8),
+    "strided, keys of all": Case(STRIDED, 240, 3, by="all keys, by residue"),
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
     "folded": Case(sl.Causal(), 128, 8, by="folded"),

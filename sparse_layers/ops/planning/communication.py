@@ -188,10 +188,12 @@ class Gathered(Route):
 
     Attributes:
       order: which keys; all of them in natural order.
+      stride: queries see keys of their own residue of it only, where rows are tokens; 1 says nothing.
       folded: whether queries are.
     """
 
     order: RowOrder
+    stride: int = 1
     folded: bool = False
 
     @property
@@ -237,10 +239,13 @@ class Gathered(Route):
         return RowOrder(self.length, (2, period), (1, chunk), (2, chunk), place * chunk), self.order
 
     def mask(self, part: Mask, place: int) -> Mask:
-        return _seen(part, *self.orders(place))
+        seen = _seen(part, *self.orders(place))
+        # What the part says of residues already; said of rows, the planner sees it.
+        return And(Strided(self.stride), seen) if self.stride > 1 else seen
 
     def __str__(self):
         keys = "all keys" if self.order.natural else f"keys of all devices: {self.order}"
+        keys += f", by residue of {self.stride}" if self.stride > 1 else ""
         return f"{keys}; queries folded" if self.folded else keys
 
 
@@ -367,7 +372,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
     if any(period_of(mask) is None for mask in masks):
         return length
     orders = {wish[0] for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
-    shared = {2 * devices, *(order.shape[-1] * devices for order in orders if order.shape[-1] % devices == 0)}
+    shared = {2 * devices, *(order.shape[-1] * devices for order in orders)}
     longer = sorted({length + -length % multiple for multiple in shared} - {length})
     longer = [n for n in longer if n < 2 * length and all(is_causal(mask, n) for mask in masks)]
 
@@ -419,15 +424,17 @@ def _cheapest(
     weighed = []
     for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
         total, found = 0.0, {}
-        natural = [(part, costs) for wish, part, costs in parts if _view_route(wish, length, devices) is None]
+        strides = [_stride_of(wish) for wish, *_ in parts]
+        if any(stride and length % (stride * devices) for stride in strides):  # devices have no residue whole
+            continue
+        by_route = [(_view_routes(wish, length, devices), part, costs) for wish, part, costs in parts]
+        natural = [(part, costs) for routes, part, costs in by_route if not routes]
         if natural:
             part, costs = functools.reduce(Or, (part for part, _ in natural)), sum(costs for _, costs in natural)
-            parts = [((RowOrder(length),) * 2, part, costs), *(x for x in parts if _view_route(x[0], length, devices))]
-        for wish, part, costs in parts:
-            route = _view_route(wish, length, devices)
-            options = [route] if route is not None else _in_order(part, length, devices)
-            if length % (2 * devices) == 0:
-                options += [dataclasses.replace(x, folded=True) for x in options if isinstance(x, Gathered)]
+            by_route = [(_in_order(part, length, devices), part, costs), *(x for x in by_route if x[0])]
+        for options, part, costs in by_route:
+            gathered = [x for x in options if isinstance(x, Gathered) and length % (2 * devices * x.stride) == 0]
+            options = options + [dataclasses.replace(x, folded=True) for x in gathered]
             cost, _, route = min((_cost(x, costs, groups), i, x) for i, x in enumerate(options))
             total += cost
             found[route] = part if route not in found else Or(found[route], part)
@@ -467,13 +474,20 @@ def _all_keys(length: int, devices: int) -> Gathered:
     return Gathered(length, devices, RowOrder(length))
 
 
-def _view_route(wish: Wish, length: int, devices: int) -> Route | None:
-    """The route that the row orders of a part ask for; None in natural order, and where devices cannot share them."""
+def _stride_of(wish: Wish) -> int | None:
+    """The stride of residue-major order, if queries and keys are wanted in that."""
     q_order, kv_order = wish
     stride = q_order.shape[-1]
-    if q_order == kv_order == RowOrder.residue_major(length, stride):
-        return None if stride % devices or length % (stride * devices) else Residues(length, devices, stride)
-    return Gathered(length, devices, kv_order) if q_order.natural and not kv_order.natural else None
+    return stride if q_order == kv_order == RowOrder.residue_major(q_order.length, stride) else None
+
+
+def _view_routes(wish: Wish, length: int, devices: int) -> list[Route]:
+    """The routes that the row orders of a part ask for; none for natural order."""
+    (q_order, kv_order), stride = wish, _stride_of(wish)
+    if stride is not None:
+        kept = Gathered(length, devices, RowOrder(length), stride)
+        return [kept] if stride % devices else [Residues(length, devices, stride), kept]
+    return [Gathered(length, devices, kv_order)] if q_order.natural and not kv_order.natural else []
 
 
 @answers_now()

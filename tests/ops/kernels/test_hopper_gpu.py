@@ -25,8 +25,10 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     LONG,
     OWN_STEPS,
     TOGETHER,
+    WAVES,
     cut_if_it_pays,
     dealt,
+    in_waves,
     makespan,
     schedule_of,
 )
@@ -190,6 +192,22 @@ def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypat
     jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16))
     assert [name for name in launched if name in ("backward_kernel", "dq_kernel")] == kernels
     assert found == [dq]
+
+
+def test_programs_without_work(launched, monkeypatch):
+    """While devices exchange queries there are more programs, of which some have nothing to do."""
+    found, call = [], bridge.call
+
+    def record(kernel, programs, *more):
+        found.append(programs)
+        return call(kernel, programs, *more)
+
+    monkeypatch.setattr(bridge, "call", record)
+    case = Case("causal", sl.Causal(), 270)
+    for exchanging in (False, True):
+        monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanging=exchanging))
+        cases.check(case, case.call("hopper"))
+    assert found[len(found) // 2 :] == [WAVES * number for number in found[: len(found) // 2]]
 
 
 @pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128)])
@@ -416,6 +434,20 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
             began = (whole.cumsum(0) - whole)[schedule >= 0]
             groups = schedule[schedule >= 0][began.argsort(kind="stable")] // blocks // together
             assert np.max(np.maximum.accumulate(groups) - groups) <= 1 + (not known), number
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 8, 19])
+@pytest.mark.parametrize("known", [True, False])
+def test_waves(rounds, known):
+    """Each program's items, in their order, are those of several that begin one after the other."""
+    schedule = np.pad(np.arange(5 * rounds, dtype=np.int32).reshape(rounds, 5), [(0, 1), (0, 0)], constant_values=-1)
+    schedule[rounds - 1, 3:] = -1
+    found = np.asarray(in_waves(schedule if known else jnp.asarray(schedule)))
+    assert found.dtype == np.int32 and found.shape == (-(-rounds // WAVES) + 1, WAVES * 5)
+    assert np.all((found[1:] < 0) | (found[:-1] >= 0)) and np.all(found[-1] < 0)
+    for program, line in enumerate(schedule.T):
+        own = found[:, program::5].T.ravel()
+        np.testing.assert_array_equal(own[own >= 0], line[line >= 0])
 
 
 @pytest.mark.parametrize(("items", "programs"), [(200, 5), (512, 132), (3, 132), (35, 7)])

@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_if_it_pays, schedule_of
+from .schedule import EXACT, cut_if_it_pays, in_waves, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -271,6 +271,7 @@ class HopperLink(Link):
             lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / device.processors
             cut, pieces = cut_if_it_pays(schedule, steps[0], before[0], key_heads, batch, device.processors, lost)
             schedule = schedule if cut is None else cut
+        schedule = in_waves(schedule) if self.call.exchanging else schedule
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
