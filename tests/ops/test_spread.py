@@ -210,7 +210,7 @@ def received(text, devices):
         else:  # of what comes out, all but a device's own; of a sum that is scattered, one from each other device
             shares = {"all-gather": 1 - 1 / devices, "all-to-all": 1 - 1 / devices, "reduce-scatter": devices - 1}
             shares["all-reduce"] = 2 * (1 - 1 / devices)  # scattered, and then gathered
-            total[back] += size * shares[kind]
+            total[back] += round(size * shares[kind])
     return counts, total
 
 
