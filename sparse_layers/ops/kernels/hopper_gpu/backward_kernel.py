@@ -42,8 +42,9 @@ from .tiles import (
     logits,
     masked,
     queue,
+    scheduled,
     span_of,
-    take,
+    tell,
     words_of,
 )
 
@@ -147,8 +148,10 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     """
     n = 0
     turn = 0
-    item = take(work, schedule, turn)
+    item = scheduled(schedule, turn)
     while item >= 0:
+        tell(work, turn, (item,))
+        coming = scheduled(schedule, turn + 1)
         b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
         keys_missing = True
         for own in range(first_own, end_own):
@@ -173,7 +176,8 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
         if keys_missing:
             _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
         turn += 1
-        item = take(work, schedule, turn)
+        item = coming
+    tell(work, turn, (-1,))
 
 
 @gluon.jit
@@ -353,7 +357,7 @@ def backward_kernel(
     k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, 2)
     ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
     q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
-    kv_full, kv_empty, work = barriers(2, 1), barriers(2, 2), queue(2)
+    kv_full, kv_empty, work = barriers(2, 1), barriers(2, 2), queue(2, 1)
     fence_async_shared()
     descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer

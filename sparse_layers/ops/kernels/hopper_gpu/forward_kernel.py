@@ -40,13 +40,14 @@ from .tiles import (
     factor,
     fetch,
     flat,
-    given,
     item_of,
     logits,
     masked,
     queue,
+    scheduled,
     span_of,
-    take,
+    tell,
+    told,
     words_of,
 )
 
@@ -73,20 +74,23 @@ def _fetch_keys(desc, more, b, index, head, full, buffer, A: gl.constexpr, KV: g
 @gluon.jit
 def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Fetches q, k and v in the order in which they will be needed."""
+    """Fetches q, k and v in the order in which they will be needed, and says where lists are."""
     n = 0
     turn = 0
-    item = take(work, schedule, turn)
+    item = scheduled(schedule, turn)
     while item >= 0:
+        coming = scheduled(schedule, turn + 1)
         b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
-        first, _, end = span_of(lists[0], b, head, block, L)
+        first, first_masked, end = span_of(lists[0], b, head, block, L)
         for group in gl.static_range(Q.TILE // ROWS):
             slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + group
             mbarrier.wait(empty[0].index(slot), (turn // F.Q_STAGES & 1) ^ 1)
             row = block * Q.TILE + group * ROWS
             fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
+        tile = gl.load(lists[2] + first, mask=end > first, other=-1)
+        tell(work, turn, (item, first, first_masked, end, tile))
         turn += 1
         # Values are needed a step later than keys: step n has the keys of entry n and the values of the entry before.
         before = 0
@@ -109,7 +113,8 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
                 _fetch_keys(descs[2], descs[6], b, before, kv_head, at, buffers[2].index(slot), A, KV, KV2)
             before = index
             n += 1
-        item = take(work, schedule, turn)
+        item = coming
+    tell(work, turn, (-1, 0, 0, 0, -1))
 
 
 @gluon.jit
@@ -142,21 +147,35 @@ def _softmax(scores, top, total, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT
 
 
 @gluon.jit
-def _words(lists, i, exists, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
-    """The mask tile of an entry; tile -1 lets everything pass, and is the first one."""
+def _words(lists, number, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
+    """The words of a mask tile; number -1 lets everything pass, and is the first one."""
     WORDS: gl.constexpr = KV.TILE // 32
-    tile = lists[4] + ((gl.load(lists[2] + i, mask=exists, other=-1) + 1) * Q.TILE + within) * WORDS
-    return words_of(tile, KV.TILE, LAYOUT, WORDS)
+    return words_of(lists[4] + ((number + 1) * Q.TILE + within) * WORDS, KV.TILE, LAYOUT, WORDS)
 
 
 @gluon.jit
-def _next(work, turn, lists, within, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
-          LAYOUT: gl.constexpr):  # fmt: skip
-    """(item or -1, its list: first entry, first masked one and end, the first one's mask tile)."""
-    item = given(work, turn)
+def _next(work, turn, lists, rows, within, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+          F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """What a group needs of its next item before it begins.
+
+    (item or -1, its list: first entry, first masked one and end, the first one's mask tile, what rows begin with: the
+    logits to base 2 of sinks or of an earlier pass.)
+    """
+    _, full, empty = work
+    mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
+    item = told(work, turn, 0, 5)
+    span = told(work, turn, 1, 5), told(work, turn, 2, 5), told(work, turn, 3, 5)
+    words = _words(lists, told(work, turn, 4, 5), within, Q, KV, LAYOUT)
+    mbarrier.arrive(empty.index(turn % 2), count=1)
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     b, own, block = item_of(gl.maximum(item, 0), A.OWN_HEADS, L)
-    first, first_masked, end = span_of(lists[0], b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
-    return item, first, first_masked, end, _words(lists, first, end > first, within, Q, KV, LAYOUT)
+    if F.SINKS:
+        top = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+        top += gl.load(rows[0] + A.FIRST_HEAD + own * A.HEAD_STEP) * LOG2_E
+    if F.BEFORE:
+        row = block * Q.TILE + within + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        top = gl.load(rows[1] + (b * A.OWN_HEADS + own) * Q.ROWS + row) * LOG2_E
+    return item, span, words, top
 
 
 @gluon.jit
@@ -171,7 +190,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
         slot = n % F.KV_STAGES
         words = 0
         if MASKED:  # early, for this takes long
-            words = _words(lists, i, True, within, Q, KV, SCORES)
+            words = _words(lists, gl.load(lists[2] + i), within, Q, KV, SCORES)
         mbarrier.wait(full[1].index(slot), n // F.KV_STAGES & 1)
         keys = flat(buffers[1].index(slot), COLUMNS, A.D)
         scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
@@ -201,35 +220,31 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     D: gl.constexpr = A.D
     dtype: gl.constexpr = descs[0].dtype
     within = GROUP * ROWS
     staged = buffers[3].index(GROUP)
     n = 0
     turn = 0
-    item, first, first_masked, end, words = _next(work, turn, lists, within, A, Q, KV, L, SCORES)
+    item, span, words, begun = _next(work, turn, lists, rows, within, A, Q, KV, L, F, SCORES)
     while item >= 0:
+        first, first_masked, end = span
         b, own, block = item_of(item, A.OWN_HEADS, L)
-        head = A.FIRST_HEAD + own * A.HEAD_STEP
         row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
         at = (b * A.OWN_HEADS + own) * Q.ROWS + row
         segment = row
         if A.SEGMENTED:
             segment = gl.load(lists[5] + b * Q.ROWS + row)
-        top = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
-        if F.SINKS:
-            top = gl.full([ROWS], 0.0, gl.float32, BY_ROW) + gl.load(rows[0] + head) * LOG2_E
-        out = gl.zeros([ROWS, D], gl.float32, OUT)
-        if F.BEFORE:
-            top = gl.load(rows[1] + at) * LOG2_E
-            tma.store_wait(0)  # where the results of the item before were staged
-            fetch(descs[4], b, block * Q.TILE + within, own, full[2].index(GROUP), staged, Q, A.D)
-            mbarrier.wait(full[2].index(GROUP), turn & 1)
-            out = flat(staged, ROWS, D).load(OUT).to(gl.float32)
+        top = begun
         total = gl.where(top == float("-inf"), 0.0, 1.0)
+        out = gl.zeros([ROWS, D], gl.float32, OUT)
 
         slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + GROUP
         q = flat(buffers[0].index(slot), ROWS, A.D)
+        if F.BEFORE:  # it is needed last, and comes while the item is computed
+            tma.store_wait(0)  # where the results of the item before were staged
+            fetch(descs[4], b, block * Q.TILE + within, own, full[2].index(GROUP), staged, Q, A.D)
         mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
         if end > first:
             step = n % F.KV_STAGES
@@ -243,7 +258,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             scores = logits(scores, A)
             if first_masked == first:
                 scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
-            found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), True, gl.SliceLayout(1, OUT))
+            found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), True, OUT_ROWS)
             out = out * old[:, None]
             state = pack(found, dtype, ROWS, COLUMNS), top, total, out
             n += 1
@@ -262,19 +277,23 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             mbarrier.arrive(empty[2].index(step), count=1)
             n += 1
         mbarrier.arrive(empty[0].index(slot), count=1)
+        if F.BEFORE:
+            mbarrier.wait(full[2].index(GROUP), turn & 1)
+            kept = exp2(begun - gl.where(top == float("-inf"), 0.0, top))
+            out += flat(staged, ROWS, D).load(OUT).to(gl.float32) * gl.convert_layout(kept, OUT_ROWS)[:, None]
         turn += 1
         # Its loads are on their way while the results of this item go out.
-        coming = _next(work, turn, lists, within, A, Q, KV, L, SCORES)
+        coming = _next(work, turn, lists, rows, within, A, Q, KV, L, F, SCORES)
 
         nothing = total == 0
         total = gl.where(nothing, 1.0, total)
         gl.store(rows[2] + at, gl.where(nothing, float("-inf"), (top + gl.log2(total)) * 0.6931471805599453))
-        result = out * gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
+        result = out * gl.convert_layout(1.0 / total, OUT_ROWS)[:, None]
         tma.store_wait(0)
         flat(staged, ROWS, D).store(result.to(dtype))
         fence_async_shared()
         store_tile(descs[3], corner_of(b, block * Q.TILE + within, own, 0, Q, A.D), staged)
-        item, first, first_masked, end, words = coming
+        item, span, words, begun = coming
     tma.store_wait(0)
 
 
@@ -314,7 +333,7 @@ def forward_kernel(
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
     kv_full = barriers(F.KV_STAGES, 1)
     k_empty, v_empty = barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS)
-    before_full, work = barriers(GROUPS, 1), queue(GROUPS)
+    before_full, work = barriers(GROUPS, 1), queue(GROUPS, 5)
     fence_async_shared()
     descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer
