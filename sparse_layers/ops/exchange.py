@@ -4,6 +4,8 @@ Functions of arrays [B, n, ...] of a device, inside `jax.shard_map`. JAX differe
 that the arrays came, and what a device got is kept for that.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,8 +64,9 @@ def _in_a_row(parts: list[jax.Array]) -> jax.Array:
     """Arrays [B, n, ...], one after the other: [B, sum of n, ...]."""
     # As numbers, not as rows: with an odd number of these XLA copies number by number, which took 0.317 ms on an H200
     # where this took 0.081.
-    batch, rest = parts[0].shape[0], parts[0].shape[2:]
-    return jnp.concatenate([x.reshape(batch, -1) for x in parts], axis=1).reshape(batch, -1, *rest)
+    batch, _, *rest = parts[0].shape
+    joined = jnp.concatenate([x.reshape(batch, math.prod(x.shape[1:])) for x in parts], axis=1)
+    return joined.reshape(batch, sum(x.shape[1] for x in parts), *rest)
 
 
 def _in_turn(halves: list[jax.Array], axes: Axes) -> jax.Array:
@@ -103,8 +106,11 @@ def _all(x: jax.Array, axes: Axes) -> jax.Array:
     # Along the first axis, for the sake of gradients: a sum that is scattered along it is known to compilers for TPUs.
     # One that is scattered along tokens they mostly make a sum of all on all devices, of twice the bytes.
     batch, own, *rest = x.shape
-    found = jax.lax.all_gather(x, axes, axis=0, tiled=True).reshape(-1, batch, own, *rest)
-    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, *rest)
+    devices = jax.lax.axis_size(axes)
+    if not batch:  # XLA gathers nothing along such an axis
+        return x.reshape(batch, devices * own, *rest)
+    found = jax.lax.all_gather(x, axes, axis=0, tiled=True).reshape(devices, batch, own, *rest)
+    return jnp.moveaxis(found, 0, 1).reshape(batch, devices * own, *rest)
 
 
 def _sent(x: jax.Array, place: int, axes: Axes) -> jax.Array:

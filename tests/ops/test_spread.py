@@ -31,6 +31,8 @@ H = 8
 STRIDED = sl.preset("sparse_transformer_strided", stride=16)
 FIXED = sl.preset("sparse_transformer_fixed", stride=16, summary=4)
 STREAMING = sl.preset("streaming", window=16, sinks=4)
+DILATED = sl.Causal() & ((sl.Window(31) & sl.Strided(6)) | sl.Columns(16, 14) | sl.Prefix(2))
+STRIDES = (sl.Causal() & sl.Strided(8), sl.Causal() & (sl.Strided(16) | sl.Window(3)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,16 @@ CASES = {
     ),
     "folded, filled up": Case(sl.Causal(), 61, 4, by="folded"),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
+    "a dilated window": Case(DILATED, 128, 8, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
+    "a dilated window to both sides, ragged": Case(
+        sl.Strided(4) & sl.Window(9, 14), 77, 4, by="12 before and 14 behind"
+    ),
+    "two strides, keys of all": Case(
+        STRIDES, 144, 3, extras=True, by="^((?!all).)*all keys, by residue of 16((?!all).)*$"
+    ),
+    "two strides, filled up": Case(
+        sl.Causal() & (sl.Strided(6) | sl.Strided(8)), 110, 5, by="^all keys, by residue of 24[^,]*$"
+    ),
     "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
@@ -113,6 +125,8 @@ COUNTED = {
     "strided": Case(STRIDED, 2048, 8),
     "strided, filled up": Case(STRIDED, 4000, 8),
     "strided, keys of all": Case(STRIDED, 240, 3, by="all keys, by residue"),
+    "a dilated window": Case(DILATED, 1024, 8, by="by residue of 6"),
+    "two strides": Case(STRIDES, 240, 3, by="by residue of 16"),
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
     "folded": Case(sl.Causal(), 128, 8, by="folded"),
@@ -251,6 +265,15 @@ def check_without_batch():
     np.testing.assert_array_equal(received(text, 8)[1].reshape(2, 4, 2).sum(2), planned(case, H, 4))
 
 
+def check_no_entries():
+    """A batch may be empty."""
+    for mask in (STREAMING, STRIDED, FIXED, sl.Causal()):
+        case = Case(mask, entries=0)
+        with jax.set_mesh(mesh_of(case)):
+            results, gradients = jax.jit(functools.partial(both, case, None))(*arrays(case))
+        assert [x.shape[0] for x in (*results, *gradients)] == [0] * 5
+
+
 def check_refusals():
     case = Case(sl.Causal(), 120, chosen=16)  # of 30 queries on a device
     chosen = jnp.zeros((1, 8, 1, 3), jnp.int32)
@@ -297,7 +320,7 @@ def main(which):
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-        alone = check_without_batch, check_refusals, check_choices, check_dead_rows
+        alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_dead_rows
         checks |= {check.__name__: check for check in alone}
     prices = communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
     tuned = TUNING["xla"]
@@ -360,6 +383,31 @@ def test_what_is_received_is_little_more_than_what_is_needed():
     documents = sl.Causal() & sl.BlockDiagonal(5000)
     ((crossing, _),) = parts_of((documents,), length, 8, "xla")
     assert crossing.received(7).keys == max(needed((documents,), length, 8)) == 7 * own % 5000
+
+
+@pytest.mark.parametrize(
+    ("mask", "devices", "words"),
+    [
+        (sl.Causal() & sl.Strided(96) & ~sl.Window(100), 5, "all keys, by residue of 96"),
+        (sl.Strided(96) & sl.Window(959, 500), 9, "keys of neighbors, 960 before and 500 behind, by residue of 96"),
+    ],
+)
+def test_queries_that_stay_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices, words):
+    """And the planner sees it: it looks at few pairs one by one, those at the edges of the mask."""
+    length, looked_at, strided = 96 * 5 * 16, [0], sl.Strided.__call__
+
+    def counted(self, q, k):
+        looked_at[0] += np.broadcast(q, k).size
+        return strided(self, q, k)
+
+    monkeypatch.setattr(sl.Strided, "__call__", counted)
+    ((route, masks),) = parts_of((mask,), length, devices, "xla")
+    assert str(route) == words
+    looked_at[0] = 0
+    for place in range(devices):
+        found = route.plan(masks, place, implementation="xla")
+        assert all("residue-major order, stride 96" in link.orders for link in found.chains[0]), found
+    assert 0 < looked_at[0] < 1024 * length
 
 
 @pytest.mark.parametrize("which", ["CASES", "PRESETS"])

@@ -14,9 +14,10 @@ a mask with a plan. The parts of a mask are disjoint, and their results are merg
 import abc
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -144,10 +145,17 @@ def _seen(part: Mask, q_order: RowOrder, kv_order: RowOrder) -> Mask:
 
 @dataclasses.dataclass(frozen=True)
 class Neighbors(Route):
-    """Keys up to ``left`` tokens before a device's own and up to ``right`` behind them come from where they are."""
+    """Keys up to ``left`` tokens before a device's own and up to ``right`` behind them come from where they are.
+
+    Attributes:
+      left: a multiple of ``stride``, for rows of queries and of keys to have the same residues as their tokens.
+      right: any number.
+      stride: of a part whose queries see keys of their own residue only; 1 for others.
+    """
 
     left: int
     right: int
+    stride: int = 1
 
     @property
     def kv_rows(self) -> int:
@@ -169,7 +177,12 @@ class Neighbors(Route):
 
     def __str__(self):
         sides = [f"{n} {side}" for n, side in ((self.left, "before"), (self.right, "behind")) if n]
-        return f"keys of neighbors, {' and '.join(sides)}" if sides else "own keys only"
+        keys = f"keys of neighbors, {' and '.join(sides)}" if sides else "own keys only"
+        return keys + _by_residue(self.stride)
+
+
+def _by_residue(stride: int) -> str:
+    return f", by residue of {stride}" if stride > 1 else ""
 
 
 def _tokens(length: int, first: int, rows: int) -> RowOrder:
@@ -188,7 +201,7 @@ class Gathered(Route):
 
     Attributes:
       order: which keys; all of them in natural order.
-      stride: queries see keys of their own residue of it only, where rows are tokens; 1 says nothing.
+      stride: as of `Neighbors`; where there is one, it divides a device's tokens, and a chunk if queries are folded.
       folded: whether queries are.
     """
 
@@ -209,6 +222,11 @@ class Gathered(Route):
     def counts(self) -> np.ndarray:
         """How many of the keys each device has: int [P]."""
         return np.bincount(self.tokens // self.own, minlength=self.devices)
+
+    @property
+    def may_fold(self) -> bool:
+        """Whether queries may be folded: chunks are as long, and hold as many tokens of each residue."""
+        return self.length % (2 * self.devices * self.stride) == 0
 
     @property
     def sent_one_by_one(self) -> bool:
@@ -238,14 +256,9 @@ class Gathered(Route):
         period = (2 * self.devices - 1 - 2 * place) * chunk
         return RowOrder(self.length, (2, period), (1, chunk), (2, chunk), place * chunk), self.order
 
-    def mask(self, part: Mask, place: int) -> Mask:
-        seen = _seen(part, *self.orders(place))
-        # What the part says of residues already; said of rows, the planner sees it.
-        return And(Strided(self.stride), seen) if self.stride > 1 else seen
-
     def __str__(self):
         keys = "all keys" if self.order.natural else f"keys of all devices: {self.order}"
-        keys += f", by residue of {self.stride}" if self.stride > 1 else ""
+        keys += _by_residue(self.stride)
         return f"{keys}; queries folded" if self.folded else keys
 
 
@@ -347,12 +360,29 @@ def parts_of(
       queries and keys, by residue of 128
     """
     by_mask = [_cheapest(mask, length, devices, implementation, groups)[1] for mask in masks]
-    halos = [route for found in by_mask for route in found if isinstance(route, Neighbors)]
-    if halos:  # one halo for all, or keys that several masks reach would come as often
-        largest = Neighbors(length, devices, max(x.left for x in halos), max(x.right for x in halos))
-        by_mask = [{largest if x in halos else x: part for x, part in found.items()} for found in by_mask]
-    routes = list(dict.fromkeys(route for found in by_mask for route in found))
+    joined = _joined(route for found in by_mask for route in found)
+    by_mask = [{joined[route]: part for route, part in found.items()} for found in by_mask]
+    routes = dict.fromkeys(joined.values())
     return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
+
+
+def _joined(routes: Iterable[Route]) -> dict[Route, Route]:
+    """Of each route the one that it becomes, for keys that several bring to come once."""
+    joined = {route: route for route in routes}
+    halos = [route for route in joined if isinstance(route, Neighbors)]
+    if halos:
+        left, right = max(x.left for x in halos), max(x.right for x in halos)
+        stride = math.lcm(*(x.stride for x in halos))
+        stride = stride if stride <= left else 1
+        left = -(-left // stride) * stride
+        joined |= dict.fromkeys(halos, dataclasses.replace(halos[0], left=left, right=right, stride=stride))
+    gathered = [route for route in joined if isinstance(route, Gathered)]
+    for order in dict.fromkeys(x.order for x in gathered):
+        alike = [x for x in gathered if x.order == order]
+        one = dataclasses.replace(alike[0], stride=math.lcm(*(x.stride for x in alike)))
+        folded = one.may_fold and any(x.folded for x in alike)
+        joined |= dict.fromkeys(alike, dataclasses.replace(one, folded=folded))
+    return joined
 
 
 @functools.lru_cache(maxsize=256)
@@ -371,8 +401,10 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
     """
     if any(period_of(mask) is None for mask in masks):
         return length
-    orders = {wish[0] for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
-    shared = {2 * devices, *(order.shape[-1] * devices for order in orders)}
+    wishes = {wish for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
+    strides = sorted({_stride_of(wish) for wish in wishes} - {1})
+    together = [each for n in range(len(strides) + 1) for each in itertools.combinations(strides, n)]
+    shared = {times * devices * math.lcm(*each) for each in together for times in (1, 2)}
     longer = sorted({length + -length % multiple for multiple in shared} - {length})
     longer = [n for n in longer if n < 2 * length and all(is_causal(mask, n) for mask in masks)]
 
@@ -386,7 +418,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
 
 def whole(masks: tuple[Mask, ...], length: int, devices: int) -> Part:
     """All of the masks by one route: every device gets all keys."""
-    return Part(_all_keys(length, devices), masks)
+    return Part(Gathered(length, devices, RowOrder(length)), masks)
 
 
 def needed(masks: Sequence[Mask], length: int, devices: int) -> list[int]:
@@ -423,24 +455,40 @@ def _cheapest(
     """What one mask costs by `_cost`, and its parts by their routes."""
     weighed = []
     for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
-        total, found = 0.0, {}
-        strides = [_stride_of(wish) for wish, *_ in parts]
-        if any(stride and length % (stride * devices) for stride in strides):  # devices have no residue whole
-            continue
-        by_route = [(_view_routes(wish, length, devices), part, costs) for wish, part, costs in parts]
-        natural = [(part, costs) for routes, part, costs in by_route if not routes]
-        if natural:
-            part, costs = functools.reduce(Or, (part for part, _ in natural)), sum(costs for _, costs in natural)
-            by_route = [(_in_order(part, length, devices), part, costs), *(x for x in by_route if x[0])]
-        for options, part, costs in by_route:
-            gathered = [x for x in options if isinstance(x, Gathered) and length % (2 * devices * x.stride) == 0]
-            options = options + [dataclasses.replace(x, folded=True) for x in gathered]
-            cost, _, route = min((_cost(x, costs, groups), i, x) for i, x in enumerate(options))
-            total += cost
-            found[route] = part if route not in found else Or(found[route], part)
-        weighed.append((total, number, found))
+        found = _by_route(parts, length, devices, groups)
+        if found is not None:
+            total = sum(_cost(route, costs, groups) for route, (_, costs) in found.items())
+            weighed.append((total, number, {route: part for route, (part, _) in found.items()}))
     cost, _, found = min(weighed, key=lambda entry: entry[:2])
     return cost, found
+
+
+def _by_route(
+    parts: Iterable[tuple[Wish, Mask, np.ndarray]], length: int, devices: int, groups: int
+) -> dict[Route, tuple[Mask, np.ndarray]] | None:
+    """For each route that is taken, what takes it, and what it costs to compute; None if a part has no route."""
+    by_wish: dict[Wish | None, tuple[Mask, np.ndarray]] = {}
+    for wish, part, costs in parts:  # what is computed in natural order takes one route
+        _add(by_wish, wish if _stride_of(wish) > 1 or _gathers(wish) else None, part, costs)
+    cheapest: dict[Route, tuple[Mask, np.ndarray]] = {}
+    for wish, (part, costs) in by_wish.items():
+        options = _routes(wish, part, length, devices)
+        if not options:
+            return None
+        _, _, route = min((_cost(route, costs, groups), i, route) for i, route in enumerate(options))
+        _add(cheapest, route, part, costs)
+    joined, found = _joined(cheapest), {}
+    for route, (part, costs) in cheapest.items():
+        _add(found, joined[route], part, costs)
+    return found
+
+
+def _add(found: dict[Any, tuple[Mask, np.ndarray]], key: Any, part: Mask, costs: np.ndarray) -> None:
+    """Adds a part, and what it costs, to those of a key."""
+    if key in found:
+        before, already = found[key]
+        part, costs = Or(before, part), already + costs
+    found[key] = part, costs
 
 
 def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
@@ -463,36 +511,42 @@ def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
     return float(computed.max()) + RECEIVED_ROW * PAIRS_PER_ROW * rows
 
 
-def _in_order(part: Mask, length: int, devices: int) -> list[Route]:
-    """The routes of a part in natural order; no halo that is made of the keys of nearly all devices."""
-    halo, everything = _halo(part, length, devices), _all_keys(length, devices)
-    most = max(halo.received(place).keys for place in range(devices))
-    return [everything] if halo.kv_rows > 2 * halo.own and most > (devices - 2) * halo.own else [halo, everything]
+def _routes(wish: Wish | None, part: Mask, length: int, devices: int) -> list[Route]:
+    """The routes that a part may take, which is computed in some row orders; in natural order if these are None."""
+    routes: list[Route] = []
+    if wish is not None and _gathers(wish):
+        routes.append(Gathered(length, devices, wish[1]))
+    else:
+        stride = 1 if wish is None else _stride_of(wish)
+        shared = length % (stride * devices) == 0  # devices have as many tokens of each residue
+        if shared and stride > 1 and stride % devices == 0:
+            routes.append(Residues(length, devices, stride))
+        halo = _halo(part, length, devices, stride)
+        most = max(halo.received(place).keys for place in range(devices))
+        if halo.kv_rows <= 2 * halo.own or most <= (devices - 2) * halo.own:  # not the keys of nearly all devices
+            routes.append(halo)
+        if shared or stride == 1:
+            routes.append(Gathered(length, devices, RowOrder(length), stride))
+    foldable = [route for route in routes if isinstance(route, Gathered) and route.may_fold]
+    return [*routes, *(dataclasses.replace(route, folded=True) for route in foldable)]
 
 
-def _all_keys(length: int, devices: int) -> Gathered:
-    return Gathered(length, devices, RowOrder(length))
-
-
-def _stride_of(wish: Wish) -> int | None:
-    """The stride of residue-major order, if queries and keys are wanted in that."""
+def _stride_of(wish: Wish) -> int:
+    """The stride of residue-major order, if queries and keys are wanted in that; 1 if not."""
     q_order, kv_order = wish
     stride = q_order.shape[-1]
-    return stride if q_order == kv_order == RowOrder.residue_major(q_order.length, stride) else None
+    return stride if q_order == kv_order == RowOrder.residue_major(q_order.length, stride) else 1
 
 
-def _view_routes(wish: Wish, length: int, devices: int) -> list[Route]:
-    """The routes that the row orders of a part ask for; none for natural order."""
-    (q_order, kv_order), stride = wish, _stride_of(wish)
-    if stride is not None:
-        kept = Gathered(length, devices, RowOrder(length), stride)
-        return [kept] if stride % devices else [Residues(length, devices, stride), kept]
-    return [Gathered(length, devices, kv_order)] if q_order.natural and not kv_order.natural else []
+def _gathers(wish: Wish) -> bool:
+    """Whether a few keys are wanted by queries in natural order."""
+    q_order, kv_order = wish
+    return q_order.natural and not kv_order.natural
 
 
 @answers_now()
-def _halo(part: Mask, length: int, devices: int) -> Neighbors:
-    """The keys of neighbors that a part reaches."""
+def _halo(part: Mask, length: int, devices: int, stride: int) -> Neighbors:
+    """The keys of neighbors that a part reaches, for rows to have the residues of a stride that tokens have."""
     own = -(-length // devices)
     first = np.arange(0, length, own)
     last = np.minimum(first + own, length) - 1
@@ -512,7 +566,8 @@ def _halo(part: Mask, length: int, devices: int) -> Neighbors:
     def behind(n: np.ndarray) -> np.ndarray:
         return part.grade(first, last, np.minimum(last + n + 1, length - 1), np.full_like(first, length - 1)) == EMPTY
 
-    return Neighbors(length, devices, reach(before, first), reach(behind, length - 1 - last))
+    left = -(-reach(before, first) // stride) * stride
+    return Neighbors(length, devices, left, reach(behind, length - 1 - last), stride)
 
 
 def period_of(mask: Mask) -> int | None:

@@ -24,7 +24,7 @@ from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
-from ...masks.primitives import BlockDiagonal, Causal, Columns, Global, Prefix, Strided
+from ...masks.primitives import BlockDiagonal, Causal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, answers_now
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
@@ -440,7 +440,7 @@ def _terms(mask: Mask) -> list[list[Mask]]:
 
 
 def _pushed(mask: Mask) -> Mask:
-    """Moves Not, Blocks and Transposed one level below And and Or, and shows the columns inside a lifted mask."""
+    """Moves Not, Blocks, Transposed and Reordered one level below And and Or, and shows columns and strides in them."""
     if isinstance(mask, Global):
         return Or(Prefix(mask.size), Transposed(Prefix(mask.size)))
     if isinstance(mask, Not):
@@ -449,10 +449,14 @@ def _pushed(mask: Mask) -> Mask:
             return _pushed(inner.mask)
         if isinstance(inner, And | Or):
             return (Or if isinstance(inner, And) else And)(Not(inner.left), Not(inner.right))
-    if isinstance(mask, Blocks | Transposed):
+    if isinstance(mask, Blocks | Transposed | Reordered):
         inner, rewrap = _pushed(mask.mask), functools.partial(dataclasses.replace, mask)
         if isinstance(inner, And | Or):
             return type(inner)(rewrap(mask=inner.left), rewrap(mask=inner.right))
+        if isinstance(mask, Reordered) and isinstance(inner, Strided):
+            ahead = mask.q_order.ahead(inner.stride), mask.kv_order.ahead(inner.stride)
+            if ahead[0] is not None and ahead[0] == ahead[1]:
+                return And(inner, rewrap(mask=Full()))  # of rows that have tokens
         if isinstance(mask, Transposed) and isinstance(inner, Transposed):
             return _pushed(inner.mask)
         if isinstance(mask, Blocks):

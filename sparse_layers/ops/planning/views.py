@@ -173,6 +173,13 @@ class RowOrder:
             found.append(Axis(stride, self.shape[i] if i else 0, kept, self.phase[i], checked, tuple(digits[i])))
         return tuple(found)
 
+    def ahead(self, stride: int) -> int | None:
+        """``token - row`` modulo a stride, if that is the same for all rows: then rows have residues as tokens have."""
+        digits = ((axis.stride * step, rows) for axis in self.axes for rows, _, step in axis.digits)
+        if any((tokens - rows) % stride for tokens, rows in digits):
+            return None
+        return (self.offset - sum(axis.phase * axis.stride for axis in self.axes)) % stride
+
     def token(self, row: Any) -> Any:
         """The token of each row, by operators on integer arrays; a value >= length where there is none."""
         if self.natural:
