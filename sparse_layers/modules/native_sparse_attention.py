@@ -278,8 +278,9 @@ class NativeSparseAttention(nnx.Module):
 
         Args:
           inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
-          segment_ids: int [..., T]; tokens attend within their own id only (packed documents), and no window counts
-            that holds tokens of several. Negative ids are padding, which attends to nothing.
+          segment_ids: int [..., T]; tokens attend within their own id only (packed documents), and to no window that
+            holds tokens of several. For the choice each should lie in one piece, see `Scorer`. Negative ids are
+            padding, which attends to nothing.
           selection: the key blocks of the selected branch, with the leading axes of the inputs; None for the choice of
             `NSA`.
           positions: int [..., T] or [T], see `SparseSelfAttention`.

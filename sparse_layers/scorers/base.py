@@ -29,7 +29,9 @@ class Scorer(abc.ABC):
     A query chooses ``count`` blocks among its own and those before: its own and the ``local - 1`` before it, the
     ``first`` ones of the sequence, and then those of the highest score, of equal ones those that come first. Of a block
     of the future nothing is ever seen. Of packed documents, the first block is where the query's document begins, and
-    no block before it is chosen. Lengths are those of the arrays, padding included.
+    no block before it is chosen. So each should lie in one piece: where others lie between parts of a document, their
+    keys are scored as if they were its own, and blocks of theirs may be chosen, of which nothing is seen then. Lengths
+    are those of the arrays, padding included.
 
     No gradient flows through a choice: keys learn by being attended to.
 
@@ -138,7 +140,7 @@ class Scorer(abc.ABC):
         Args:
           query: [B, R, N, H].
           pooled: [B, W, K, H], of all windows that are full.
-          seen: bool [B or 1, R, W]: whether a window lies in the query's past, and all of it in its document.
+          seen: bool [B or 1, R, W]: whether all of a window lies in the query's past, and none before its document.
           scale: factor of the logits of the attention.
 
         Returns:
@@ -164,6 +166,21 @@ class Scorer(abc.ABC):
             return int((position + 1).sum())
         own = position % self.block + 1
         return int(np.minimum(position + 1, (self.count - 1) * self.block + own).sum())
+
+    def work(self, length: int, groups: int = 1, head_size: int = 128) -> float:
+        """To how many pairs, as of `pairs`, a head's attention takes as much work as its scores take.
+
+        That is one product of a query with each window in its past, unless a method says otherwise, where a pair of
+        attention takes two, of a head's size. What pools keys and finds the highest scores is not in it.
+
+        Args:
+          length: tokens of the sequence.
+          groups: query heads of a key head, which share the queries of an index.
+          head_size: features of a head.
+        """
+        size, stride = self.window
+        scored = int(np.maximum(0, (np.arange(1, length + 1) - size) // stride + 1).sum())
+        return scored * (self.index_features(head_size) / (head_size * groups) if self.indexed else 1) / 2
 
     def windows(self, length: int) -> int:
         """The number of full windows in so many tokens."""

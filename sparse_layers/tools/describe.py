@@ -23,6 +23,7 @@ from .pictures import check_size, picture
 from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
 _BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
+_HEAD_SIZE = 128  # features of a head, where they are not known
 
 
 @overload
@@ -57,7 +58,9 @@ def describe(
       subject: a mask with its lengths, or what knows these by itself. A mask is whatever `as_masks` takes; the others
         are a `Plan`, a layer or block of this package, what `make_attention_fn` returns, or a `SparseTransformer`,
         whose layers are told one by one, equal ones once. Where a scorer chooses blocks, it says how many pairs that
-        leaves, and how many are scored; a scorer by itself is one among all keys of the past.
+        leaves, and to how many more attention would take as much work as scores take: a score is one product, of the
+        scorer's features, and a pair of attention two, of a head's. To find the highest ones is not in it. A scorer by
+        itself is one among all keys of the past, with as many key heads as query heads, of 128 features.
       q_len: number of queries, 1 to 1048576, of a mask; None for the others.
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
@@ -135,20 +138,20 @@ def _block(length: int, block: int | None) -> int:
 
 
 def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
-    plan, scorer, *_ = planned
+    plan = planned.plan
     side = _block(max(plan.q_len, plan.kv_len), block)
     sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
     sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
-    if scorer is not None:
-        text += f"\n\n{_chosen(scorer, plan)}"
+    if planned.scorer is not None:
+        text += f"\n\n{_chosen(planned.scorer, planned)}"
     return text if devices == 1 else text + "\n\n" + "\n".join(_spread(planned, devices))
 
 
 def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
-    plan, scorer, groups, token = planned
+    plan, scorer, groups, token, _ = planned
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if devices > length:
         raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")
@@ -214,18 +217,25 @@ def _volume(received: Received, token: Token | None, backward: int) -> tuple[int
     return sum(rows.values()), words.replace(" of", " rows of", 1) or "nothing"
 
 
-def _chosen(scorer: Scorer, plan: Plan) -> str:
-    """The lines about what is chosen within the pattern, by how much is computed for it."""
+def _chosen(scorer: Scorer, planned: Planned) -> str:
+    """The lines about what is chosen within the pattern, and how much work that is in pairs of attention."""
+    plan, groups, size = planned.plan, planned.groups, planned.head_size or _HEAD_SIZE
     length = plan.q_len
     lines = [f"of that, blocks are chosen at run time: {scorer!r}"]
     if not scorer.chooses(length):
         return "\n".join([*lines, f"{length} tokens: every query looks at all blocks, and nothing is chosen"])
-    whole, chosen, windows = length * (length + 1) // 2, scorer.pairs(length), scorer.windows(length)
+    whole, chosen, scored = length * (length + 1) // 2, scorer.pairs(length), round(scorer.work(length, groups, size))
     lines.append(f"each query looks at {scorer.count} of up to {-(-length // scorer.block)} blocks of {scorer.block}")
     hidden = "" if set(plan.masks) == {Causal()} else ", before the pattern hides some"
     lines.append(f"chosen pairs: {chosen} of {whole} causal ones ({chosen / whole:.2%}){hidden}")
-    scored = length * windows // 2
-    lines.append(f"scores: {scored} (query, window of {scorer.window[0]} keys) pairs, {scored / chosen:.1%} of those")
+    features, heads = "", "query head"
+    if scorer.indexed:
+        features = f" of {scorer.index_features(size)} features"
+        heads = f"{groups} query heads of {size}" if groups > 1 else f"query head of {size}"
+    keys = "key" if scorer.window[0] == 1 else f"window of {scorer.window[0]} keys"
+    lines.append(f"scores: the work of {scored} pairs (a product{features} with each {keys} for each {heads})")
+    total = chosen + scored
+    lines.append(f"together: the work of {total} pairs, {total / whole:.2%} of all causal ones{hidden}")
     return "\n".join(lines)
 
 

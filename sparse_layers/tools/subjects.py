@@ -22,12 +22,14 @@ class Planned(NamedTuple):
       scorer: that chooses blocks within it, if one does.
       groups: how many query heads share a key head.
       token: bytes of one token, if heads and their size are known.
+      head_size: features of a head, if they are known.
     """
 
     plan: Plan
     scorer: Scorer | None = None
     groups: int = 1
     token: Token | None = None
+    head_size: int | None = None
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
@@ -58,23 +60,29 @@ def _planned(subject: Any) -> dict[str, Planned] | None:
         return {"": Planned(subject)}
     pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
     groups = subject.num_heads // key_heads if key_heads else 1
-    token = _token(subject)
+    head_size = _head_size(subject)
+    token = _token(subject, head_size)
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
         scorers = {"selected": pattern}
-        return {name: Planned(x, scorers.get(name), groups, token) for name, x in subject.plans.items()}
+        return {name: Planned(x, scorers.get(name), groups, token, head_size) for name, x in subject.plans.items()}
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
     fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
     scorer = as_scorer(getattr(fn, "selection", None)) or scorer_of(pattern)
-    return {"": Planned(plan, scorer, groups, token)} if isinstance(plan, Plan) else None
+    return {"": Planned(plan, scorer, groups, token, head_size)} if isinstance(plan, Plan) else None
 
 
-def _token(layer: Any) -> Token | None:
-    """Bytes of one token of a layer's heads; None where its size is not known before it has seen inputs."""
+def _head_size(layer: Any) -> int | None:
+    """Features of a layer's heads; None where these are not known before it has seen inputs."""
     heads, size, features = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
-    size = size or (features // heads if heads and features else None)
+    return size or (features // heads if heads and features else None)
+
+
+def _token(layer: Any, size: int | None) -> Token | None:
+    """Bytes of one token of a layer's heads of a size, if both are known."""
+    heads = getattr(layer, "num_heads", None)
     if not heads or not size:
         return None
     dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", None) or jnp.float32

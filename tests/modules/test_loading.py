@@ -342,10 +342,10 @@ def test_linen_refuses_variables_and_fixed_options():
 G, LAYERS = 32, 2  # features of the stream
 
 
-def gpt2_file(features=G, seed=0, layers=LAYERS, hidden=None):
+def gpt2_file(features=G, seed=0, layers=LAYERS, hidden=None, length=T):
     """Random weights under Hugging Face's names, in its layout, float32."""
     rng, hidden = np.random.default_rng(seed), hidden or 4 * features
-    shapes = {"wte.weight": (V, features), "wpe.weight": (T, features), "ln_f": (features,)}
+    shapes = {"wte.weight": (V, features), "wpe.weight": (length, features), "ln_f": (features,)}
     for i in range(layers):
         shapes |= {f"h.{i}.ln_1": (features,), f"h.{i}.ln_2": (features,)}
         shapes |= {f"h.{i}.attn.c_attn": (features, 3 * features), f"h.{i}.attn.c_proj": (features, features)}
@@ -363,7 +363,10 @@ def gpt2_file(features=G, seed=0, layers=LAYERS, hidden=None):
 
 
 def gpt2(p, tokens, masks, heads=2, epsilon=1e-5, xp=np):
-    """GPT-2 from its description: p holds the file's tensors, masks one bool [T, T] or [heads, T, T] a layer."""
+    """GPT-2 from its description: p holds the file's tensors, masks one bool [T, T] or [heads, T, T] a layer.
+
+    What may be a function of queries and keys [B, heads, T, H], too.
+    """
 
     def norm(x, name):
         centred = x - x.mean(-1, keepdims=True)
@@ -378,6 +381,7 @@ def gpt2(p, tokens, masks, heads=2, epsilon=1e-5, xp=np):
         qkv = xp.split(conv1d(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1)
         q, k, v = (y.reshape(*y.shape[:2], heads, -1).swapaxes(1, 2) for y in qkv)
         logits = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        mask = mask(q, k) if callable(mask) else mask
         weights = xp.where(mask, xp.exp(logits - logits.max(-1, keepdims=True)), 0)
         out = (weights / weights.sum(-1, keepdims=True)) @ v
         x = x + conv1d(out.swapaxes(1, 2).reshape(x.shape), f"h.{i}.attn.c_proj")
@@ -398,7 +402,7 @@ def tokens(length=T):
 def write(folder, tensors):
     layers, sizes = (
         sum(name.endswith("ln_1.bias") for name in tensors),
-        {"vocab_size": V, "n_positions": T, "n_embd": G},
+        {"vocab_size": V, "n_positions": len(tensors["wpe.weight"]), "n_embd": G},
     )
     config = sizes | {"n_layer": layers, "n_head": 2, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"} | config))

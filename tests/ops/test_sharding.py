@@ -47,6 +47,8 @@ class Case:
     implementation: str = "xla"
     named: bool = False  # whether the op is told the sharding of query
     chosen: int = 0  # how many heads of a selection there are, if there is one
+    tokens: int = T
+    dtype: str = "float32"
 
 
 SUM = frozenset({"all-reduce"})
@@ -69,11 +71,11 @@ CASES = {
 }
 
 
-def arrays(heads, kv_heads):
-    """Query, key, value and the cotangents of out and lse."""
+def arrays(heads, kv_heads, tokens=T, dtype="float32"):
+    """Query, key, value and the cotangents of out and lse, which is in float32."""
     draw = np.random.default_rng(1).standard_normal
-    shapes = [(B, T, heads, H), (B, T, kv_heads, H), (B, T, kv_heads, H), (B, T, heads, H), (B, T, heads)]
-    return [jnp.asarray(draw(shape).astype(np.float32)) for shape in shapes]
+    shapes = [(B, tokens, n, H) for n in (heads, kv_heads, kv_heads, heads)] + [(B, tokens, heads)]
+    return [jnp.asarray(draw(x).astype(dtype if len(x) == 4 else np.float32)) for x in shapes]
 
 
 def gradients(attend, *args, pull):
@@ -91,7 +93,7 @@ def on(mesh, x, spec):
     return None if x is None else jax.device_put(x, NamedSharding(mesh, spec))
 
 
-def agree(mesh, program, args, specs, right=None, told=frozenset()):
+def agree(mesh, program, args, specs, right=None, told=frozenset(), rtol=1e-4, atol=2e-5):
     """On the devices of a mesh, program(*args) is right(*args) on one, or a list, and tells no more than it must."""
     want = right if isinstance(right, list) else jax.jit(right or program, compiler_options=COMPILER)(*args)
     placed = [jax.tree.map(lambda x, spec=spec: on(mesh, x, spec), x) for x, spec in zip(args, specs, strict=True)]
@@ -99,25 +101,25 @@ def agree(mesh, program, args, specs, right=None, told=frozenset()):
         compiled = jax.jit(lambda *args: program(*args), compiler_options=COMPILER).lower(*placed).compile()
     found = compiled(*placed)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
     assert collectives(compiled) <= told, f"{collectives(compiled)} instead of {set(told)}"
     return found
 
 
 def check_case(mesh, case):
-    q, k, v, *pull = arrays(*case.heads)
+    t, (q, k, v, *pull) = case.tokens, arrays(*case.heads, tokens=case.tokens, dtype=case.dtype)
     sinks = jnp.linspace(-1, 1, case.heads[0]) if case.extras else None
-    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), axis=1) if case.extras else None
+    ids = np.sort(np.random.default_rng(0).integers(-1, 3, (B, t)), axis=1) if case.extras else None
     mask = case.mask if isinstance(case.mask, jax.Array) else None
-    heads = ALLOWED if mask is not None else np.stack([each.dense(T) for each in sl.as_masks(case.mask)])
+    heads = ALLOWED if mask is not None else np.stack([each.dense(t) for each in sl.as_masks(case.mask)])
     allowed = np.tile(heads, (case.heads[0] // len(heads), 1, 1))
     if ids is not None:
         allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
     chosen = None
     if case.chosen:
-        blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-T // 16), case.chosen, 1))
+        blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-t // 16), case.chosen, 1))
         chosen = sl.Selection(blocks, block=16, granularity=16)
-        allowed = allowed & chosen_pairs(blocks, 16, 16, case.heads[0], (T, T))
+        allowed = allowed & chosen_pairs(blocks, 16, 16, case.heads[0], (t, t))
     right, _ = oracle(q, k, v, allowed, *pull, scale=H**-0.5, sinks=sinks)
     right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
@@ -137,7 +139,8 @@ def check_case(mesh, case):
     by_head = P(batch, None, {case.heads[0]: heads, case.heads[1]: (*keys, *[None] * 3)[2]}.get(case.chosen))
     specs = [case.spec, keys, keys, P(heads), P(batch), masks, by_head, case.spec, case.spec]
     args = [q, k, v, sinks, ids, mask, chosen, *pull]
-    out, lse, slopes = agree(mesh, program, args, specs, [*right.values()], case.told)
+    off = {} if case.dtype == "float32" else {"rtol": 0.01, "atol": 0.03}
+    out, lse, slopes = agree(mesh, program, args, specs, [*right.values()], case.told, **off)
     for x, spec in ((out, case.spec), (lse, case.spec), *zip(slopes, specs[:3], strict=False)):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), x.sharding
 
@@ -320,6 +323,21 @@ def check_types(mesh):
     assert [x.sharding.spec for x in types] == [P("data", None, "tensor", None), P("data", None, "tensor")]
 
 
+def check_hopper(mesh):
+    """The kernels for Hopper GPUs see what a device has; with fewer tokens they would compute no gradients."""
+    from sparse_layers.ops.kernels.hopper_gpu import bridge
+    from tests.ops.kernels import gluon_interpreter
+
+    def call(kernel, *args):
+        names.add(kernel.fn.__name__)
+        return gluon_interpreter.call(kernel, *args)
+
+    names: set[str] = set()
+    bridge.call, bridge.missing = call, lambda: None
+    check_case(mesh, Case(CAUSAL, BOTH, (4, 1), DATA, told=SUM, implementation="hopper", tokens=256, dtype="bfloat16"))
+    assert names == {"forward_kernel", "backward_kernel"}
+
+
 def check_mixed(_):
     """Over axes of type Explicit the op is mapped; what becomes of the others is up to JAX's partitioner."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Auto))
@@ -341,6 +359,7 @@ ONLY = {
         "refusals": check_refusals,
         "types": check_types,
         "mixed": check_mixed,
+        "hopper": check_hopper,
         "layer": check_layer,
         "model": check_model,
         "replicated keys": functools.partial(

@@ -15,6 +15,7 @@ from sparse_layers import linen
 from sparse_layers.scorers import base
 from sparse_layers.scorers.methods import MSA, InfLLM, MoBA
 from tests.arrays import inputs
+from tests.modules.test_loading import gpt2, gpt2_file, write
 from tests.ops.cases import compiled
 
 # Operation by operation, each is a program of its own to compile.
@@ -74,14 +75,16 @@ def chosen(scorer, q, k, t, head, ids=None):
     return forced | {b for _, b in rest[: scorer.count - len(forced)]}
 
 
-def attention(q, k, v, selection_ids, block, group):
-    """Causal attention over the chosen blocks, dense, in the dtype of q: [B, T, N, H]."""
+def attention(q, k, v, selection_ids, block, group, segments=None):
+    """Causal attention over the chosen blocks within segments [B, T], dense, in the dtype of q: [B, T, N, H]."""
     batch, length, heads, size = q.shape
     ids = np.repeat(selection_ids, heads // selection_ids.shape[2], axis=2)
     blocks = np.zeros((batch, length, heads, -(-length // block)), bool)
     for b, t, h in itertools.product(*map(range, (batch, length, heads))):
         blocks[b, t, h, ids[b, t, h][ids[b, t, h] >= 0]] = True
     allowed = np.repeat(blocks, block, axis=3)[..., :length] & np.tri(length, dtype=bool)[None, :, None]
+    if segments is not None:
+        allowed &= (segments[:, :, None] == segments[:, None])[:, :, None]
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     logits = jnp.einsum("btnh,bsnh->btns", q, k) / np.sqrt(size)
     return jnp.einsum("btns,bsnh->btnh", jax.nn.softmax(jnp.where(allowed, logits, -jnp.inf), -1), v)
@@ -95,8 +98,8 @@ def arrays(length, heads, size=16, batch=1, seed=0):
 CASES = {
     "moba": (sl.MoBA(block=32, count=3), 331, (4, 4)),
     "moba, 4 to a key head, first and local": (sl.MoBA(block=16, count=6, first=1, local=2), 200, (4, 1)),
-    "moba, 16 to a key head": (sl.MoBA(block=64, count=2), 450, (16, 1)),
-    "moba, large blocks": (sl.MoBA(block=512, count=2), 1300, (2, 2)),
+    "moba, 16 to a key head": (sl.MoBA(block=128, count=2), 450, (16, 1)),
+    "moba, large blocks, 8 to a key head": (sl.MoBA(block=512, count=2), 1100, (8, 1)),
     "infllm": (sl.InfLLM(count=4, local=2, dense_below=0), 500, (8, 2)),
     "infllm, one local block": (sl.InfLLM(block=32, count=3, local=1, dense_below=0), 331, (4, 4)),
     "infllm, 16 to a key head": (sl.InfLLM(block=128, count=3, local=1, dense_below=0), 700, (16, 1)),
@@ -107,9 +110,10 @@ CASES = {
 
 
 def documents(length):
-    """Ids of three documents and padding; the second is not where its number says."""
+    """Ids of three documents and padding; the second is not where its number says, and goes on behind the third."""
     ids = np.full((1, length), -1, np.int32)
     ids[0, : length // 5], ids[0, length // 5 : length // 2], ids[0, length // 2 : -3] = 4, 9, 2
+    ids[0, length * 3 // 4 : -3] = 9
     return ids
 
 
@@ -131,21 +135,35 @@ def test_choices_are_those_of_the_formulas(name, packed):
             assert len({*row[row >= 0]}) == (row >= 0).sum(), "each once"
 
 
-@pytest.mark.parametrize("name", ["moba", "moba, 4 to a key head, first and local", "infllm"])
-def test_attention_and_gradients_are_those_of_dense_attention_over_the_choice(name):
+@pytest.mark.parametrize(
+    "name, packed",
+    [
+        ("moba", False),
+        ("moba, 4 to a key head, first and local", True),
+        ("moba, large blocks, 8 to a key head", False),
+        ("infllm", True),
+        ("infllm, 16 to a key head", False),
+    ],
+)
+def test_attention_and_gradients_are_those_of_dense_attention_over_the_choice(name, packed):
+    """Also of a document in two parts, between which blocks of another are chosen in vain."""
     scorer, length, heads = CASES[name]
     q, k, v = arrays(length, heads)
     dout = inputs(*q.shape, seed=9)
-    fn = sl.make_attention_fn(scorer, length)
+    segments = np.maximum(documents(length), 0) if packed else None
+    fn = sl.make_attention_fn(scorer, length, segment_ids=segments)
 
     def answers(fn, dout, *operands):
         out, pull = jax.vjp(fn, *operands)
         return out, *pull(dout)
 
-    answers, ids = compiled(answers, static_argnums=0), np.asarray(select(scorer, q, k).ids)
+    answers, ids = compiled(answers, static_argnums=0), np.asarray(select(scorer, q, k, segments).ids)
+    if segments is not None:
+        whole = [{*segments[0, b : b + scorer.block]} == {2} for b in range(0, length, scorer.block)]
+        assert np.array(whole)[ids[segments == 9]].any(), "some blocks are chosen in vain"
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) for x in (dout, q, k, v)]
-        exact = answers(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1]), *wide)
+        exact = answers(lambda *x: attention(*x, ids, scorer.block, heads[0] // heads[1], segments), *wide)
         exact = [np.asarray(x) for x in exact]
     for found, right in zip(answers(fn, dout, q, k, v), exact, strict=True):
         np.testing.assert_allclose(found, right, atol=2e-5 * np.abs(right).max())
@@ -162,15 +180,24 @@ def test_a_budget_that_covers_everything_is_dense_attention(scorer):
     np.testing.assert_allclose(chosen, dense, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["moba", "infllm"])
+@pytest.mark.parametrize("name", ["moba", "infllm", "msa"])
 def test_nothing_of_later_tokens_matters(name):
     scorer, length, heads = CASES[name]
-    q, k, v = arrays(length, heads)
-    fn, t = sl.make_attention_fn(scorer, length), 200
-    gradients = compiled(jax.grad(lambda *x: fn(*x)[:, :t].sum(), (0, 1, 2)))(q, k, v)
-    assert all((x[:, t:] == 0).all() and (x[:, :t] != 0).any() for x in gradients)
+    (q, k, _), t = arrays(length, heads), 200
     later = (jnp.where(np.arange(length)[:, None, None] < t, x, jnp.nan) for x in (q, k))
     np.testing.assert_array_equal(select(scorer, *later).ids[:, :t], select(scorer, q, k).ids[:, :t])
+    made, x, t = layer(selection=SCORERS[name]), inputs(1, T, 32), 70
+    made.eval()
+
+    @compiled
+    def answers(x):
+        out, pull = jax.vjp(lambda x: made(x)[:, :t], x)
+        return out, *pull(jnp.ones_like(out))
+
+    out, gradient = answers(x)
+    assert (gradient[:, t:] == 0).all() and (gradient[:, :t] != 0).any(-1).all()
+    other = np.where(np.arange(T)[:, None] < t, x, 5 * inputs(1, T, 32, seed=1))
+    np.testing.assert_array_equal(answers(other)[0], out)
 
 
 @pytest.mark.parametrize("name", ["moba", "infllm"])
@@ -225,8 +252,11 @@ def test_a_scorer_is_an_option_a_pattern_or_a_name(name):
     made = layer(selection=scorer)
     right = apply(made, x)
     assert jnp.abs(right - apply(layer(), x)).max() > 1e-3
-    for options in ({"pattern": scorer}, {"pattern": f"{name}:{settings}"}, {"selection": f"{name}:{settings}"}):
-        np.testing.assert_array_equal(apply(layer(**options), x), right)
+    np.testing.assert_array_equal(apply(layer(pattern=f"{name}:{settings}"), x), right)
+    for options in ({"pattern": scorer}, {"selection": f"{name}:{settings}"}):
+        same = layer(**options)
+        assert same.attention_fn == made.attention_fn
+        assert jax.tree.structure(nnx.state(same)) == jax.tree.structure(nnx.state(made))
     of_linen = linen.SparseSelfAttention(4, pattern=scorer, seq_len=T, num_kv_heads=2, rope_theta=1e4)
     parameters = nnx.to_pure_dict(nnx.state(made, nnx.Param))
     np.testing.assert_allclose(compiled(of_linen.apply)({"params": parameters}, x), right, atol=1e-6)
@@ -238,15 +268,15 @@ def test_a_pattern_limits_what_is_chosen():
     q, k, v = arrays(T, (2, 2))
     fn = sl.make_attention_fn(sl.Causal() & sl.Window(40), T, selection=SCORERS["moba"])
     selection = select(SCORERS["moba"], q, k)
-    right = sl.block_sparse_attention(q, k, v, sl.Causal() & sl.Window(40), selection=selection)
+    right = compiled(sl.block_sparse_attention, static_argnums=3)(q, k, v, fn.masks[0], selection=selection)
     np.testing.assert_allclose(compiled(fn)(q, k, v), right, atol=1e-6)
-    assert fn(q[:0], k[:0], v[:0]).shape == (0, T, 2, 16)
+    assert compiled(fn)(q[:0], k[:0], v[:0]).shape == (0, T, 2, 16)
 
 
-def model(**options):
+def model(layers=4, **options):
     patterns = "sliding_window:window=20", *SCORERS.values()
     settings = {"patterns": patterns, "seq_len": T, "num_kv_heads": 2, "positions": "rope", "rngs": nnx.Rngs(0)}
-    return sl.SparseTransformer(40, 4, 32, 4, tie_embeddings=True, **settings | options)
+    return sl.SparseTransformer(40, 4, 32, layers, tie_embeddings=True, **settings | options)
 
 
 def index_loss(made):
@@ -257,17 +287,18 @@ TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 40, (2, T)))
 
 
 def test_a_model_mixes_them_with_masks_rematerialises_and_scans():
+    mixed = {"layers": 3, "patterns": ("sliding_window:window=20", SCORERS["moba"], SCORERS["msa"])}
 
     def loss(made):
         return (made(TOKENS) ** 2).sum() + index_loss(made)
 
     differentiated = nnx.jit(nnx.value_and_grad(loss))
-    (right, gradients), (again, others) = (differentiated(model(remat=remat)) for remat in (False, True))
+    (right, gradients), (again, others) = (differentiated(model(remat=remat, **mixed)) for remat in (False, True))
     np.testing.assert_allclose(again, right, rtol=1e-5)
     for a, b in zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (gradients, others)), strict=True):
         assert np.isfinite(a).all() and a.any()
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(a).max())
-    scanned = model(scan_layers=True, patterns=(SCORERS["msa"], "causal"))
+    scanned = model(2, scan_layers=True, patterns=(SCORERS["msa"],))
     one_by_one = scanned.unrolled()
     np.testing.assert_allclose(apply(scanned, TOKENS), apply(one_by_one, TOKENS), atol=1e-5)
     np.testing.assert_allclose(index_loss(scanned), index_loss(one_by_one), rtol=1e-5)
@@ -317,24 +348,23 @@ def test_prompts_in_chunks_and_several_tokens_a_step():
 def test_a_step_reads_the_chosen_blocks_only():
     scorer = SCORERS["moba"]
     q, k, v = arrays(T, (4, 2))
-    cache = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16).filled(k, v)
-    row = select(scorer, q, k).ids[:, -1:]
-    unread = ~np.isin(np.arange(T) // 16, np.asarray(row))
-    hidden = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16)
-    hidden = dataclasses.replace(
-        hidden.filled(jnp.where(unread[:, None, None], jnp.nan, k), v.at[:, unread].set(jnp.nan)), pooled=cache.pooled
-    )
-    at = jnp.array([T - 1])
+    unread = ~np.isin(np.arange(T) // 16, np.asarray(select(scorer, q, k).ids[:, -1]))
     assert unread.any()
-    np.testing.assert_allclose(hidden.attend(q[:, -1], at), cache.attend(q[:, -1], at), atol=1e-6)
+
+    @compiled
+    def attended(q, hidden, k, v):
+        empty = sl.KVCache.empty(scorer, T, batch=1, num_heads=4, num_kv_heads=2, head_size=16)
+        cache, at = empty.filled(k, v), jnp.array([T - 1])
+        rows = (jnp.where(hidden[:, None, None], jnp.nan, x) for x in (k, v))
+        return dataclasses.replace(empty.filled(*rows), pooled=cache.pooled).attend(q, at), cache.attend(q, at)
+
+    np.testing.assert_allclose(*attended(q[:, -1], unread, k, v), atol=1e-6)
 
 
-def test_infllm_is_dense_below_a_length():
+def test_infllm_decodes_densely_up_to_a_length():
     scorer = dataclasses.replace(SCORERS["infllm"], dense_below=100)
     x = inputs(2, T, 32)
     dense, sparse, both = layer(), layer(selection=SCORERS["infllm"]), layer(selection=scorer)
-    np.testing.assert_array_equal(apply(both, x[:, :100]), apply(dense, x[:, :100]))
-    np.testing.assert_array_equal(apply(both, x), apply(sparse, x))
     _, cache = nnx.jit(lambda m, x: m.prefill(x))(both, x[:, :99])
     for t in (99, 100):
         out, cache = step(both, x[:, t], cache, np.array([t, t]))
@@ -342,70 +372,103 @@ def test_infllm_is_dense_below_a_length():
         np.testing.assert_allclose(out, right, atol=1e-5)
 
 
-def test_a_dense_model_takes_a_scorer_with_its_weights():
-    state = nnx.state(nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(3)), nnx.Param)
-    made = layer(num_kv_heads=None, rope_theta=None, selection=SCORERS["infllm"])
-    nnx.update(made, state)
-    assert jnp.isfinite(apply(made, inputs(2, T, 32))).all()
+def test_gpt2_takes_infllm_with_its_weights(tmp_path):
+    """Up to a length it is the dense model, and beyond that the one with the pairs of the formulas, in float64."""
+    scorer, tensors = dataclasses.replace(SCORERS["infllm"], dense_below=80), gpt2_file(length=T)
+    made = sl.from_gpt2(write(tmp_path, tensors), patterns=scorer)
+
+    def pairs(q, k):
+        blocks = np.zeros((*q.shape[:3], -(-T // scorer.block)), bool)
+        for b, head, t in np.ndindex(*q.shape[:3]):
+            blocks[b, head, t, [*chosen(scorer, q[b].swapaxes(0, 1), k[b].swapaxes(0, 1), t, head)]] = True
+        return blocks.repeat(scorer.block, axis=3)[..., :T] & np.tri(T, dtype=bool)
+
+    few, dense = TOKENS[:, :80], np.tri(T, dtype=bool)
+    np.testing.assert_allclose(apply(made, few), gpt2(tensors, few, [dense[:80, :80]] * 2), atol=5e-5)
+    right = gpt2(tensors, TOKENS, [pairs] * 2)
+    np.testing.assert_allclose(apply(made, TOKENS), right, atol=5e-5)
+    assert np.abs(right - gpt2(tensors, TOKENS, [dense] * 2)).max() > 0.1
 
 
-def test_bfloat16_chooses_by_rounded_means():
-    q, k, v = (x.astype(jnp.bfloat16) for x in arrays(T, (4, 2)))
-    scorer = SCORERS["moba"]
-    means = np.asarray(k[0, :112].astype(jnp.float32)).reshape(7, 16, 2, 16).mean(1)
-    means = np.asarray(jnp.asarray(means).astype(jnp.bfloat16), np.float64)
-    scores = np.einsum("nh,bnh->nb", np.asarray(q[0, -1], np.float64), np.repeat(means, 2, axis=1))
-    ids = np.asarray(select(scorer, q, k).ids)
-    for head in range(4):
-        best = np.argsort(-scores[head], kind="stable")[:2]
-        assert {*ids[0, -1, head]} == {7, *best}
-    assert jax.eval_shape(sl.make_attention_fn(scorer, T), q, k, v).dtype == jnp.bfloat16
+@pytest.mark.parametrize("name", SCORERS)
+def test_bfloat16_chooses_by_rounded_means_and_attends_as_float32_does(name):
+    """What rounding may change, of tokens that choose, is twice what it changes of dense attention."""
+    scorer, x = SCORERS[name], jnp.asarray(inputs(2, T, 32), jnp.bfloat16)
+    narrow, wide = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rope_theta": None}, {"rope_theta": None}
+    made, half, whole = layer(selection=scorer, **narrow), layer(**narrow), layer(**wide)
+    made.eval()
+    nnx.update(half, {of: nnx.state(getattr(made, of)) for of in ("query", "key", "value", "out")})
+    nnx.update(whole, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.state(half)))
+    asking, asked = (made.index_query, made.index_key) if name == "msa" else (made.query, made.key)
+    q, k = asking(x), asked(x)
+    picked, (q, k) = select(scorer, q, k), (y.astype(jnp.float32) for y in (q, k))
+    means = scorer.pool(k).astype(jnp.bfloat16).astype(jnp.float32)
+    right = compiled(lambda *x: scorer.select(*x[:2], pooled=x[2]))(q, k, means)
+    np.testing.assert_array_equal(np.sort(picked.ids, axis=-1), np.sort(right.ids, axis=-1))
+
+    def rounding(found, right):
+        assert found.dtype == jnp.bfloat16
+        found, right = (y.astype(jnp.float32)[:, scorer.count * scorer.block :] for y in (found, right))
+        return jnp.abs(found - right).max() / jnp.abs(right).max()
+
+    attended = nnx.jit(lambda made, x, picked: made(x, selection=picked))(whole, x.astype(jnp.float32), picked)
+    assert rounding(apply(made, x), attended) < 2 * rounding(apply(half, x), apply(whole, x.astype(jnp.float32)))
 
 
 # --- what MSA's index learns -----------------------------------------------------------------------------------------
 
 
-def exact_index_loss(kernels, made, x, ids, segments):
-    """The loss of MSA by its formula, dense, in float64: of (index query, index key), with the choice held fixed."""
-    x, length = jnp.asarray(x, jnp.float64), x.shape[1]
-    index_query, index_key = (jnp.einsum("btf,fnh->btnh", x, kernel) for kernel in kernels)
+def turned(x, theta=100.0):
+    """Rotary embeddings of [B, T, heads, H], by complex numbers."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half))
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], -1)
 
-    def heads(of):
-        kernel, bias = (jnp.asarray(np.asarray(p[...]), jnp.float64) for p in (of.kernel, of.bias))
+
+def exact_msa(kernels, parameters, x, allowed):
+    """(Loss of the index, output) of MSA by its formulas, dense: kernels are the index's, allowed is [B, T, K, S]."""
+
+    def projected(kernel, bias=0.0):
         return jnp.einsum("btf,fnh->btnh", x, kernel) + bias
 
-    q, k = heads(made.query), heads(made.key)
-    groups, group = k.shape[2], q.shape[2] // k.shape[2]
-    block = made.attention_fn.fn.selection.block
-    allowed = (np.arange(length) // block == ids[..., None]).any(3) & np.tri(length, dtype=bool)[:, None]
-    allowed = allowed & (segments[:, :, None] == segments[:, None])[:, :, None]
-    logits = jnp.einsum("btngh,bsnh->btngs", q.reshape(*q.shape[:2], groups, group, -1), k) / np.sqrt(q.shape[3])
-    p = jax.nn.softmax(jnp.where(allowed[:, :, :, None], logits, -jnp.inf), -1).mean(3)
+    q, k, v = (projected(**parameters[name]) for name in ("query", "key", "value"))
+    (q, k), groups = map(turned, (q, k)), k.shape[2]
+    logits = jnp.einsum("btngh,bsnh->btngs", q.reshape(*q.shape[:2], groups, -1, q.shape[3]), k) / np.sqrt(q.shape[3])
+    weights = jax.nn.softmax(jnp.where(allowed[:, :, :, None], logits, -jnp.inf), -1)
+    attended = jnp.einsum("btngs,bsnh->btngh", weights, v).reshape(q.shape)
+    out = jnp.einsum("btnh,nhf->btf", attended, parameters["out"]["kernel"]) + parameters["out"]["bias"]
+    index_query, index_key = (turned(projected(kernel)) for kernel in kernels)
     scores = jnp.einsum("btnh,bsh->btns", index_query, index_key[:, :, 0]) / np.sqrt(index_query.shape[3])
     log_q = jax.nn.log_softmax(jnp.where(allowed, scores, -jnp.inf), -1)
-    return -(p * jnp.where(allowed, log_q, 0)).sum(-1).mean()
+    return -(weights.mean(3) * jnp.where(allowed, log_q, 0)).sum(-1).mean(), out
 
 
 @pytest.mark.parametrize("options", [{}, {"dense_below": 500}], ids=["sparse", "dense warm-up"])
-def test_the_loss_of_the_index_and_its_gradient_are_those_of_the_formula(options):
+def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_formulas(options):
     scorer = dataclasses.replace(SCORERS["msa"], index_size=8, **options)
-    made, x = layer(selection=scorer, rope_theta=None), jnp.asarray(inputs(2, T, 32))
+    made, x = layer(selection=scorer, rope_theta=100.0), inputs(2, T, 32)
     segments = np.tile(np.arange(T) // 70, (2, 1))
 
     def loss(made):
         out = made(x, segment_ids=jnp.asarray(segments))
-        return index_loss(made) + 0 * out.sum()
+        return index_loss(made) + 0 * out.sum(), out
 
-    found, gradients = nnx.jit(nnx.value_and_grad(loss))(made)
-    kernels = [np.asarray(p.kernel[...]) for p in (made.index_query, made.index_key)]
-    scored = (made.index_query(x), made.index_key(x), jnp.asarray(segments))
-    ids = np.asarray(select(scorer, *scored).ids) if not options else np.tile(np.arange(8), (2, T, 2, 1))
+    (found, out), gradients = nnx.jit(nnx.value_and_grad(loss, has_aux=True))(made)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(kernel, jnp.float64) for kernel in kernels]
-        formula = compiled(jax.value_and_grad(lambda wide: exact_index_loss(wide, made, np.asarray(x), ids, segments)))
-        right, exact = formula(wide)
-        right, exact = float(right), [np.asarray(g) for g in exact]
+        parameters = nnx.to_pure_dict(nnx.state(made, nnx.Param))
+        x, parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (x, parameters))
+        kernels = [parameters[name]["kernel"] for name in ("index_query", "index_key")]
+        i, j = (np.asarray(turned(np.einsum("btf,fnh->btnh", x, kernel))) for kernel in kernels)
+        allowed = np.zeros((2, T, 2, T), bool)
+        for b, t, head in np.ndindex(2, T, 2):
+            blocks = range(8) if options else chosen(scorer, i[b], j[b], t, head, segments[b])
+            allowed[b, t, head, : t + 1] = np.isin(np.arange(t + 1) // 16, [*blocks])
+        allowed &= (segments[:, :, None] == segments[:, None])[:, :, None]
+        formula = compiled(jax.value_and_grad(lambda *p: exact_msa(*p, x, allowed), has_aux=True))
+        (right, attended), exact = jax.tree.map(np.asarray, formula(kernels, parameters))
     assert abs(float(found) - right) < 1e-5 * right
+    np.testing.assert_allclose(out, attended, atol=2e-5 * np.abs(attended).max())
     for name, g in zip(("index_query", "index_key"), exact, strict=True):
         np.testing.assert_allclose(gradients[name]["kernel"][...], g, atol=2e-5 * np.abs(g).max())
     others = [x for path, x in nnx.to_flat_state(gradients) if not path[0].startswith("index")]
@@ -420,8 +483,8 @@ def test_the_loss_of_the_index_is_computed_in_training_only():
     made.train()
     apply(made, x)
     assert index_loss(made) > 0
-    of_linen = linen.SparseSelfAttention(4, pattern=SCORERS["msa"], seq_len=T)
-    variables = compiled(of_linen.init)(jax.random.key(0), x)
-    _, state = compiled(functools.partial(of_linen.apply, mutable=["losses"]))({"params": variables["params"]}, x)
-    assert state["losses"]["index"][0] > 0
-    assert jax.eval_shape(of_linen.apply, {"params": variables["params"]}, x).shape == x.shape
+    of_linen = linen.SparseSelfAttention(4, pattern=SCORERS["msa"], seq_len=T, num_kv_heads=2, rope_theta=1e4)
+    params = {"params": nnx.to_pure_dict(nnx.state(made, nnx.Param))}
+    _, state = compiled(functools.partial(of_linen.apply, mutable=["losses"]))(params, x)
+    np.testing.assert_allclose(state["losses"]["index"][0], index_loss(made), rtol=1e-5)
+    assert jax.eval_shape(of_linen.apply, params, x).shape == x.shape

@@ -45,7 +45,12 @@ def test_describe_says_what_a_scorer_chooses(length):
     if length == 100:
         assert "100 tokens: every query looks at all blocks" in text and scorer.pairs(100) == 5050
         return
-    assert f"chosen pairs: {left} of {length * (length + 1) // 2} causal ones" in text
+    every, scored = length * (length + 1) // 2, round(sum((t + 1) // 16 for t in range(length)) / 2)
+    assert f"chosen pairs: {left} of {every} causal ones" in text
+    assert f"scores: the work of {scored} pairs (a product with each window of 16 keys for each query head)" in text
+    assert text.endswith(
+        f"together: the work of {left + scored} pairs, {(left + scored) / every:.2%} of all causal ones"
+    )
     assert "each query looks at 8 of up to 19 blocks of 16" in text
     patterns = "causal", scorer
     model = sl.SparseTransformer(8, 2, 8, 2, patterns=patterns, seq_len=length, rngs=nnx.Rngs(0))
@@ -56,6 +61,32 @@ def test_describe_says_what_a_scorer_chooses(length):
     parts = [part.split("\n") for part in sl.describe(model, size=4).split("layers ")[1:]]
     assert [part[0] for part in parts] == [f"0 of 2, {x}:" for x in ("compressed", "selected", "sliding")] + ["1 of 2:"]
     assert [any(f"{nsa!r}" in line for line in part) for part in parts] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "scorer, products, features, what",
+    [
+        # an index query of each key head, with 4 features and not 16
+        (
+            sl.MSA(16, 3, index_size=4),
+            1 + np.arange(200),
+            4 / 4,
+            "of 4 features with each key for each 4 query heads of 16",
+        ),
+        (sl.MSA(16, 3), 1 + np.arange(200), 16 / 4, "of 16 features with each key for each 4 query heads of 16"),
+        (
+            sl.InfLLM(16, 4, local=2, dense_below=0, pool_size=8, pool_stride=4),
+            [sum(start + 8 <= t + 1 for start in range(0, 200, 4)) for t in range(200)],
+            16,
+            "with each window of 8 keys for each query head",
+        ),
+    ],
+)
+def test_describe_tells_scores_and_attention_by_one_measure(scorer, products, features, what):
+    """A pair of attention is two products of 16 features."""
+    layer = linen.SparseSelfAttention(8, num_kv_heads=2, head_dim=16, pattern=scorer, seq_len=200)
+    pairs = round(np.sum(products) * features / (2 * 16))
+    assert f"scores: the work of {pairs} pairs (a product {what})\n" in sl.describe(layer, size=4)
 
 
 def test_describe_reports_the_plan():

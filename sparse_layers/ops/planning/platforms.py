@@ -85,7 +85,7 @@ TUNING = {
         capability="9.0",
         itemsize=2,
         head_sizes=range(8, 129, 8),
-        jax=(0, 11),
+        jax=(0, 11, 1),
     ),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton

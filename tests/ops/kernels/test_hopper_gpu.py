@@ -7,10 +7,13 @@ import dataclasses
 import functools
 import math
 import re
+import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
@@ -290,7 +293,7 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
 def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200", local_hardware_id=0)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [gpu])
-    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     for module in (attention, cudnn, platforms):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(bridge, "missing", lambda: None)
@@ -308,6 +311,47 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
         assert attention.first_choice(jnp.bfloat16) == "cudnn"
     gpu.compute_capability = "8.0"
     assert attention.first_choice(jnp.bfloat16) == "cudnn"
+
+
+def refused(dtype):
+    """Why a call is refused, or None."""
+    call = Call(None, (128, 128), (128, 128), (sl.FwdParams(), sl.BwdParams()), 1.0, None)
+    q: Any = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+    return hopper_gpu.unsupported(call, Operands(q, q, q))
+
+
+GLUON = "it needs Gluon, which comes with triton from 3.6 on ("
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("", None),
+        ("jaxlib.gpu_triton", "it needs jaxlib's gpu_triton ("),
+        ("jaxlib.gpu_triton.create_tma_descriptor_parameter", f"from 0.11.1 on, and jax is {jax.__version__}"),
+        ("triton.experimental.gluon._runtime", GLUON),
+        ("triton.experimental.gluon._runtime.GluonASTSource", GLUON),
+        ("triton.experimental.gluon.language.nvidia.hopper", GLUON),
+    ],
+)
+def test_versions_that_do_not_fit(monkeypatch, lost, reason):
+    """What jaxlib and Triton have in versions that do, here but for one module or name."""
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setattr(jaxlib, "gpu_triton", types.SimpleNamespace(create_tma_descriptor_parameter=None))
+    if lost:
+        monkeypatch.delattr(lost)
+    if lost in sys.modules:
+        monkeypatch.setitem(sys.modules, lost, None)
+    found = refused("float16")
+    assert found is None if reason is None else reason in (found or "")
+
+
+def test_gpus_and_dtypes_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr(bridge, "missing", lambda: None)
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    assert refused("float32") == "it computes in bfloat16 and float16, and query is float32"
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(86, 101376, 5))
+    assert refused("float16") == "it needs compute capability 9.0, and this GPU has 8.6"
 
 
 @pytest.mark.parametrize("granularity", [16, 64, 128])

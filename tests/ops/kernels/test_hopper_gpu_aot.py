@@ -6,12 +6,17 @@ wait for each other, and registers that are used for something else while a prod
 
 import dataclasses
 import functools
+import re
+import urllib.parse
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
@@ -23,7 +28,10 @@ from benchmarks.gluon_resources import hazards, overlap, resources
 
 
 class Recorded:
-    """A stand-in for ``jaxlib.gpu_triton``, whose functions come with the CUDA plugin: says what it was asked for."""
+    """A stand-in for ``jaxlib.gpu_triton``, whose functions come with the CUDA plugin: says what it was asked for.
+
+    Calls are described by the code of their kernel.
+    """
 
     def __init__(self):
         self.asked: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
@@ -36,7 +44,9 @@ class Recorded:
         return record
 
     def to_proto(self, name, metadata):
-        return f"call of {name}".encode() + metadata
+        _, _, (kernel, _, _, _, code, *_) = self.asked[-2]  # the kernel that was made for the call
+        assert kernel == name
+        return code.encode() + metadata
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,11 +88,14 @@ CASES = [
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
 ]
 T = 4096
+GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
+# JAX exports no calls that later versions may not know, but for those that it is told.
+UNPROMISED = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")
 
 
 @functools.cache
-def lowered(case):
-    """(the program for a GPU as text, what jaxlib was asked for, the compiled kernels by name)."""
+def exported(case, devices):
+    """(the program for GPUs, what jaxlib was asked for, the compiled kernels by name); a GPU has two batch entries."""
     (n, k), recorded, found = case.heads, Recorded(), {}
 
     def compiled(kernel, *args):
@@ -103,23 +116,24 @@ def lowered(case):
         return sl.block_sparse_attention(q, k, v, case.mask, implementation="hopper", **options).astype("float32").sum()
 
     whole = bridge.compiled
-    arrays = [jax.ShapeDtypeStruct((2, T, heads, case.size), case.dtype) for heads in (n, k, k)]
-    arrays.append(jax.ShapeDtypeStruct((2, T), "int32"))
-    with pytest.MonkeyPatch.context() as patch:
+    mesh = AbstractMesh((devices,), ("batch",), (AxisType.Explicit,), abstract_device=GPU)
+    shapes = [((2 * devices, T, heads, case.size), case.dtype) for heads in (n, k, k)] + [((2 * devices, T), "int32")]
+    arrays = [jax.ShapeDtypeStruct(*x, sharding=NamedSharding(mesh, P("batch"))) for x in shapes]
+    with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(jaxlib, "gpu_triton", recorded, raising=False)
         patch.setattr(bridge, "compiled", compiled)
         patch.setattr(bridge, "missing", lambda: None)
         patch.setattr(launch, "call", nothing)
         patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
         patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
-        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    return text, recorded.asked, {name: list(kernels.values()) for name, kernels in found.items()}
+        program = jax.jit(jax.grad(loss, (0, 1, 2)))
+        program = jax.export.export(program, platforms=["cuda"], disabled_checks=[UNPROMISED])(*arrays)
+    return program, recorded.asked, {name: list(kernels.values()) for name, kernels in found.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_without_spills_or_hazards(case):
-    _, _, kernels = lowered(case)
+    _, _, kernels = exported(case, 1)
     assert kernels.keys() == {"forward_kernel", "backward_kernel"}
     for name, made in kernels.items():
         for kernel in made:
@@ -137,12 +151,22 @@ def test_compiles_without_spills_or_hazards(case):
             assert {loop[:3] for loop in overlap(found.sass)} == {(f"{case.size // 16} ss", second, "wait 1")}
 
 
-def test_what_jax_is_given():
-    text, asked, kernels = lowered(next(case for case in CASES if case.name == "chain-sinks"))
+def code(call):
+    """The code of the kernel that a call in MLIR carries to whoever loads the program."""
+    (opaque,) = re.findall(r'opaque = "(.*?)"', call)
+    escaped = opaque.replace("%", "%25").replace(r"\\", "%5C").replace("\\", "%")
+    return zlib.decompress(urllib.parse.unquote_to_bytes(escaped)).decode()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_jax_is_given(devices):
+    program, asked, kernels = exported(next(case for case in CASES if case.name == "chain-sinks"), devices)
+    text = jax.export.deserialize(program.serialize()).mlir_module()
     calls = [line for line in text.splitlines() if "@triton_kernel_call_ffi" in line]
     assert len(calls) == sum(map(len, kernels.values())) == 4  # two passes, forward and backward
     # dq is added to zeros; the second backward pass goes on from dq, dk and dv of the first. All in place.
     assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [0, 0, 1, 3]
+    assert sorted(map(code, calls)) == sorted(kernel.ptx for each in kernels.values() for kernel in each)
     by_name = {name: [(options, args) for asked_for, options, args in asked if asked_for == name] for name, *_ in asked}
     assert {args[1:4] for _, args in by_name["TritonKernelCall"]} == {(132, 1, 1)}
     assert {args for _, args in by_name["create_array_parameter"]} == {(0, 16)}

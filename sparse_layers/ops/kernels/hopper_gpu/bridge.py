@@ -76,8 +76,9 @@ def missing() -> str | None:
     except ImportError as error:
         return f"it needs jaxlib's gpu_triton ({error})"
     if not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
-        return f"it needs TMA descriptors in jaxlib's CUDA plugin, from 0.11 on, and jax is {jax.__version__}"
+        return f"it needs TMA descriptors in jaxlib's CUDA plugin, from 0.11.1 on, and jax is {jax.__version__}"
     try:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # noqa: F401
         from triton.experimental.gluon._runtime import GluonASTSource  # noqa: F401
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
     except ImportError as error:

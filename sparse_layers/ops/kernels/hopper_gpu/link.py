@@ -114,7 +114,7 @@ class HopperLink(Link):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
         if kernel == "forward" and self._skewed():
-            return "one list takes longer than all others together on other processors, and lists are not cut there"
+            return "one list is much longer than a processor's share of all, and lists are not cut there"
         return None
 
     def forward(self, before: Rows | None, sinks: jax.Array | None, rounded: bool) -> Rows:

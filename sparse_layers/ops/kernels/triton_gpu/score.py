@@ -17,8 +17,8 @@ MOST_FEATURES = 256
 class Formula(enum.Enum):
     """How the score of a block comes from products of queries with what is kept of windows of keys.
 
-    But for the first formula, windows count that lie in a query's past and document as a whole. The weight of a window
-    is ``softmax(scale * product)``, summed over the query heads of a key head.
+    But for the first formula, windows count that lie in a query's past as a whole, and begin no earlier than its
+    document. The weight of a window is ``softmax(scale * product)``, summed over the query heads of a key head.
 
     Attributes:
       PRODUCT: of each query head: the product with the block's only window, which may be of two documents.
