@@ -131,12 +131,12 @@ class Share:
         plans = [plan.of_heads(i * own, own) for plan in places for i in range(self.shards)]
         distinct = list(dict.fromkeys(plans))
         calls = [dataclasses.replace(call, plan=plan, places=()) for plan in distinct]
-        if len(calls) == 1:
-            return function(calls[0], *args)
 
         def branch(call: Call, *args: Any) -> Any:  # what has nothing to compute makes constants, the same everywhere
             return varying_alike(function(call, *args), args)
 
+        if len(calls) == 1:
+            return branch(calls[0], *args)
         branches = [functools.partial(branch, each) for each in calls]
         place = jax.lax.axis_index(self.spread.axes) if self.spread and call.places else 0
         device = place * self.shards + (jax.lax.axis_index(self.axes) if self.axes else 0)

@@ -8,7 +8,7 @@ import jax
 
 from . import exchange
 from .kernels.call import Call, Operands
-from .planning.communication import Gathered, Part, Residues, Route, filled_up, parts_of, whole
+from .planning.communication import Gathered, Neighbors, Part, Residues, Route, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
 from .sharding import Share, Spread
@@ -86,7 +86,7 @@ def _parts(call: Call, share: Share, spread: Spread, several: bool) -> tuple[Par
     groups = share.heads // share.kv_heads
     plan = _plan(call)
     found = parts_of(plan.masks, spread.length, spread.devices, plan.implementation, groups)
-    return found or (whole(plan.masks, spread.length, spread.devices),)  # nobody attends to anything
+    return found or (Part(Neighbors(spread.length, spread.devices, 0, 0), plan.masks),)  # nobody attends to anything
 
 
 def _placed(call: Call, part: Part) -> Call:

@@ -60,6 +60,7 @@ CASES = {
     "two axes": Case((CAUSAL, NEAR), ALL, (16, 8)),
     "masks differ": Case((CAUSAL, NEAR, FULL, FAR), BOTH, (8, 8)),
     "masks are out of step, one key head each": Case((CAUSAL, NEAR), HEADS, (12, 2), keys=P(), told=SUM),
+    "nothing": Case(sl.Empty(), BOTH),
     "MQA": Case((CAUSAL, FULL), BOTH, (4, 1), keys=DATA, told=SUM),
     "GQA, key heads straddle": Case((CAUSAL, FULL, NEAR), BOTH, (12, 3), keys=DATA, told=SUM, extras=True),
     "run-time masks": Case(jnp.asarray(ALLOWED), BOTH, (8, 4)),

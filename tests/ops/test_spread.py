@@ -130,6 +130,7 @@ COUNTED = {
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
     "folded": Case(sl.Causal(), 128, 8, by="folded"),
+    "nothing": Case(sl.Empty(), 64, 8),
 }
 
 
