@@ -49,7 +49,7 @@ class Call:
       chosen_for: the platform that the implementation was chosen for; None if the caller named it.
       selection: (keys in a block, queries that choose together) of the operands' ``chosen``; None without these.
       places: of a sequence that is spread over devices, what each of these computes; ``plan`` is that of the last one.
-      exchanging: whether devices exchange queries meanwhile, for which some of their processors work.
+      exchanging: whether all queries change places by residue meanwhile, for which some processors of a device work.
     """
 
     plan: Plan | None
