@@ -14,7 +14,6 @@ a mask with a plan. The parts of a mask are disjoint, and their results are merg
 import abc
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -148,9 +147,10 @@ class Neighbors(Route):
     """Keys up to ``left`` tokens before a device's own and up to ``right`` behind them come from where they are.
 
     Attributes:
-      left: a multiple of ``stride``, for rows of queries and of keys to have the same residues as their tokens.
+      left: a multiple of ``stride``.
       right: any number.
-      stride: of a part whose queries see keys of their own residue only; 1 for others.
+      stride: that of parts whose queries see keys of their own residue: rows have the residues that tokens have. 1 if
+        there are none.
     """
 
     left: int
@@ -201,7 +201,7 @@ class Gathered(Route):
 
     Attributes:
       order: which keys; all of them in natural order.
-      stride: as of `Neighbors`; where there is one, it divides a device's tokens, and a chunk if queries are folded.
+      stride: as of `Neighbors`; it divides a device's tokens, and a chunk if queries are folded.
       folded: whether queries are.
     """
 
@@ -311,8 +311,9 @@ class Residues(Route):
         """What a part says of pairs of one residue, on a device's rows, if it is known: as far apart by steps."""
         if isinstance(part, Full | Empty | Causal):
             return part
-        if isinstance(part, Strided) and part.stride == self.stride:
-            return Full()
+        if isinstance(part, Strided):
+            steps = part.stride // math.gcd(part.stride, self.stride)
+            return Strided(steps * self.own_residues) if steps > 1 else Full()
         if isinstance(part, Window):
             reach = (x if x is None else x // self.stride * self.own_residues for x in (part.left, part.right))
             return Window(*reach)
@@ -367,22 +368,31 @@ def parts_of(
 
 
 def _joined(routes: Iterable[Route]) -> dict[Route, Route]:
-    """Of each route the one that it becomes, for keys that several bring to come once."""
-    joined = {route: route for route in routes}
+    """Of each route the one that it becomes, for halos to be one, and for the same gathered keys to come once.
+
+    That is not weighed: parts have chosen by then.
+    """
+    joined: dict[Route, Route] = {route: route for route in routes}
     halos = [route for route in joined if isinstance(route, Neighbors)]
-    if halos:
-        left, right = max(x.left for x in halos), max(x.right for x in halos)
-        stride = math.lcm(*(x.stride for x in halos))
-        stride = stride if stride <= left else 1
-        left = -(-left // stride) * stride
-        joined |= dict.fromkeys(halos, dataclasses.replace(halos[0], left=left, right=right, stride=stride))
+    together = [[x for x in halos if x.stride == stride] for stride in dict.fromkeys(x.stride for x in halos)]
+    if halos and _halo_of(halos).left <= sum(x.left for x in halos):  # else a common multiple of strides is too far
+        together = [halos]
+    for alike in together:
+        joined.update(dict.fromkeys(alike, _halo_of(alike)))
     gathered = [route for route in joined if isinstance(route, Gathered)]
     for order in dict.fromkeys(x.order for x in gathered):
         alike = [x for x in gathered if x.order == order]
         one = dataclasses.replace(alike[0], stride=math.lcm(*(x.stride for x in alike)))
         folded = one.may_fold and any(x.folded for x in alike)
-        joined |= dict.fromkeys(alike, dataclasses.replace(one, folded=folded))
+        joined.update(dict.fromkeys(alike, dataclasses.replace(one, folded=folded)))
     return joined
+
+
+def _halo_of(halos: Sequence[Neighbors]) -> Neighbors:
+    """One that holds all of some."""
+    stride = math.lcm(*(x.stride for x in halos))
+    left = -(-max(x.left for x in halos) // stride) * stride
+    return dataclasses.replace(halos[0], left=left, right=max(x.right for x in halos), stride=stride)
 
 
 @functools.lru_cache(maxsize=256)
@@ -403,8 +413,8 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
         return length
     wishes = {wish for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
     strides = sorted({_stride_of(wish) for wish in wishes} - {1})
-    together = [each for n in range(len(strides) + 1) for each in itertools.combinations(strides, n)]
-    shared = {times * devices * math.lcm(*each) for each in together for times in (1, 2)}
+    # Devices, or chunks for them, have as many tokens of each residue: of one stride, of all, or of none.
+    shared = {times * devices * stride for stride in (*strides, math.lcm(*strides)) for times in (1, 2)} | {2 * devices}
     longer = sorted({length + -length % multiple for multiple in shared} - {length})
     longer = [n for n in longer if n < 2 * length and all(is_causal(mask, n) for mask in masks)]
 
@@ -512,20 +522,21 @@ def _cost(route: Route, costs: np.ndarray, groups: int) -> float:
 
 
 def _routes(wish: Wish | None, part: Mask, length: int, devices: int) -> list[Route]:
-    """The routes that a part may take, which is computed in some row orders; in natural order if these are None."""
+    """The routes that a part may take, which is computed in the row orders of a wish; in natural order without one."""
     routes: list[Route] = []
     if wish is not None and _gathers(wish):
         routes.append(Gathered(length, devices, wish[1]))
     else:
         stride = 1 if wish is None else _stride_of(wish)
-        shared = length % (stride * devices) == 0  # devices have as many tokens of each residue
-        if shared and stride > 1 and stride % devices == 0:
+        divides = length % (stride * devices) == 0  # devices have as many tokens of each residue
+        if divides and stride > 1 and stride % devices == 0:
             routes.append(Residues(length, devices, stride))
         halo = _halo(part, length, devices, stride)
         most = max(halo.received(place).keys for place in range(devices))
-        if halo.kv_rows <= 2 * halo.own or most <= (devices - 2) * halo.own:  # not the keys of nearly all devices
+        # Keys of nearly all devices are gathered at once, not one device after the other.
+        if halo.kv_rows <= 2 * halo.own or most <= (devices - 2) * halo.own:
             routes.append(halo)
-        if shared or stride == 1:
+        if divides or stride == 1:
             routes.append(Gathered(length, devices, RowOrder(length), stride))
     foldable = [route for route in routes if isinstance(route, Gathered) and route.may_fold]
     return [*routes, *(dataclasses.replace(route, folded=True) for route in foldable)]
@@ -546,7 +557,7 @@ def _gathers(wish: Wish) -> bool:
 
 @answers_now()
 def _halo(part: Mask, length: int, devices: int, stride: int) -> Neighbors:
-    """The keys of neighbors that a part reaches, for rows to have the residues of a stride that tokens have."""
+    """The keys of neighbors that a part reaches; ``left`` is rounded up to a multiple of a stride."""
     own = -(-length // devices)
     first = np.arange(0, length, own)
     last = np.minimum(first + own, length) - 1

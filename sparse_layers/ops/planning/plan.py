@@ -440,7 +440,7 @@ def _terms(mask: Mask) -> list[list[Mask]]:
 
 
 def _pushed(mask: Mask) -> Mask:
-    """Moves Not, Blocks, Transposed and Reordered one level below And and Or, and shows columns and strides in them."""
+    """Moves Not, Blocks and Transposed one level below And and Or; shows columns in a lifted mask, strides of rows."""
     if isinstance(mask, Global):
         return Or(Prefix(mask.size), Transposed(Prefix(mask.size)))
     if isinstance(mask, Not):
@@ -449,14 +449,12 @@ def _pushed(mask: Mask) -> Mask:
             return _pushed(inner.mask)
         if isinstance(inner, And | Or):
             return (Or if isinstance(inner, And) else And)(Not(inner.left), Not(inner.right))
-    if isinstance(mask, Blocks | Transposed | Reordered):
+    if isinstance(mask, Reordered):
+        return _shown(mask)
+    if isinstance(mask, Blocks | Transposed):
         inner, rewrap = _pushed(mask.mask), functools.partial(dataclasses.replace, mask)
         if isinstance(inner, And | Or):
             return type(inner)(rewrap(mask=inner.left), rewrap(mask=inner.right))
-        if isinstance(mask, Reordered) and isinstance(inner, Strided):
-            ahead = mask.q_order.ahead(inner.stride), mask.kv_order.ahead(inner.stride)
-            if ahead[0] is not None and ahead[0] == ahead[1]:
-                return And(inner, rewrap(mask=Full()))  # of rows that have tokens
         if isinstance(mask, Transposed) and isinstance(inner, Transposed):
             return _pushed(inner.mask)
         if isinstance(mask, Blocks):
@@ -473,6 +471,36 @@ def _pushed(mask: Mask) -> Mask:
             return Columns(period, start, last + 1)
         return Or(Columns(period, start), Columns(period, 0, last + 1))  # they go on where the next period begins
     return mask
+
+
+def _shown(mask: Reordered) -> Mask:
+    """The same mask, with strides that rows have as tokens have beside what else it says.
+
+    Only what strides are in is taken apart: a union of terms that each repeat all else would be long to compute.
+    """
+    factors = _factors(mask.mask)
+    for factor in factors:
+        rest = [x for x in factors if x is not factor]
+        if isinstance(factor, Strided) and mask.same_residues(factor.stride):
+            # With nothing else to say, that rows have tokens is still to be said.
+            return And(factor, dataclasses.replace(mask, mask=functools.reduce(And, rest) if rest else Full()))
+    for factor in factors:
+        if isinstance(factor, Or) and _has_stride(factor, mask):
+            rest = [x for x in factors if x is not factor]
+            sides = (functools.reduce(And, [*rest, side]) for side in (factor.left, factor.right))
+            left, right = (dataclasses.replace(mask, mask=side) for side in sides)
+            return Or(left, right)
+    return mask
+
+
+def _factors(mask: Mask) -> list[Mask]:
+    return _factors(mask.left) + _factors(mask.right) if isinstance(mask, And) else [mask]
+
+
+def _has_stride(mask: Mask, rows: Reordered) -> bool:
+    if isinstance(mask, And | Or):
+        return _has_stride(mask.left, rows) or _has_stride(mask.right, rows)
+    return isinstance(mask, Strided) and rows.same_residues(mask.stride)
 
 
 def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) -> Wish | None:

@@ -173,8 +173,13 @@ class RowOrder:
             found.append(Axis(stride, self.shape[i] if i else 0, kept, self.phase[i], checked, tuple(digits[i])))
         return tuple(found)
 
-    def ahead(self, stride: int) -> int | None:
-        """``token - row`` modulo a stride, if that is the same for all rows: then rows have residues as tokens have."""
+    def shift(self, stride: int) -> int | None:
+        """``token - row`` modulo a stride, if that is the same for all rows; None if not.
+
+        Example:
+          >>> RowOrder(12, (2, 8), (1, 4), (2, 4)).shift(4), RowOrder.residue_major(12, 4).shift(4)
+          (0, None)
+        """
         digits = ((axis.stride * step, rows) for axis in self.axes for rows, _, step in axis.digits)
         if any((tokens - rows) % stride for tokens, rows in digits):
             return None
@@ -322,6 +327,11 @@ class Reordered(Mask):
         # One side after the other: for TPUs, both sides' bools together first would cost more.
         return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
+    def same_residues(self, stride: int) -> bool:
+        """Whether a query and a key that are rows of one residue are tokens of one residue, and the other way round."""
+        shift = self.q_order.shift(stride)
+        return shift is not None and shift == self.kv_order.shift(stride)
+
     def grade(self, q0, q1, k0, k1):
         states = self._grade_rows(q0, q1, k0, k1)
         unsure = states == UNSURE
@@ -353,6 +363,12 @@ class Reordered(Mask):
             states, exact = mask.grade_boxes(*boxes), q.exact & kv.exact
         elif axes is None:
             states, exact = mask.grade(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
+            if isinstance(mask, Strided) and (steps := self._steps(mask)) is not None:
+                # Tokens of one residue of another stride are whole steps of that apart.
+                (q0, q1), (k0, k1) = ((box.low[-1], box.high[-1]) for box in (q, kv))
+                alone = (q0 == q1) & (k0 == k1) & (q0 == k0)
+                found = steps.grade(q.low[0], q.high[0], kv.low[0], kv.high[0])
+                states, exact = np.where(alone, found, states), exact | (alone & q.exact & kv.exact)
         else:
             found = [x.grade(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
             states, exact = product_grade(found), q.exact & kv.exact
@@ -373,6 +389,13 @@ class Reordered(Mask):
             # Whole strides apart, tokens of one column have one residue.
             return None if (q.offset - kv.offset) % mask.stride else (Full(), Window(0))
         return None
+
+    def _steps(self, mask: Strided) -> Strided | None:
+        """What a stride says of the first axis of residue-major order of another one, for pairs within a column."""
+        q, kv = self.q_order, self.kv_order
+        if len(q.shape) != 2 or q.shape[1:] != kv.shape[1:] or (q.offset - kv.offset) % mask.stride:
+            return None
+        return Strided(mask.stride // math.gcd(mask.stride, q.shape[1]))
 
     def _on(self, mask: OnGrid) -> bool:
         """Whether both orders are views of the grid of a mask."""
