@@ -386,14 +386,18 @@ def test_what_is_received_is_little_more_than_what_is_needed():
     assert crossing.received(7).keys == max(needed((documents,), length, 8)) == 7 * own % 5000
 
 
+FAR = sl.Causal() & sl.Strided(96) & ~sl.Window(100)
+
+
 @pytest.mark.parametrize(
-    ("mask", "devices", "words"),
+    ("mask", "devices", "words", "stride"),
     [
-        (sl.Causal() & sl.Strided(96) & ~sl.Window(100), 5, "all keys, by residue of 96"),
-        (sl.Strided(96) & sl.Window(959, 500), 9, "keys of neighbors, 960 before and 500 behind, by residue of 96"),
+        (FAR, 5, "all keys, by residue of 96", 96),
+        (FAR & ~sl.Strided(64), 8, "queries and keys, by residue of 96", 12),
+        (sl.Strided(96) & sl.Window(959, 500), 9, "keys of neighbors, 960 before and 500 behind, by residue of 96", 96),
     ],
 )
-def test_queries_that_stay_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices, words):
+def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices, words, stride):
     """And the planner sees it: it looks at few pairs one by one, those at the edges of the mask."""
     length, looked_at, strided = 96 * 5 * 16, [0], sl.Strided.__call__
 
@@ -407,8 +411,27 @@ def test_queries_that_stay_meet_keys_of_their_own_residue_alone(monkeypatch, mas
     looked_at[0] = 0
     for place in range(devices):
         found = route.plan(masks, place, implementation="xla")
-        assert all("residue-major order, stride 96" in link.orders for link in found.chains[0]), found
+        assert all(f"residue-major order, stride {stride}" in link.orders for link in found.chains[0]), found
     assert 0 < looked_at[0] < 1024 * length
+
+
+def test_devices_compute_no_longer_rules_than_one():
+    """What a part leaves to other parts is said of tokens once, not in each of its terms."""
+    terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
+    mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
+    alone = max(plan.operations(link.mask) for link in sl.make_plan(mask, 7680, implementation="triton").chains[0])
+    for route, masks in parts_of((mask,), 7680, 5, "triton"):
+        (chain,) = route.plan(masks, 4, implementation="triton").chains
+        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, route
+
+
+def test_halos_are_joined_if_rows_keep_their_residues():
+    near, far = (sl.Causal() & sl.Strided(n) & sl.Window(5 * n) for n in (96, 100))
+    length = 96 * 100 * 8
+    (both,) = parts_of((near, sl.Causal() & sl.Window(470)), length, 8, "triton")
+    assert str(both.route) == "keys of neighbors, 480 before, by residue of 96"
+    apart = [str(route) for route, _ in parts_of((near, far), length, 8, "triton")]
+    assert apart == [f"keys of neighbors, {5 * n} before, by residue of {n}" for n in (96, 100)]
 
 
 @pytest.mark.parametrize("which", ["CASES", "PRESETS"])
