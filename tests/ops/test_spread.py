@@ -78,6 +78,11 @@ CASES = {
     "a dilated window to both sides, ragged": Case(
         sl.Strided(4) & sl.Window(9, 14), 77, 4, by="12 before and 14 behind"
     ),
+    "halos of two strides, joined for a third": Case(
+        (sl.Causal() & (sl.Strided(9) & sl.Window(36) | sl.Strided(10) & sl.Window(40)), sl.Causal() & sl.Window(90)),
+        *(480, 4),
+        by="^keys of neighbors, 90 before, by residue of 90$",
+    ),
     "two strides, keys of all": Case(
         STRIDES, 144, 3, extras=True, by="^((?!all).)*all keys, by residue of 16((?!all).)*$"
     ),

@@ -362,9 +362,12 @@ def parts_of(
     """
     by_mask = [_cheapest(mask, length, devices, implementation, groups)[1] for mask in masks]
     joined = _joined(route for found in by_mask for route in found)
-    by_mask = [{joined[route]: part for route, part in found.items()} for found in by_mask]
-    routes = dict.fromkeys(joined.values())
-    return tuple(Part(route, tuple(found.get(route, Empty()) for found in by_mask)) for route in routes)
+    of_masks: dict[Route, list[Mask]] = {route: [Empty()] * len(masks) for route in joined.values()}
+    for number, found in enumerate(by_mask):
+        for route, part in found.items():  # several of a mask may become one for the sake of another mask's
+            already = of_masks[joined[route]][number]
+            of_masks[joined[route]][number] = part if isinstance(already, Empty) else Or(already, part)
+    return tuple(Part(route, tuple(parts)) for route, parts in of_masks.items())
 
 
 def _joined(routes: Iterable[Route]) -> dict[Route, Route]:
