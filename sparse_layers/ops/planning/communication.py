@@ -415,9 +415,10 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
     if any(period_of(mask) is None for mask in masks):
         return length
     wishes = {wish for mask in masks for _, parts in splits(mask, length, length) for wish, _ in parts}
-    strides = sorted({_stride_of(wish) for wish in wishes} - {1})
-    # Devices, or chunks for them, have as many tokens of each residue: of one stride, of all, or of none.
-    shared = {times * devices * stride for stride in (*strides, math.lcm(*strides)) for times in (1, 2)} | {2 * devices}
+    strides = {_stride_of(wish) for wish in wishes}
+    strides = {*strides, math.lcm(*strides)} - {1}
+    # Chunks are equally long; or devices, or chunks, have as many tokens of each residue of one stride, or of all.
+    shared = {2 * devices} | {times * devices * stride for stride in strides for times in (1, 2)}
     longer = sorted({length + -length % multiple for multiple in shared} - {length})
     longer = [n for n in longer if n < 2 * length and all(is_causal(mask, n) for mask in masks)]
 
