@@ -1,8 +1,8 @@
 """Which blocks of a mask hold anything: the exact, sorted list of a block grid's non-empty cells.
 
-Closed-form grades (`Mask.grade`) decide almost all cells, or else smaller rectangles within them do; only what they
-leave UNSURE is evaluated element by element. Large grids are first graded in coarse cells, then in ever finer ones, so
-the work follows the pattern and not the square of the length.
+Closed-form grades (`Mask.grade`) decide almost all cells. Where they do not, samples of a cell's elements do, or
+smaller rectangles within it; only what these leave UNSURE is evaluated element by element. Large grids are first graded
+in coarse cells, then in ever finer ones, so the work follows the pattern and not the square of the length.
 """
 
 import contextlib
@@ -75,15 +75,13 @@ def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, blo
       >>> grid.rows.tolist(), grid.columns.tolist(), grid.states.tolist()
       ([0, 1, 1, 2, 2, 2], [0, 0, 1, 0, 1, 2], [1, 2, 1, 2, 2, 1])
     """
-    # What a whole block's grade leaves open: first what looks at less of it, at last all of its elements.
-    looks = [_graded_by_parts, functools.partial(_evaluated, samples=_SAMPLES)]
-    if block_q * block_kv > (_SAMPLES * _PART) ** 2:
-        looks.reverse()
+    # What a whole block's grade leaves open. A rectangle's grade takes as long as the rule of some ten elements.
+    looks = functools.partial(_evaluated, samples=_SAMPLES), _graded_by_parts, _evaluated
     parts = []
     for first, grades in _stripes(mask, num_rows, num_columns, block_q, block_kv):
         rows, columns = _nonzero(grades != EMPTY)
         states, rows = grades[rows, columns], rows + first
-        for look in (*looks, _evaluated):
+        for look in looks:
             unsure = np.flatnonzero(states == UNSURE)
             states[unsure] = look(mask, rows[unsure], columns[unsure], block_q, block_kv)
         some = states != EMPTY

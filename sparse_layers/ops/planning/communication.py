@@ -424,7 +424,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
 
     def cost(n: int) -> float:
         moved = 2 * (n - length) * (1 + 1 / groups)  # of q and out, k and v, to other devices than without it
-        computed = sum(_cheapest(mask, n, devices, implementation, groups)[0] for mask in masks)
+        computed = sum(_cheapest(mask, length, devices, implementation, groups, n)[0] for mask in masks)
         return computed + RECEIVED_ROW * PAIRS_PER_ROW * moved
 
     return min([length, *longer], key=cost) if longer else length
@@ -464,17 +464,25 @@ def bound(part: Part) -> Received:
 
 
 def _cheapest(
-    mask: Mask, length: int, devices: int, implementation: str, groups: int
+    mask: Mask, length: int, devices: int, implementation: str, groups: int, filled: int | None = None
 ) -> tuple[float, dict[Route, Mask]]:
-    """What one mask costs by `_cost`, and its parts by their routes."""
-    weighed = []
+    """What one mask costs by `_cost`, and its parts by their routes; of a sequence that is filled up, estimated."""
+    weighed, filled = [], length if filled is None else filled
     for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
-        found = _by_route(parts, length, devices, groups)
+        parts = [(wish, part, _stretched(costs, filled / length)) for wish, part, costs in parts]
+        found = _by_route(parts, filled, devices, groups)
         if found is not None:
             total = sum(_cost(route, costs, groups) for route, (_, costs) in found.items())
             weighed.append((total, number, {route: part for route, (part, _) in found.items()}))
     cost, _, found = min(weighed, key=lambda entry: entry[:2])
     return cost, found
+
+
+def _stretched(costs: np.ndarray, factor: float) -> np.ndarray:
+    """What pieces cost that are longer by a factor, if tokens behind the last cost what the last ones do."""
+    ends = np.arange(len(costs) + 1)
+    total = np.interp(ends * factor, ends, np.concatenate([[0], costs.cumsum()]))
+    return np.diff(total + np.maximum(ends * factor - len(costs), 0) * costs[-1])
 
 
 def _by_route(

@@ -395,8 +395,9 @@ def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
         yield " + ".join(_name(wish) for wish, _ in parts), parts
 
 
-def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int):
-    """Yields the parts of each of the `splits`, but for those of grids into tiles, and what they cost.
+@functools.lru_cache(maxsize=256)
+def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int) -> list[list[tuple[Wish, Mask, np.ndarray]]]:
+    """The parts of each of the `splits`, but for those of grids into tiles, and what they cost.
 
     Args:
       mask: the mask.
@@ -404,9 +405,10 @@ def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int):
       tuned: says what blocks cost.
       pieces: of equal length, into which the queries are cut.
 
-    Yields:
+    Returns:
       For each split, the parts that hold anything: (row orders, part of the mask, cost in pairs of each piece).
     """
+    costs = []
     for _, groups in splits(mask, length, length):
         found = []
         for wish, part in groups:
@@ -415,7 +417,8 @@ def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int):
                 token = np.minimum(wish[0].token(_grid(draft.mask, draft.shape).rows * draft.shape[0]), length - 1)
                 share = np.bincount(token * pieces // length, minlength=pieces) / draft.blocks
                 found.append((wish, part, draft.cost * share))
-        yield found
+        costs.append(found)
+    return costs
 
 
 def _name(wish: Wish) -> str:

@@ -121,7 +121,8 @@ def test_parts_decide_what_whole_blocks_leave_open():
         mask = CAUSAL & (Window(5) | Strided(8)) | Blocks(Random(2), 16)
 
         def __call__(self, q, k):
-            raise AssertionError("grades of parts suffice")
+            assert np.broadcast(q, k).shape[1:] == (16, 16), "grades of parts suffice where samples do not"
+            return self.mask(q, k)
 
         def grade(self, q0, q1, k0, k1):
             return self.mask.grade(q0, q1, k0, k1)
@@ -175,9 +176,10 @@ def test_the_work_follows_the_pattern():
 
     # Where draws are everywhere, coarse cells leave much open, and finer ones little of that.
     grid = active_blocks(Counting(), 2048, 2048, 128, 128)
-    assert sum(graded) < 2048 * 2048 // 8 and sum(evaluated) == 0
+    assert sum(graded) < 2048 * 2048 // 8 and sum(evaluated) < 16 * 16 * len(grid.rows) // 4
     assert len(grid.rows) > 12000
-    # Parts of a large block are so many that a few of its elements are looked at first.
+    # Parts of a large block are many, of which a few elements leave few to be graded.
     graded.clear()
+    evaluated.clear()
     active_blocks(Counting(), 64, 64, 1024, 1024)
     assert sum(graded) + sum(evaluated) < 50_000
