@@ -177,11 +177,11 @@ def launches(
     """
     found: dict[tuple, Launch] = {}
 
-    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages):
+    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
         dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
         one = Launch(kernel, dtypes, dict(constants), num_warps, num_stages, device)
         found.setdefault(one.key, one)
-        return [jnp.zeros(x.shape, x.dtype) for x in outputs]
+        return [jnp.zeros(x.shape, x.dtype) for x in (*outputs, *(arrays[i] for i in in_place))]
 
     def attend(implementation, call, query_sharding, operands):
         out, lse = triton_gpu.forward(call, operands)
@@ -207,6 +207,7 @@ def launches(
     with (
         mock.patch.object(launch, "call", call),
         mock.patch.object(launch, "device", lambda: device),
+        mock.patch.object(launch, "changes_in_place", lambda: True),
         mock.patch.object(attention, "_jitted_attend", attend),  # what jit keeps would lack launches, or have these
     ):
         jax.eval_shape(op, *operands)

@@ -21,7 +21,7 @@ from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
 
 T, S, BLOCK, K = 200, 640, 16, 4
-FEW = 100  # queries where interpreted kernels take long
+FEW = 99  # queries where interpreted kernels take long
 SCATTERED = np.random.default_rng(0).permuted(np.tile(np.arange(S // BLOCK), (1, T, 2, 1)), axis=-1)[..., :K]
 AGREEING = np.broadcast_to(SCATTERED[:, :1], SCATTERED.shape)
 
@@ -135,7 +135,7 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     q, *rest = arrays(heads=(8, 1))
     given = q[:, :FEW], *rest, ids
     first, second, right = step(*given), step(*given), other(*given)
-    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {-(-FEW // turns) * k}
+    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {FEW // turns * k}
     for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -355,6 +355,7 @@ def dkv_kernel(
     BEFORE: tl.constexpr,
     OUT: tl.constexpr,
     WITH_DQ: tl.constexpr,  # every row of queries meets one block of keys only, so its dq is complete there
+    IN_PLACE: tl.constexpr,  # dk and dv are written over those of earlier passes
 ):
     """dk and dv of one tile of keys of one key head; grid (jobs or pieces, times tiles of a block, B)."""
     b = tl.program_id(1).to(tl.int64)
@@ -426,6 +427,8 @@ def dkv_kernel(
             dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
             pointers = addresses(before_v + at * A.HV, early, A.KV_HEADS * A.HV, A.DV, True)
             dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
+        if IN_PLACE:
+            dk, dv = before_k, before_v
         place = token if OUT.BY_TOKEN else row
         at = b * OUT.ROWS * A.KV_HEADS + kv_head
         store_rows(addresses(dk + at * A.H, place, A.KV_HEADS * A.H, A.D, True), dkeys, exists, A.H, A.D)

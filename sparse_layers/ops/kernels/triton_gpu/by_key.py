@@ -34,8 +34,8 @@ KERNELS = "by_key", "dqkv"  # as their settings are called
 LEAST_WASTE = {"forward": 3.0, "backward": 2.0}
 # Tiles that are looked at to find that out.
 SAMPLE = 256
-# Bytes that the results of choices may take where the operands are smaller.
-LEAST_ROOM = 1 << 28
+# What the results of choices may take, as a share of the operands and out; and in bytes, where these are small.
+ROOM, LEAST_ROOM = 1.0, 1 << 28
 
 
 def serves(call: Call, operands: Operands) -> bool:
@@ -147,31 +147,33 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
     call = dataclasses.replace(call, selection=(block // finer, granularity))
     table = table_of(operands, (1, block // finer), call.masks, True)
     tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
-    room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))  # out is like q
+    operands_size = sum(x.nbytes for x in (query, operands.key, operands.value, query))  # out is like q
     needed = chosen.shape[-1] * query.nbytes // query.shape[-1] * size
-    turns = min(tokens, max(1, -(-needed // room)))
+    turns = min(tokens, max(1, -(-needed // max(LEAST_ROOM, int(ROOM * operands_size)))))
+    # A number that divides the queries, for what is filled up is copied.
+    turns = next((n for n in range(turns, 2 * turns) if tokens % n == 0), turns)
     length = -(-tokens // turns)
 
-    def cut(x, fill=0):
+    def filled(x, fill=0):
         ends = [(0, 0), (0, turns * length - tokens)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, ends, constant_values=fill)
-        return jnp.moveaxis(x.reshape(len(x), turns, length, *x.shape[2:]), 1, 0)
+        return jnp.pad(x, ends, constant_values=fill)
 
-    def turn(carry, x):
-        start, query, chosen, segments, by_query = x
+    q_segments = None if operands.segments is None else filled(operands.segments[0], -2)
+    inputs = filled(query), filled(chosen, -1), q_segments, tuple(map(filled, by_query))
+
+    def turn(carry, start):
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
+        query, chosen, segments, by_query = jax.tree.map(cut, inputs)
         own = operands._replace(query=query, chosen=chosen)
         if operands.segments is not None:
             own = own._replace(segments=(segments, operands.segments[1]))
         return some(carry, (_Choices(call, own, 0, 1, (), None, table, start), by_query))
 
-    q_segments = None if operands.segments is None else cut(operands.segments[0], -2)
-    starts = np.arange(turns, dtype=np.int32) * length
-    inputs = starts, cut(query), cut(chosen, -1), q_segments, tuple(cut(x) for x in by_query)
     if turns == 1:
-        carry, found = turn(None, jax.tree.map(lambda x: x[0], inputs))
-        return carry, found
+        return turn(None, jnp.int32(0))
     zeros = tuple(varying_like(query, jnp.zeros(x.shape, jnp.float32)) for x in (operands.key, operands.value))
-    carry, found = jax.lax.scan(turn, zeros if by_query else None, inputs)
+    starts = np.arange(turns, dtype=np.int32) * length
+    carry, found = jax.lax.scan(turn, zeros if by_query else None, starts)
 
     def joined(x):
         x = jnp.moveaxis(x, 0, 1)

@@ -200,7 +200,18 @@ class Link:
         whole = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None}
         piece = {"BEFORE": _rows(None), "WITH_DQ": with_dq}
         earlier = [*gradients, *_arrays(before, 2)]
-        *dkv, dq = prepared.run(dkv_kernel, self._segments, self.sizes[1], earlier, outputs, whole, piece, order)
+        in_place = before is not None and before.order == order and not rounded and launch.changes_in_place()
+        *dkv, dq = prepared.run(
+            dkv_kernel,
+            self._segments,
+            self.sizes[1],
+            earlier,
+            outputs,
+            whole | {"IN_PLACE": in_place},
+            piece | {"IN_PLACE": False},
+            order,
+            in_place,
+        )
         return Rows(order, tuple(dkv)), dq
 
     @property
@@ -379,6 +390,7 @@ class _Prepared:
         constants: dict[str, Any],
         of_pieces: dict[str, Any],
         order: RowOrder,
+        in_place: bool = False,
     ) -> list[jax.Array]:
         """Launches a kernel, if jobs are cut first for their pieces.
 
@@ -391,6 +403,7 @@ class _Prepared:
           constants: those that not all kernels have; ``of_pieces`` where they differ for pieces.
           of_pieces: see there.
           order: the order of the results' rows.
+          in_place: whether results by major row are written over the last of ``earlier``, which are alike.
         """
         operands, parts = self.link.operands, self.major.parts
         b, t, heads, h = operands.query.shape
@@ -439,16 +452,21 @@ class _Prepared:
                 return list(walked)
         work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}
         arrays = [*first, self.order, None if self.cut is None else self.cut.pieces, *lists, *found, *earlier]
-        results = self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work)
+        changed = range(len(arrays) - by_row, len(arrays)) if in_place else ()
+        if in_place:
+            outputs = [*(self.output((1,)) for _ in sizes), *outputs[by_row:]]
+        results = self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work, changed)
+        if in_place:
+            results = [*results[-by_row:], *results[by_row:-by_row]]
         return [*results[:by_row], *(results[by_row:] if walked is None else walked)]
 
-    def _call(self, kernel, programs, arrays, outputs, constants) -> list[jax.Array]:
+    def _call(self, kernel, programs, arrays, outputs, constants, in_place=()) -> list[jax.Array]:
         query = self.link.operands.query
         # A kernel does not look at arrays that its constants rule out: any array stands in for them.
         arrays = [query if x is None else jnp.asarray(x) for x in arrays]
-        settings = self.settings
+        grid, settings = (programs, query.shape[0]), self.settings
         results = launch.call(
-            kernel, (programs, query.shape[0]), arrays, outputs, constants, settings.num_warps, settings.num_stages
+            kernel, grid, arrays, outputs, constants, settings.num_warps, settings.num_stages, in_place
         )
         return [varying_like(query, x) for x in results]
 
