@@ -7,6 +7,7 @@ not tuned: twice the error of dense attention in the same dtype, plus the roundi
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,6 +90,10 @@ class Case:
 
     def call(self, implementation: str) -> dict[str, np.ndarray]:
         """The op's answers and gradients, by `NAMES`, compiled."""
+        return self.compiled(implementation)()
+
+    def compiled(self, implementation: str) -> Callable[[], dict[str, np.ndarray]]:
+        """What gives the answers of `call`, as often as it is called."""
         arrays = self.arrays()
         dynamic = self.mask if isinstance(self.mask, jax.Array) else None
         params, fixed = self.params(), self.mask
@@ -116,7 +121,7 @@ class Case:
             (out, lse), pullback = jax.vjp(op, *(arrays[x] for x in ("query", "key", "value", "sinks")))
             return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
 
-        return _named(answers(arrays, dynamic, self.selection()))
+        return lambda: _named(answers(arrays, dynamic, self.selection()))
 
 
 def _named(results) -> dict[str, np.ndarray]:
