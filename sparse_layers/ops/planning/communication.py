@@ -360,7 +360,7 @@ def parts_of(
       ...     print(route)
       queries and keys, by residue of 128
     """
-    by_mask = [_cheapest(mask, length, devices, implementation, groups)[1] for mask in masks]
+    by_mask = [_cheapest(mask, length, length, devices, implementation, groups)[1] for mask in masks]
     joined = _joined(route for found in by_mask for route in found)
     of_masks: dict[Route, list[Mask]] = {route: [Empty()] * len(masks) for route in joined.values()}
     for number, found in enumerate(by_mask):
@@ -424,7 +424,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
 
     def cost(n: int) -> float:
         moved = 2 * (n - length) * (1 + 1 / groups)  # of q and out, k and v, to other devices than without it
-        computed = sum(_cheapest(mask, length, devices, implementation, groups, n)[0] for mask in masks)
+        computed = sum(_cheapest(mask, length, n, devices, implementation, groups)[0] for mask in masks)
         return computed + RECEIVED_ROW * PAIRS_PER_ROW * moved
 
     return min([length, *longer], key=cost) if longer else length
@@ -464,10 +464,10 @@ def bound(part: Part) -> Received:
 
 
 def _cheapest(
-    mask: Mask, length: int, devices: int, implementation: str, groups: int, filled: int | None = None
+    mask: Mask, length: int, filled: int, devices: int, implementation: str, groups: int
 ) -> tuple[float, dict[Route, Mask]]:
-    """What one mask costs by `_cost`, and its parts by their routes; of a sequence that is filled up, estimated."""
-    weighed, filled = [], length if filled is None else filled
+    """What one mask costs by `_cost`, and its parts by their routes; estimated if it is filled up to more tokens."""
+    weighed = []
     for number, parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
         parts = [(wish, part, _stretched(costs, filled / length)) for wish, part, costs in parts]
         found = _by_route(parts, filled, devices, groups)
