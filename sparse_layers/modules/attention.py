@@ -15,7 +15,7 @@ from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
-from ..scorers import Scorer
+from ..scorers import Scorer, scorer_of
 from .attention_fn import Index, Pattern
 from .rope import Rope
 from .settings import (
@@ -227,8 +227,13 @@ class SparseAttention(nnx.MultiHeadAttention):
 
     def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
         yield reprlib.Object(type(self), same_line=True)
-        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", *self._limits):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern"):
             yield reprlib.Attr(name, getattr(self, name))
+        scorer = self.attention_fn.fn.selection
+        if scorer is not None and scorer_of(self.pattern) is None:
+            yield reprlib.Attr("selection", scorer)
+        for name, length in self.lengths.items():
+            yield reprlib.Attr(name, length)
 
     @property
     def lengths(self) -> dict[str, int]:

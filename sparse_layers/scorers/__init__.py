@@ -5,6 +5,7 @@ from typing import Any
 
 from ..masks.algebra import Mask
 from ..masks.options import near
+from ..masks.presets import presets
 from ..masks.primitives import Causal
 from ..ops.planning.mask_info import masks_for
 from ..ops.planning.plan import is_causal
@@ -74,14 +75,20 @@ def masks_and_scorer(
         one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a scorer.
     """
     scorer, own = as_scorer(selection), scorer_of(pattern)
+    if isinstance(pattern, str) and own is None:
+        known, asked = (*presets(), *Scorer._named), pattern.partition(":")[0]
+        if asked not in known and asked != "dense":  # of which `preset` says what it may be
+            raise ValueError(f"{name}: unknown name {near(asked, known)}")
+    if isinstance(pattern, list | tuple) and any(scorer_of(each) is not None for each in pattern):
+        raise ValueError(f"{name} by head must be masks, and a scorer chooses for all heads, got {pattern!r}")
     if own is not None:
         if scorer is not None:
             raise ValueError(f"{name}={pattern!r} chooses blocks by itself: selection must be None, got {selection!r}")
         pattern, scorer = Causal(), own
     if isinstance(scorer, NSA):
         raise ValueError(
-            f"{name}: {scorer} chooses by keys that only a layer of its own has: give it to NativeSparseAttention, or "
-            "as the pattern to SparseTransformerBlock or SparseTransformer"
+            f"{'selection' if own is None else name}: {scorer} chooses by keys that only a layer of its own has: give it "
+            "to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
         )
     masks = masks_for(pattern, *lengths, name=name)
     if scorer is None:

@@ -16,8 +16,8 @@ class MoBA(Scorer, name="moba"):
     """Mixture of block attention: a query head looks at the blocks whose mean key it likes best.
 
     The score of block j is ``q[t] . mean(k[s] for s in block j)``, of blocks that lie in the past as a whole; its own
-    block is always chosen, and counts. A block that two packed documents share is scored by all its keys. Attention is
-    one softmax over all keys of the blocks. Nothing is learnt beside the keys.
+    block is always chosen, and counts. Of a block that two packed documents share, the mean is of the query's own keys.
+    Attention is one softmax over all keys of the blocks. Nothing is learnt beside the keys.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`.

@@ -18,7 +18,7 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import BLOCK, Plan, make_plan
 from ..ops.planning.report import heads, saving
 from ..ops.planning.views import Reordered, RowOrder
-from ..scorers import Scorer, scorer_of
+from ..scorers import NSA, Scorer, scorer_of
 from .pictures import check_size, picture
 from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
@@ -60,7 +60,8 @@ def describe(
         whose layers are told one by one, equal ones once. Where a scorer chooses blocks, it says how many pairs that
         leaves, and to how many more attention would take as much work as scores take: a score is one product, of the
         scorer's features, and a pair of attention two, of a head's. To find the highest ones is not in it. A scorer by
-        itself is one among all keys of the past, with as many key heads as query heads, of 128 features.
+        itself is one among all keys of the past, with as many key heads as query heads, of 128 features; of `NSA`, that
+        is the branch "selected", beside which the layer has two more.
       q_len: number of queries, 1 to 1048576, of a mask; None for the others.
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
@@ -116,7 +117,11 @@ def describe(
         mask = subject if scorer is None else Causal()
         lengths = lengths_of(mask, q_len, kv_len, LONGEST)
         _block(max(lengths), block)
-        plans = {"": Planned(make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params), scorer)}
+        plans = {
+            "selected" * isinstance(scorer, NSA): Planned(
+                make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params), scorer
+            )
+        }
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, *_ in plans.values():
@@ -140,7 +145,8 @@ def _block(length: int, block: int | None) -> int:
 def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
     plan = planned.plan
     side = _block(max(plan.q_len, plan.kv_len), block)
-    sections = ["\n".join(_described(plan, h, size, side)) for h in range(len(plan.masks))]
+    alone = "" if planned.scorer is None else ", if nothing is chosen"
+    sections = ["\n".join(_described(plan, h, size, side, alone)) for h in range(len(plan.masks))]
     name, notes = serving(plan)
     sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
@@ -239,8 +245,8 @@ def _chosen(scorer: Scorer, planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
-    """The lines about one mask of a plan."""
+def _described(plan: Plan, h: int, size: int, block: int, alone: str) -> Iterator[str]:
+    """The lines about one mask of a plan; ``alone`` comes behind the saving."""
     mask, q_len, kv_len = plan.masks[h], plan.q_len, plan.kv_len
     if len(plan.masks) > 1:
         yield f"{heads(h, len(plan.masks))}:"
@@ -268,4 +274,4 @@ def _described(plan: Plan, h: int, size: int, block: int) -> Iterator[str]:
         yield f"  pass {number}: {link.orders}; {link.blocks}"
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
-    yield f"expected saving: {saving(plan, h, found.causal)}"
+    yield f"expected saving{alone}: {saving(plan, h, found.causal)}"

@@ -27,7 +27,7 @@ def names():
 MISUSES = [
     Misuse("attend(patern=mask)", TypeError, "SparseSelfAttention", "patern", "did you mean 'pattern'"),
     Misuse("attend(dropout_rate=0.1)", TypeError, "SparseSelfAttention", "dropout_rate", "Known: "),
-    Misuse("attend(pattern='stridde')", ValueError, "preset", "stridde", "did you mean 'strided'"),
+    Misuse("attend(pattern='stridde')", ValueError, "pattern", "stridde", "did you mean 'strided'"),
     Misuse(
         "attend(pattern=np.ones((32, 31), bool))",
         ValueError,

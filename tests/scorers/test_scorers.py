@@ -28,7 +28,13 @@ apply = nnx.jit(lambda made, *operands: made(*operands))
 def moba(scorer, q, k, t, head, blocks):
     """{block: score} of the blocks that lie in the past as a whole."""
     size, kv = scorer.block, head // (q.shape[1] // k.shape[1])
-    return {b: q[t, head] @ k[b * size : (b + 1) * size, kv].mean(0) for b in blocks if (b + 1) * size <= t + 1}
+    found = {}
+    for b in (b for b in blocks if (b + 1) * size <= t + 1):
+        own = np.arange(b * size, (b + 1) * size)
+        if blocks.ids is not None:  # those of the last document, the query's unless documents lie in several pieces
+            own = own[blocks.ids[own] == blocks.ids[own[blocks.ids[own] >= 0][-1]]]
+        found[b] = q[t, head] @ k[own, kv].mean(0)
+    return found
 
 
 def infllm(scorer, q, k, t, head, blocks):
@@ -57,9 +63,9 @@ def msa(scorer, q, k, t, head, blocks):
 
 
 class Candidates(list):
-    """Blocks from the query's document's first on, and the document's first token."""
+    """Blocks from the query's document's first on, the document's first token, and the documents of all."""
 
-    first = 0
+    first, ids = 0, None
 
 
 def chosen(scorer, q, k, t, head, ids=None):
@@ -67,7 +73,7 @@ def chosen(scorer, q, k, t, head, ids=None):
     first = 0 if ids is None else int(np.argmax(ids == ids[t]))
     own, lowest = t // scorer.block, first // scorer.block
     blocks = Candidates(range(lowest, own + 1))
-    blocks.first = first
+    blocks.first, blocks.ids = first, ids
     forced = {b for b in blocks if b < lowest + scorer.first or b > own - scorer.local}
     formula = {MoBA: moba, InfLLM: infllm, MSA: msa}[type(scorer)]
     found = formula(scorer, q, k, t, head, blocks)
@@ -133,6 +139,19 @@ def test_choices_are_those_of_the_formulas(name, packed):
             row = found[0, t, head]
             assert {*row[row >= 0]} == chosen(scorer, q, k, t, head, None if ids is None else ids[0]), (t, head)
             assert len({*row[row >= 0]}) == (row >= 0).sum(), "each once"
+
+
+@pytest.mark.parametrize("name", ["moba", "infllm", "msa"])
+def test_documents_choose_by_themselves(name):
+    """Whatever else is in the blocks that they share."""
+    scorer, length, heads = CASES[name]
+    ids = np.repeat(np.array([[5, 0, -1, 3]]), [45, 150, 20, length - 215], axis=1).astype(np.int32)
+    (q, k, _), (_, others, _) = arrays(length, heads), arrays(length, heads, seed=1)
+    first = np.asarray(select(scorer, q, k, ids).ids)
+    for document in (5, 0, 3):
+        own = ids == document
+        again = np.asarray(select(scorer, q, jnp.where(own[..., None, None], k, 9 * others), ids).ids)
+        np.testing.assert_array_equal(first[own], again[own])
 
 
 @pytest.mark.parametrize(
