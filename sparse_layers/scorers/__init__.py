@@ -87,8 +87,8 @@ def masks_and_scorer(
         pattern, scorer = Causal(), own
     if isinstance(scorer, NSA):
         raise ValueError(
-            f"{'selection' if own is None else name}: {scorer} chooses by keys that only a layer of its own has: give it "
-            "to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
+            f"{'selection' if own is None else name}: {scorer} chooses by keys that only a layer of its own has: give "
+            "it to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
         )
     masks = masks_for(pattern, *lengths, name=name)
     if scorer is None:

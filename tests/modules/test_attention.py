@@ -242,6 +242,8 @@ def test_a_layer_shows_its_pattern_in_one_line():
         "pattern='strided:local_attn_ctx=4', seq_len=24)"
     )
     assert repr(layer) == line
+    selecting = repr(make("causal", selection="moba:block=16,count=3"))
+    assert "pattern='causal', selection=MoBA(block=16, count=3, " in selecting and selecting.endswith(", seq_len=24)")
     wide = np.tril(np.ones((T, T), bool))
     assert len(repr(make(wide))) < 200, "an array does not flood it"
     block = sl.SparseTransformerBlock(N, F, pattern="all", seq_len=T, rngs=nnx.Rngs(0))

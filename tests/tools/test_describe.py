@@ -41,7 +41,7 @@ def test_describe_says_what_a_scorer_chooses(length):
     texts = {sl.describe(layer, size=4) for layer in layers} | {sl.describe(scorer, length, size=4)}
     assert len(texts) == 1
     text = texts.pop()
-    assert f"chosen at run time: {scorer!r}" in text
+    assert f"chosen at run time: {scorer!r}" in text and "expected saving, if nothing is chosen: 1.0 times" in text
     if length == 100:
         assert "100 tokens: every query looks at all blocks" in text and scorer.pairs(100) == 5050
         return
