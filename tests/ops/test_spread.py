@@ -368,7 +368,7 @@ def test_devices_share_a_mask(monkeypatch, name):
 
 
 def test_what_is_received_is_little_more_than_what_is_needed():
-    """One device's share of the bounds: queries stay, or those of a stride go to their residues and come back."""
+    """One device's share of the bounds, in keys: queries that are folded for an even share of the work move besides."""
     length, own = 131072, 131072 // 8
     bounds = {
         "sliding_window": 1023,
