@@ -217,6 +217,7 @@ def over_known_axes(
     """
     mesh = _mesh(operands)
     over_axes = _explicit_axes(mesh, operands)
+    said = "query_sharding" if over_axes is None else "the sharding of query"
     if over_axes is not None:
         batch, tokens, heads, _ = jax.typeof(operands.query).sharding.spec
     elif query_sharding is not None and _is_auto(mesh):
@@ -224,7 +225,7 @@ def over_known_axes(
         over_axes = set()
     else:
         return function(None, operands)
-    spread = _spread(operands, mesh, _names(tokens), together)
+    spread = _spread(operands, mesh, _names(tokens), together, said)
     if spread is not None and spread.keys and length_of is not None:
         groups = operands.query.shape[2] // operands.key.shape[2]
         spread = dataclasses.replace(spread, length=length_of(spread.length, spread.devices, groups))
@@ -245,8 +246,8 @@ def over_known_axes(
     return found if spread is None else jax.tree.map(lambda x: x[:, :length], found)
 
 
-def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int) -> Spread | None:
-    """How sequences are spread over mesh axes; None over one device.
+def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int, said: str) -> Spread | None:
+    """How sequences are spread over mesh axes, as ``said`` by what errors name; None over one device.
 
     Raises:
       ValueError: axes in another order than the mesh's; queries that choose together would lie on two devices.
@@ -255,9 +256,7 @@ def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int)
     if devices == 1:
         return None
     if [*axes] != [axis for axis in mesh.axis_names if axis in axes]:  # JAX's ppermute counts devices in that order
-        raise ValueError(
-            f"query_sharding: axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}"
-        )
+        raise ValueError(f"{said}: axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}")
     own = -(-length // devices)
     if operands.chosen is not None and own % together:
         raise ValueError(

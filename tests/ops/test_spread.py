@@ -286,8 +286,12 @@ def check_refusals():
         pytest.raises(ValueError, match="granularity must divide the 30 queries of a device"),
     ):
         attend(case, chosen=chosen)(*arrays(case)[:3], None)
-    with jax.set_mesh(mesh_of(case)), pytest.raises(ValueError, match="must be in the order of the mesh"):
-        attend(case, spec=P(None, ("context", "data")))(*arrays(case)[:3], None)
+    across, order = P(None, ("context", "data")), "axes of a sequence must be in the order of the mesh"
+    with jax.set_mesh(mesh_of(case)), pytest.raises(ValueError, match=f"query_sharding: {order}"):
+        attend(case, spec=across)(*arrays(case)[:3], None)
+    typed = dataclasses.replace(case, kind=EXPLICIT)
+    with jax.set_mesh(mesh_of(typed)), pytest.raises(ValueError, match=f"the sharding of query: {order}"):
+        attend(typed)(*(jax.device_put(x, across) for x in arrays(typed)[:3]), None)
 
 
 def check_choices():
