@@ -463,10 +463,14 @@ def exact_msa(kernels, parameters, x, allowed):
     return -(weights.mean(3) * jnp.where(allowed, log_q, 0)).sum(-1).mean(), out
 
 
-@pytest.mark.parametrize("options", [{}, {"dense_below": 500}], ids=["sparse", "dense warm-up"])
-def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_formulas(options):
+@pytest.mark.parametrize(
+    ("options", "kv_heads"),
+    [({}, 2), ({"dense_below": 500}, 1), ({"block": 32, "count": 2}, 4)],
+    ids=["sparse", "dense warm-up, of one key head", "larger blocks, as many key heads"],
+)
+def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_formulas(options, kv_heads):
     scorer = dataclasses.replace(SCORERS["msa"], index_size=8, **options)
-    made, x = layer(selection=scorer, rope_theta=100.0), inputs(2, T, 32)
+    made, x = layer(selection=scorer, rope_theta=100.0, num_kv_heads=kv_heads), inputs(2, T, 32)
     segments = np.tile(np.arange(T) // 70, (2, 1))
 
     def loss(made):
@@ -479,10 +483,10 @@ def test_the_output_the_loss_of_the_index_and_its_gradient_are_those_of_the_form
         x, parameters = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (x, parameters))
         kernels = [parameters[name]["kernel"] for name in ("index_query", "index_key")]
         i, j = (np.asarray(turned(np.einsum("btf,fnh->btnh", x, kernel))) for kernel in kernels)
-        allowed = np.zeros((2, T, 2, T), bool)
-        for b, t, head in np.ndindex(2, T, 2):
-            blocks = range(8) if options else chosen(scorer, i[b], j[b], t, head, segments[b])
-            allowed[b, t, head, : t + 1] = np.isin(np.arange(t + 1) // 16, [*blocks])
+        allowed = np.zeros((2, T, kv_heads, T), bool)
+        for b, t, head in np.ndindex(2, T, kv_heads):
+            blocks = range(T) if scorer.dense_below else chosen(scorer, i[b], j[b], t, head, segments[b])
+            allowed[b, t, head, : t + 1] = np.isin(np.arange(t + 1) // scorer.block, [*blocks])
         allowed &= (segments[:, :, None] == segments[:, None])[:, :, None]
         formula = compiled(jax.value_and_grad(lambda *p: exact_msa(*p, x, allowed), has_aux=True))
         (right, attended), exact = jax.tree.map(np.asarray, formula(kernels, parameters))
