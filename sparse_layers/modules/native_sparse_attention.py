@@ -323,9 +323,12 @@ class NativeSparseAttention(nnx.Module):
           NotImplementedError: a piece of a prompt, positions, or a max_step above 1.
         """
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
-        if total == inputs.shape[-2]:
-            total = None
-        _refuse(positions=positions, max_step=max_step, cache=cache, start=start, total=total)
+        if total is not None and total != inputs.shape[-2]:
+            raise NotImplementedError(
+                "NativeSparseAttention reads prompts as a whole, so chunk must be left out, got a piece of "
+                f"{inputs.shape[-2]} of total={total} tokens"
+            )
+        _refuse(positions=positions, max_step=max_step, cache=cache, start=start)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *kept = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
@@ -418,5 +421,5 @@ def _refuse(**given: Any) -> None:
         if value is not None and (name, value) not in (("max_step", 1), ("start", 0)):
             raise NotImplementedError(
                 "NativeSparseAttention reads prompts as a whole and then a token a step, by their places: "
-                f"chunk, start, total, max_step and positions must be left out, got {name}={value!r}"
+                f"start, cache, max_step and positions must be left out, got {name}={value!r}"
             )

@@ -366,6 +366,7 @@ CALLS = [
     ("a_native.decode_step(x[:, 0], cache, position)", TypeError, "cache", "got KVCache", "the NSACache of prefill"),
     ("a_native.prefill(x, start=3)", NotImplementedError, "start=3", "3", "reads prompts as a whole"),
     ("a_native.prefill(x, total=8, max_step=2)", NotImplementedError, "max_step=2", "2", "and then a token a step"),
+    ("a_native.prefill(x, total=16)", NotImplementedError, "chunk", "a piece of 8 of total=16", "prompts as a whole"),
     ("a_native.prefill(x, positions=jnp.arange(8))", NotImplementedError, "positions", "[0, 1, 2", "their places"),
     ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
     ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
