@@ -229,8 +229,9 @@ class Scorer(abc.ABC):
             padding = of_keys < 0
             start = jnp.where(padding, jax.vmap(_first_tokens)(of_queries), jax.vmap(_first_tokens)(of_keys))
             key = jnp.where(padding[..., None, None], 0, key)
-            if self.window[0] == self.window[1]:
-                key = _of_one_document(key, of_keys, self.window[0])
+            size, stride = self.window
+            if pooled is None and 1 < size == stride:
+                key = _of_one_document(key, of_keys, size)
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         blocks, groups = -(-length // self.block), heads if self.per_query_head else kv_heads
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
@@ -328,7 +329,7 @@ def products(query: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _of_one_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
-    """Keys of windows side by side, where those of the last document in a window stand alone.
+    """Keys of full windows side by side, where those of the last document in a window stand alone.
 
     Later queries of that document may choose the window, and nobody else's may. In the place of all other keys is the
     mean of its own, which changes neither their mean nor their maximum.
@@ -337,14 +338,17 @@ def _of_one_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
       key: [B, T, K, H], 0 in padding.
       ids: int [B, T], the documents; negative in padding.
       size: keys of a window.
+
+    Returns:
+      [B, T rounded down to full windows, K, H]; nobody scores what is left.
     """
-    (batch, length), filling = ids.shape, -ids.shape[1] % size
-    windows = jnp.pad(ids, [(0, 0), (0, filling)], constant_values=-1).reshape(batch, -1, size)
+    batch, number = len(ids), ids.shape[1] // size
+    full, shape = number * size, (batch, number, size)
+    windows, keys = ids[:, :full].reshape(shape), key[:, :full].reshape(*shape, *key.shape[2:])
     last = jnp.where(windows >= 0, np.arange(size), 0).max(-1, keepdims=True)
     own = (windows == jnp.take_along_axis(windows, last, -1))[..., None, None]
-    keys = jnp.pad(key, [(0, 0), (0, filling), (0, 0), (0, 0)]).reshape(*windows.shape, *key.shape[2:])
     mean = jnp.where(own, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / own.sum(2, keepdims=True)
-    return jnp.where(own, keys, mean.astype(keys.dtype)).reshape(batch, -1, *key.shape[2:])[:, :length]
+    return jnp.where(own, keys, mean.astype(keys.dtype)).reshape(batch, full, *key.shape[2:])
 
 
 def _first_tokens(ids: jax.Array) -> jax.Array:

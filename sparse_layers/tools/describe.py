@@ -117,11 +117,8 @@ def describe(
         mask = subject if scorer is None else Causal()
         lengths = lengths_of(mask, q_len, kv_len, LONGEST)
         _block(max(lengths), block)
-        plans = {
-            "selected" * isinstance(scorer, NSA): Planned(
-                make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params), scorer
-            )
-        }
+        plan = make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)
+        plans = {"selected" if isinstance(scorer, NSA) else "": Planned(plan, scorer)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, *_ in plans.values():

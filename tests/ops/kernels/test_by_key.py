@@ -21,7 +21,7 @@ from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
 
 T, S, BLOCK, K = 200, 640, 16, 4
-FEW = 99  # queries where interpreted kernels take long
+FEW = 99  # queries where interpreted kernels take long, in equal turns by threes
 SCATTERED = np.random.default_rng(0).permuted(np.tile(np.arange(S // BLOCK), (1, T, 2, 1)), axis=-1)[..., :K]
 AGREEING = np.broadcast_to(SCATTERED[:, :1], SCATTERED.shape)
 

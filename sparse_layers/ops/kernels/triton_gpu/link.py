@@ -197,21 +197,11 @@ class Link:
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
         outputs = [prepared.output((order.rows, kv_heads, size), rounded and order.natural) for size in sizes]
         outputs.append(prepared.output(dq_shape, True))
-        whole = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None}
-        piece = {"BEFORE": _rows(None), "WITH_DQ": with_dq}
-        earlier = [*gradients, *_arrays(before, 2)]
         in_place = before is not None and before.order == order and not rounded and launch.changes_in_place()
-        *dkv, dq = prepared.run(
-            dkv_kernel,
-            self._segments,
-            self.sizes[1],
-            earlier,
-            outputs,
-            whole | {"IN_PLACE": in_place},
-            piece | {"IN_PLACE": False},
-            order,
-            in_place,
-        )
+        whole = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None, "IN_PLACE": in_place}
+        piece = {"BEFORE": _rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
+        earlier = [*gradients, *_arrays(before, 2)]
+        *dkv, dq = prepared.run(dkv_kernel, self._segments, self.sizes[1], earlier, outputs, whole, piece, order)
         return Rows(order, tuple(dkv)), dq
 
     @property
@@ -390,7 +380,6 @@ class _Prepared:
         constants: dict[str, Any],
         of_pieces: dict[str, Any],
         order: RowOrder,
-        in_place: bool = False,
     ) -> list[jax.Array]:
         """Launches a kernel, if jobs are cut first for their pieces.
 
@@ -400,10 +389,10 @@ class _Prepared:
           sizes: of the results of a piece, by major row: None for a number.
           earlier: its arrays after these.
           outputs: its results by major row, as many as ``sizes``, and what it stores as it walks.
-          constants: those that not all kernels have; ``of_pieces`` where they differ for pieces.
+          constants: those that not all kernels have; ``of_pieces`` where they differ for pieces. With IN_PLACE, results
+            by major row are written over the last of ``earlier``, which are alike.
           of_pieces: see there.
           order: the order of the results' rows.
-          in_place: whether results by major row are written over the last of ``earlier``, which are alike.
         """
         operands, parts = self.link.operands, self.major.parts
         b, t, heads, h = operands.query.shape
@@ -452,11 +441,12 @@ class _Prepared:
                 return list(walked)
         work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}
         arrays = [*first, self.order, None if self.cut is None else self.cut.pieces, *lists, *found, *earlier]
-        changed = range(len(arrays) - by_row, len(arrays)) if in_place else ()
-        if in_place:
+        changed: Sequence[int] = ()
+        if constants.get("IN_PLACE", False):
+            changed = range(len(arrays) - by_row, len(arrays))
             outputs = [*(self.output((1,)) for _ in sizes), *outputs[by_row:]]
         results = self._call(kernel, self.jobs * parts, arrays, outputs, shared | constants | work, changed)
-        if in_place:
+        if changed:
             results = [*results[-by_row:], *results[by_row:-by_row]]
         return [*results[:by_row], *(results[by_row:] if walked is None else walked)]
 
