@@ -71,11 +71,11 @@ class Case:
 STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(16))
 CASES = [
     Case("causal", sl.Causal()),
-    # The backward kernel holds scores of 128 queries there, which the registers just do not hold; segments are worse.
-    Case("causal-64", sl.Causal(), 64, dtype="float16", spills=80),
-    Case("segments-64", sl.Causal(), 64, segments=True, spills=330),
+    # The backward kernel holds scores of 128 queries there, beside which registers do not hold segments.
+    Case("causal-64", sl.Causal(), 64, dtype="float16"),
+    Case("segments-64", sl.Causal(), 64, segments=True, spills=300),
     Case("negative-64", sl.Causal(), 64, options={"scale": -0.3}),
-    Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=8),
+    Case("groups-segments", sl.Causal(), heads=(4, 2), segments=True, spills=32),
     Case("pieces", sl.Causal() & (sl.Window(200) | sl.Prefix(9)), heads=(8, 1)),
     Case(
         "pieces-64",
@@ -83,7 +83,7 @@ CASES = [
         64,
         heads=(8, 2),
         dtype="float16",
-        spills=150,
+        spills=140,
     ),
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
@@ -178,7 +178,9 @@ def test_what_jax_is_given(devices):
     assert [line.count("#stablehlo.output_operand_alias<") for line in calls] == [0, 0, 1, 3]
     assert sorted(map(code, calls)) == sorted(kernel.ptx for each in kernels.values() for kernel in each)
     by_name = {name: [(options, args) for asked_for, options, args in asked if asked_for == name] for name, *_ in asked}
-    assert {args[1:4] for _, args in by_name["TritonKernelCall"]} == {(132, 1, 1)}
+    # Forward, a program for each multiprocessor; backward, one for each head and block of both batch entries.
+    launches = {args[1:4] for _, args in by_name["TritonKernelCall"]}
+    assert launches == {(132, 1, 1), (2 * 4 * (T // 128), 1, 1)}
     assert {args for _, args in by_name["create_array_parameter"]} == {(0, 16)}
     descriptors = [options for options, _ in by_name["create_tma_descriptor_parameter"]]
     vector = 4 * 128

@@ -1,6 +1,6 @@
-"""The backward kernel: an item of work is a key head and a block of 128 keys; it gives dk and dv, and adds to dq.
+"""The backward kernel: a program has a key head and a block of 128 keys; it gives dk and dv, and adds to dq.
 
-Where some items would take much longer than others all are cut into pieces, which add to dk and dv in float32.
+Where some of these would take much longer than others all are cut into pieces, which add to dk and dv in float32.
 
 With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dk = ds^T q, dq = ds k: five products a block.
 Each of two groups of four warps has 64 of the keys, and dk and dv of these in registers. Scores are transposed, keys by
@@ -37,14 +37,10 @@ from .tiles import (
     factor,
     fetch,
     flat,
-    given,
     item_of,
     logits,
     masked,
-    queue,
-    scheduled,
     span_of,
-    tell,
     words_of,
 )
 
@@ -69,11 +65,12 @@ def _heads_of(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
-def _piece_of(item, pieces, A: gl.constexpr, L: gl.constexpr):
-    """An item: (batch entry, key head, block, its query heads: the first, the end, and which part of their lists).
+def _item(order, pieces, A: gl.constexpr, L: gl.constexpr):
+    """What a program has: (batch entry, key head, block, query heads: the first, the end, and a part of their lists).
 
     That part begins so many entries into the list of the first one, and ends so many into that of the last one.
     """
+    item = gl.load(order + gl.program_id(0))
     if L.PIECES == 0:
         b, kv_head, block = item_of(item, A.KV_HEADS, L)
         first_own, end_own = _heads_of(kv_head, A)
@@ -105,14 +102,6 @@ def _columns(x, PART: gl.constexpr, SIZE: gl.constexpr):
         return halves[PART]
 
 
-@gluon.jit
-def _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A: gl.constexpr, KV: gl.constexpr):
-    """Begins to load k and v of an item, when those of the item before are done with."""
-    for j in gl.static_range(2):
-        mbarrier.wait(empty[1].index(j), (turn & 1) ^ 1)
-        fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
-
-
 def _layout_of_swapped(rows: int, columns: int) -> Any:
     """The layout of a float32 tile as `_swapped` has it, in which the copy engine finds the tile as it was.
 
@@ -140,44 +129,29 @@ def _swapped(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _producer(descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Fetches k and v of an item, and q and dout, lse and delta of its queries.
-
-    There is room for the first of these before the item before is done with its k and v, so they come first.
-    """
+    """Fetches k and v, and q and dout, lse and delta of the queries that see them."""
+    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L)
+    for j in gl.static_range(2):
+        fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
     n = 0
-    turn = 0
-    item = scheduled(schedule, turn)
-    while item >= 0:
-        tell(work, turn, (item,))
-        coming = scheduled(schedule, turn + 1)
-        b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
-        keys_missing = True
-        for own in range(first_own, end_own):
-            head = A.FIRST_HEAD + own * A.HEAD_STEP
-            first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
-            line = b * A.OWN_HEADS + own
-            for i in range(first, end):
-                index = gl.load(lists[1] + i)
-                for each in gl.static_range(Q.TILE // F.PART):
-                    row = index * Q.TILE + each * F.PART
-                    slot = n % F.STAGES
-                    mbarrier.wait(empty[0].index(slot), (n // F.STAGES & 1) ^ 1)
-                    for j in gl.static_range(2):  # q with lse, dout with delta
-                        ready = full[j].index(slot)
-                        mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
-                        load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
-                        load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
-                    n += 1
-                    if keys_missing:
-                        _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
-                        keys_missing = False
-        if keys_missing:
-            _fetch_keys(descs, buffers, full, empty, b, block, kv_head, turn, A, KV)
-        turn += 1
-        item = coming
-    tell(work, turn, (-1,))
+    for own in range(first_own, end_own):
+        head = A.FIRST_HEAD + own * A.HEAD_STEP
+        first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
+        line = b * A.OWN_HEADS + own
+        for i in range(first, end):
+            index = gl.load(lists[1] + i)
+            for each in gl.static_range(Q.TILE // F.PART):
+                row = index * Q.TILE + each * F.PART
+                slot = n % F.STAGES
+                mbarrier.wait(empty.index(slot), (n // F.STAGES & 1) ^ 1)
+                for j in gl.static_range(2):  # q with lse, dout with delta
+                    ready = full[j].index(slot)
+                    mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
+                    load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
+                    load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
+                n += 1
 
 
 @gluon.jit
@@ -262,7 +236,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         dq = warpgroup_mma(together_at.permute((1, 0)), keys.slice(GROUP * HALF, HALF, 1), dq, use_acc=False,
                            is_async=True)  # fmt: skip
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-        mbarrier.arrive(empty[0].index(slot), count=1)
+        mbarrier.arrive(empty.index(slot), count=1)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
         staged = buffers[7].index(GROUP)
@@ -274,48 +248,41 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, A: gl.constexpr, Q: gl.constexpr,
+def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.constexpr,
               KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes half of the keys of each item."""
+    """Computes half of the keys."""
     D: gl.constexpr = A.D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     WIDTH: gl.constexpr = descs[7].block_shape[-1]
+    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L)
+    row = block * KV.TILE + GROUP * ROWS
+    segment = 0
+    if A.SEGMENTED:
+        segment = gl.load(lists[5] + b * KV.ROWS + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)))
+    dk = gl.zeros([ROWS, D], gl.float32, SUMS)
+    dv = gl.zeros([ROWS, D], gl.float32, SUMS)
     n = 0
-    turn = 0
-    item = given(work, turn)
-    while item >= 0:
-        b, kv_head, block, first_own, end_own, part = _piece_of(item, lists[7], A, L)
-        row = block * KV.TILE + GROUP * ROWS
-        segment = 0
-        if A.SEGMENTED:
-            segment = gl.load(lists[5] + b * KV.ROWS + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)))
-        dk = gl.zeros([ROWS, D], gl.float32, SUMS)
-        dv = gl.zeros([ROWS, D], gl.float32, SUMS)
-        for i in gl.static_range(2):
-            mbarrier.wait(full[2].index(i), turn & 1)
-        for own in range(first_own, end_own):
-            first, masked_from, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
-            n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
-                               segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
-            _, masked_from, end = _entries(lists[0], b, late(own), block, first_own, end_own, part, A, L)
-            n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
-                               segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
-        for i in gl.static_range(2):
-            mbarrier.arrive(empty[1].index(i), count=1)
-        turn += 1
-        staged = reinterpret(buffers[7].index(late(GROUP)), descs[7].dtype, descs[7].block_shape, descs[7].layout)
-        for i in gl.static_range(2 * (D // WIDTH)):
-            found = _columns(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
-            tma.store_wait(0)
-            flat(staged, ROWS, WIDTH).store(found.to(descs[7].dtype))
-            fence_async_shared()
-            corner = corner_of(b, row, kv_head, i % (D // WIDTH) * WIDTH, DKV, D)
-            if F.ADD:
-                add_tile(descs[7 + i // (D // WIDTH)], corner, staged)
-            else:
-                store_tile(descs[7 + i // (D // WIDTH)], corner, staged)
-        item = given(work, turn)
+    for i in gl.static_range(2):
+        mbarrier.wait(full[2].index(i), 0)
+    for own in range(first_own, end_own):
+        first, masked_from, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
+        n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
+                           segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
+        _, masked_from, end = _entries(lists[0], b, late(own), block, first_own, end_own, part, A, L)
+        n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
+                           segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
+    staged = reinterpret(buffers[7].index(GROUP), descs[7].dtype, descs[7].block_shape, descs[7].layout)
+    for i in gl.static_range(2 * (D // WIDTH)):
+        found = _columns(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
+        tma.store_wait(0)
+        flat(staged, ROWS, WIDTH).store(found.to(descs[7].dtype))
+        fence_async_shared()
+        corner = corner_of(b, row, kv_head, i % (D // WIDTH) * WIDTH, DKV, D)
+        if F.ADD:
+            add_tile(descs[7 + i // (D // WIDTH)], corner, staged)
+        else:
+            store_tile(descs[7 + i // (D // WIDTH)], corner, staged)
     tma.store_wait(0)
 
 
@@ -327,8 +294,8 @@ def backward_kernel(
     v,  # [B, *axes of KV, KV_HEADS, HV]
     lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has PART of a row: what products begin from, see `Link`
     delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
-    schedule,  # this and all up to ``bits``: as in `forward_kernel`, with key heads and key blocks
-    spans,
+    order,  # int32 [programs]: which item each has
+    spans,  # this and all up to ``bits``: as in `forward_kernel`, by blocks of keys
     entries,
     tiles,
     chosen_by,
@@ -351,23 +318,23 @@ def backward_kernel(
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
     FETCHING: gl.constexpr,
 ):
-    """dk and dv of the items that this program takes, and what they add to dq."""
+    """dk and dv of this program's item, and what it adds to dq."""
     q_buffer, dout_buffer = buffers_of(q, F.STAGES), buffers_of(dout, F.STAGES)
     lse_buffer, delta_buffer = buffers_of(lse, F.STAGES), buffers_of(delta, F.STAGES)
     k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, 2)
     ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
     q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
-    kv_full, kv_empty, work = barriers(2, 1), barriers(2, 2), queue(2, 1)
+    kv_full = barriers(2, 1)
     fence_async_shared()
     descs = q, dout, k, v, lse, delta, dq, dk, dv
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
-    full, empties = (q_full, dout_full, kv_full), (empty, kv_empty)
+    full = q_full, dout_full, kv_full
     lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments, pieces
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, full, empties, work, lists, A, Q, KV, DKV, L, F)),
-            (_consumer, (1, descs, buffers, full, empties, work, lists, A, Q, KV, DKV, L, F)),
-            (_producer, (descs, buffers, full, empties, work, schedule, lists, A, Q, KV, L, F)),
+            (_consumer, (0, descs, buffers, full, empty, order, lists, A, Q, KV, DKV, L, F)),
+            (_consumer, (1, descs, buffers, full, empty, order, lists, A, Q, KV, DKV, L, F)),
+            (_producer, (descs, buffers, full, empty, order, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
         [REGISTERS, FETCHING],

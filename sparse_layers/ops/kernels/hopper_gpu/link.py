@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, Candidates, static_candidates
+from ...planning.lists import MOST_PARTS, BlockLists, Candidates, static_candidates
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import merged
@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_if_it_pays, in_waves, schedule_of
+from .schedule import EXACT, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -32,7 +32,7 @@ class _Prepared(NamedTuple):
       part: queries of a tile that is fetched.
       stages: how many tiles it holds, see `settings`.
       constants: what it is compiled with, but for ``F``.
-      read: its arrays from ``schedule`` to ``kv_segments``, or to ``pieces``.
+      read: its arrays from ``schedule`` or ``order`` to ``kv_segments`` or ``pieces``.
       programs: how many are started.
       cut: whether items are pieces, which add to dk and dv.
     """
@@ -264,20 +264,17 @@ class HopperLink(Link):
         assert isinstance(device, launch.Device) and self._size is not None
         dkv, operands, (q, kv, lists, steps, before) = kernel == "dkv", self.operands, self._work(kernel)
         found, batch = lists.lists, operands.query.shape[0]
-        schedule, pieces = schedule_of(steps, batch, device.processors), None
-        if dkv and isinstance(schedule, np.ndarray) and len(steps) == 1:
-            key_heads = self._jobs(True, 1)[1].argmax(0)
-            keys = operands.key.shape[1] * operands.key.shape[2]
-            lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / device.processors
-            cut, pieces = cut_if_it_pays(schedule, steps[0], before[0], key_heads, batch, device.processors, lost)
-            schedule = schedule if cut is None else cut
-        schedule = in_waves(schedule) if self.call.exchanging else schedule
+        if dkv:
+            who, pieces = self._order(kv, found, steps, before, device.processors)
+        else:
+            who, pieces = schedule_of(steps, batch, device.processors), None
+            who = in_waves(who) if self.call.exchanging else who
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
             segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
         chosen_by = found.block if found.chosen_by is None else found.chosen_by
-        read: list[Any] = [schedule, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments]
+        read: list[Any] = [who, found.spans, found.block, found.tile, chosen_by, lists.bits, *segments]
         read += [found.spans if pieces is None else pieces] if dkv else []
         arrays = Arrays(
             HEADS=operands.query.shape[2],
@@ -297,7 +294,24 @@ class HopperLink(Link):
         part = self._part(kernel)
         stages = settings.stages_of("backward" if dkv else "forward", self._size, kv.tile, part)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], schedule.shape[1], number > 0)
+        return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], who.shape[-1], number > 0)
+
+    def _order(self, kv: Side, lists: BlockLists, steps: Any, before: Any, programs: int) -> tuple[Any, Any]:
+        """The order of the backward pass's items, and pieces, if work is cut."""
+        batch = self.operands.query.shape[0]
+        if not isinstance(steps, np.ndarray):
+            return order_of(steps, batch, programs, False), None
+        if len(steps) == 1:
+            key_heads = self._jobs(True, 1)[1].argmax(0)
+            keys = self.operands.key.shape[1] * self.operands.key.shape[2]
+            lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / programs
+            order, pieces = cut_if_it_pays(steps[0], before[0], key_heads, batch, programs, lost)
+            if pieces is not None:
+                return order, pieces
+        # Neighbours find in the cache what both read and add to. With several query heads, they would soon be at
+        # different ones, and those of the same length are together for longer.
+        alike = self.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
+        return order_of(steps, batch, programs, alike), None
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
         found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)

@@ -1,10 +1,16 @@
-"""Who does what: kernels are started once for each multiprocessor, and each of these programs has a list of items.
+"""Who does what, and when.
 
 An item is a head and a block, numbered ``(batch entry * heads + head) * blocks + block``. Heads come one after the
-other, two at a time, for their keys stay in the cache then; of these, long items come first. Each goes to the program
-that has least until then. A counter in memory would do that while the kernel runs, and did: where six processes shared
-an H200, whose driver then stops kernels in the middle, 3 % of the calls left an item undone. Lists whose lengths are
-known at run time only are dealt in sweeps over the programs.
+other, for what they read stays in the cache then.
+
+Forward, programs are started once for each multiprocessor, and each has a list of items, long ones of a head first.
+Each item goes to the program that has least until then. A counter in memory would do that while the kernel runs, and
+did: where six processes shared an H200, whose driver then stops kernels in the middle, 3 % of the calls left an item
+undone. Lists whose lengths are known at run time only are dealt in sweeps over the programs.
+
+Backward, each item has a program of its own, which the GPU starts as soon as a multiprocessor is free, in an order that
+is given here. Programs that stay drift apart, and the cache no longer holds what they read and add to: with such
+programs, two heads at a time, masks of videos took 1.4 to 1.5 times as long on an H100.
 
 Keys that everybody attends to have lists much longer than the rest, and the more so the more query heads share a key
 head. Where all would wait for them, the backward kernel's items are pieces: a key head, a block, and some entries of
@@ -20,21 +26,21 @@ import numpy as np
 
 from ..triton_gpu.work import LEAST_STEPS, cut
 
-# Heads that are worked on together; of pieces, query heads. On an H200, 2 were as fast as 1 and 4; all heads at once
-# took 8 to 20 % longer.
-TOGETHER = 2
-# So that not all wait for the last of them, what takes longer than this part of a program's share of all comes first,
-# of whatever head: global columns took 24 % less in the backward pass. To take more out of turn, 8 items of each two
-# heads, cost random blocks and documents 3 to 4 %. Pieces take no longer than that.
-LONG = 1 / 8
+# So that not all wait for the last of them, what takes longer than this part of a program's share of all, and so many
+# times as long as the mean, comes first, of whatever head: global columns took 24 % less in the backward pass. All that
+# takes long, and not the longest of a head only, would read more heads at a time than the cache holds. Pieces take no
+# longer than that part.
+LONG, FAR = 1 / 8, 4
+# The last items are those of one head, but where programs would then end that unevenly: those of so many rounds.
+LAST, UNEVEN = (1, 2, 4), 0.03
 # Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
 # That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
 # of the keys, and if it has all.
 EXACT = 1, 4
-# Programs that walk over the long lists of several query heads drift apart, and read more queries at a time than the
-# cache holds. Where so many heads share keys, and the list of one has so many steps, items take this part longer than
-# pieces of one head: causal attention of 64 query heads on 8 key heads took 28.0 ms on an H200 in pieces, forward and
-# backward, and 29.5 in whole items; of 16 on 4, the same.
+# Programs with long lists of several query heads are soon at different heads, and then read more at a time than the
+# cache holds. Where so many heads share keys, and the list of one has so many steps, pieces are of one head, unless
+# whole items are quicker by more than this part: causal attention of 64 query heads on 8 key heads took 53 ms on an
+# H100 in pieces, forward and backward, and 62 in whole items.
 DRIFT = 8, 64, 0.05
 # While devices exchange queries, some of the processors are busy with that, and a program that finds none of its own
 # begins when another has ended. With an eighth of the work each, they are done earlier: a strided pattern of 131072
@@ -43,8 +49,8 @@ DRIFT = 8, 64, 0.05
 WAVES = 8
 # So many steps an item takes beside its own: to begin, and to store what comes out.
 OWN_STEPS = 1
-# Of lists that are known at run time only, so many rounds at least come from heads that are worked on together, so more
-# than two heads where these have few blocks.
+# Of lists that are known at run time only, so many rounds at least come from heads that are worked on together, so from
+# several heads where these have few blocks.
 LEAST_ROUNDS = 1.9
 
 
@@ -56,37 +62,66 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
       batch: number of batch entries.
       programs: how many can run at the same time.
     """
-    blocks = steps.shape[2]
-    every = steps[np.arange(batch) % len(steps)].reshape(-1, blocks)
-    items = every.size
+    if isinstance(steps, np.ndarray):
+        order = order_of(steps, batch, programs, False)
+        return dealt(order, steps[np.arange(batch) % len(steps)].ravel()[order], programs)
+    items = batch * steps.shape[1] * steps.shape[2]
+    programs = min(programs, items)
+    order, group = _of_groups(steps, batch, programs)
+    places = _in_sweeps(items, group, programs)
+    return jnp.where(places < 0, -1, order[places])
+
+
+def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
+    """int32 [items]: in which order to begin items that have a program each; see `schedule_of` for the arguments.
+
+    With ``as_numbered``, blocks of a head come as they are numbered, and else the longest first, if lengths are known.
+    """
     if not isinstance(steps, np.ndarray):
-        programs = min(programs, items)
-        together = max(TOGETHER, math.ceil(LEAST_ROUNDS * programs / blocks))
-        order, _ = _by_heads(every, together)
-        places = _in_sweeps(items, together * blocks, programs)
-        return jnp.where(places < 0, -1, order.ravel()[:items][places])
-    order, groups = _by_heads(every, TOGETHER)
-    first = int((groups > LONG * every.sum() / programs).sum(1).max())
-    order = np.concatenate([order[:, :first].ravel(), order[:, first:].ravel()])
-    order = order[order < items]
-    return dealt(order, every.ravel()[order], programs)
+        return _of_groups(steps, batch, programs)[0]
+    every = steps[np.arange(batch) % len(steps)].ravel()
+    heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
+    order, best = every[:0], max(int(every.sum()) // programs, every.max(initial=0)) + OWN_STEPS
+    for rounds in LAST:
+        order = _in_order(every, heads, max(rounds * programs, steps.shape[2]), programs, as_numbered)
+        if makespan(dealt(order, every[order], programs), every) <= (1 + UNEVEN) * best:
+            break
+    return order
 
 
-def _by_heads(every: Any, together: int) -> tuple[Any, Any]:
-    """Items of each group of heads [groups, items], the longest first, those beyond the last being none; and all steps.
-
-    The steps [groups, items] are in the order of blocks.
+def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as_numbered: bool) -> np.ndarray:
+    """The order of items: what is `LONG` and `FAR`, then head by head, then the last ones of all.
 
     Args:
-      every: steps of each head's blocks [heads of all batch entries, blocks].
-      together: heads of a group.
+      every: steps of each item.
+      heads: of each.
+      last: how many are the last ones; of them, and of the first, the longest come first.
+      programs: how many can run at the same time.
+      as_numbered: whether items of a head come as they are numbered; else the longest come first.
     """
-    xp: Any = np if isinstance(every, np.ndarray) else jnp
-    groups = xp.pad(every, [(0, -len(every) % together), (0, 0)], constant_values=-1)
+    items, total = len(every), every.sum()
+    first = (every > LONG * total / programs) & (every > FAR * total / items)
+    group = np.where(first, -1, np.where(np.arange(items) < items - last, heads, items))
+    within = np.where((group == heads) & as_numbered, 0, -every)
+    return np.lexsort((within, group)).astype(np.int32)
+
+
+def _of_groups(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
+    """(the order of items known at run time only: of each group of heads the longest first, and how many a group has)."""
+    every = steps[np.arange(batch) % len(steps)].reshape(-1, steps.shape[2])
+    together = math.ceil(LEAST_ROUNDS * programs / every.shape[1])
+    groups = jnp.pad(every, [(0, -len(every) % together), (0, 0)], constant_values=-1)
     groups = groups.reshape(-1, together * every.shape[1])
-    order = xp.argsort(-groups, axis=1, stable=True).astype(np.int32)
-    first = groups.shape[1] * np.arange(len(groups), dtype=np.int32)[:, None]
-    return order + first, groups
+    order = jnp.argsort(-groups, axis=1, stable=True).astype(np.int32)
+    order += groups.shape[1] * np.arange(len(groups), dtype=np.int32)[:, None]
+    return order.ravel()[: every.size], groups.shape[1]
+
+
+def neighbours_share(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
+    """Whether most entries of lists are in the list before, too; see `BlockLists` for the arguments."""
+    lengths = (spans[..., 2] - spans[..., 0]).ravel()
+    entry = np.repeat(np.arange(len(lengths)), lengths) * minor_blocks + block
+    return 2 * np.isin(entry - minor_blocks, entry).sum() > len(entry)
 
 
 def dealt(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
@@ -142,22 +177,15 @@ def makespan(schedule: np.ndarray, costs: np.ndarray) -> int:
 
 
 def cut_if_it_pays(
-    whole: np.ndarray,
-    steps: np.ndarray,
-    before: np.ndarray,
-    key_heads: np.ndarray,
-    batch: int,
-    programs: int,
-    lost: float,
+    steps: np.ndarray, before: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, lost: float
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """A schedule of the work in pieces, and these, if that takes less time than in whole items; else None twice.
+    """The order of the work in pieces, and these, if that takes less time than in whole items; else None twice.
 
     A piece is int32 [6]: its key head and block; its query heads, numbered as the pass has them, the first and the end;
     its first entry in the list of the first of them, and its end in that of the last. Piece p of batch entry b is the
     item ``b * pieces + p``.
 
     Args:
-      whole: the schedule of whole items, as `dealt` makes it.
       steps: of each block, integers [key heads, blocks], alike for all batch entries.
       before: of these, the steps that come before those of a query head, [query heads, blocks].
       key_heads: of each query head, [query heads], ascending.
@@ -185,11 +213,15 @@ def cut_if_it_pays(
     first, last = head_of(begin), head_of(end - 1)
     at = np.arange(len(job))
     pieces = np.stack([key_head, block, first, last + 1, begin - passed[at, first], end - passed[at, last]], axis=1)
-    costs = end - begin
-    order = np.lexsort((-costs, first // TOGETHER)) + len(job) * np.arange(batch)[:, None]
-    order, costs = order.ravel().astype(np.int32), np.tile(costs, batch)
-    found = dealt(order, costs[order], programs)
-    others = makespan(whole, np.tile(steps.ravel(), batch))
-    if makespan(found, costs) + lost + LEAST_STEPS > others * (1 + drift):
+    # What the pieces of a query head read stays in the cache, too.
+    by_head = np.lexsort((begin - end, first))
+    pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
+
+    def taken(costs: np.ndarray, order: np.ndarray) -> int:
+        return makespan(dealt(order, costs[order], programs), costs)
+
+    order = _in_order(costs, np.tile(pieces[:, 2], batch), programs, programs, False)
+    others = taken(np.tile(steps.ravel(), batch), order_of(steps[None], batch, programs, False))
+    if taken(costs, order) + lost + LEAST_STEPS > others * (1 + drift):
         return None, None
-    return found, pieces.astype(np.int32)
+    return order, pieces

@@ -76,16 +76,6 @@ def tell(work, turn, found):
 
 
 @gluon.jit
-def given(work, turn):
-    """The item that a group computes next, if that is all that it is told."""
-    _, full, empty = work
-    mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
-    item = told(work, turn, 0, 1)
-    mbarrier.arrive(empty.index(turn % 2), count=1)
-    return item
-
-
-@gluon.jit
 def told(work, turn, NUMBER: gl.constexpr, NUMBERS: gl.constexpr):
     """One of the numbers of an item that a group computes, when it has waited for them."""
     place = work[0].index(turn % 2 * NUMBERS + NUMBER)
