@@ -43,13 +43,12 @@ from .tiles import (
     item_of,
     logits,
     masked,
-    queue,
-    scheduled,
     span_of,
-    tell,
-    told,
     words_of,
 )
+
+# What groups are told of an item: itself, its list's first entry, first masked one and end, the first one's mask tile.
+NUMBERS = gl.constexpr(5)
 
 
 class Forward(NamedTuple):
@@ -59,6 +58,37 @@ class Forward(NamedTuple):
     KV_STAGES: int
     SINKS: bool  # whether there are sinks
     BEFORE: bool  # whether there are results of an earlier pass
+
+
+@gluon.jit
+def _queue(GROUPS: gl.constexpr):
+    """How the one who fetches tells the groups that compute what comes: (numbers, full, empty), of two items."""
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return numbers, barriers(2, 1), barriers(2, GROUPS)
+
+
+@gluon.jit
+def _scheduled(schedule, turn):
+    """The item of this program in a round, -1 after its last one."""
+    return gl.load(schedule + turn * gl.num_programs(0) + gl.program_id(0))
+
+
+@gluon.jit
+def _tell(work, turn, found):
+    """Tells the groups that compute the numbers of an item, of which the first is -1 after the last item."""
+    numbers, full, empty = work
+    mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+    for i in gl.static_range(NUMBERS):
+        place = numbers.index(turn % 2 * NUMBERS + i)
+        place.store(gl.full([1], found[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(turn % 2), count=1)
+
+
+@gluon.jit
+def _told(work, turn, NUMBER: gl.constexpr):
+    """One of the numbers of an item that a group computes, when it has waited for them."""
+    place = work[0].index(turn % 2 * NUMBERS + NUMBER)
+    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -77,9 +107,9 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
     """Fetches q, k and v in the order in which they will be needed, and says where lists are."""
     n = 0
     turn = 0
-    item = scheduled(schedule, turn)
+    item = _scheduled(schedule, turn)
     while item >= 0:
-        coming = scheduled(schedule, turn + 1)
+        coming = _scheduled(schedule, turn + 1)
         b, own, block = item_of(item, A.OWN_HEADS, L)
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
@@ -90,7 +120,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             row = block * Q.TILE + group * ROWS
             fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
         tile = gl.load(lists[2] + first, mask=end > first, other=-1)
-        tell(work, turn, (item, first, first_masked, end, tile))
+        _tell(work, turn, (item, first, first_masked, end, tile))
         turn += 1
         # Values are needed a step later than keys: step n has the keys of entry n and the values of the entry before.
         before = 0
@@ -114,7 +144,7 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             before = index
             n += 1
         item = coming
-    tell(work, turn, (-1, 0, 0, 0, -1))
+    _tell(work, turn, (-1, 0, 0, 0, -1))
 
 
 @gluon.jit
@@ -163,9 +193,9 @@ def _next(work, turn, lists, rows, within, A: gl.constexpr, Q: gl.constexpr, KV:
     """
     _, full, empty = work
     mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
-    item = told(work, turn, 0, 5)
-    span = told(work, turn, 1, 5), told(work, turn, 2, 5), told(work, turn, 3, 5)
-    words = _words(lists, told(work, turn, 4, 5), within, Q, KV, LAYOUT)
+    item = _told(work, turn, 0)
+    span = _told(work, turn, 1), _told(work, turn, 2), _told(work, turn, 3)
+    words = _words(lists, _told(work, turn, 4), within, Q, KV, LAYOUT)
     mbarrier.arrive(empty.index(turn % 2), count=1)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     b, own, block = item_of(gl.maximum(item, 0), A.OWN_HEADS, L)
@@ -333,7 +363,7 @@ def forward_kernel(
     q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
     kv_full = barriers(F.KV_STAGES, 1)
     k_empty, v_empty = barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS)
-    before_full, work = barriers(GROUPS, 1), queue(GROUPS, 5)
+    before_full, work = barriers(GROUPS, 1), _queue(GROUPS)
     fence_async_shared()
     descs = q, k, v, out, before, more_k, more_v
     buffers = q_buffer, k_buffer, v_buffer, out_buffer

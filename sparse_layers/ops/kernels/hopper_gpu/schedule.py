@@ -107,7 +107,7 @@ def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as
 
 
 def _of_groups(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
-    """(the order of items known at run time only: of each group of heads the longest first, and how many a group has)."""
+    """(order of items known at run time only: of each group of heads the longest first; how many a group has)."""
     every = steps[np.arange(batch) % len(steps)].reshape(-1, steps.shape[2])
     together = math.ceil(LEAST_ROUNDS * programs / every.shape[1])
     groups = jnp.pad(every, [(0, -len(every) % together), (0, 0)], constant_values=-1)

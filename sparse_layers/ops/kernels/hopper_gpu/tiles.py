@@ -52,37 +52,6 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
-def queue(GROUPS: gl.constexpr, NUMBERS: gl.constexpr):
-    """How the one who fetches tells the groups that compute what comes: (numbers, full, empty), of two items."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return numbers, barriers(2, 1), barriers(2, GROUPS)
-
-
-@gluon.jit
-def scheduled(schedule, turn):
-    """The item of this program in a round, -1 after its last one."""
-    return gl.load(schedule + turn * gl.num_programs(0) + gl.program_id(0))
-
-
-@gluon.jit
-def tell(work, turn, found):
-    """Tells the groups that compute the numbers of an item, of which -1 comes after the last one."""
-    numbers, full, empty = work
-    mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
-    for i in gl.static_range(len(found)):
-        place = numbers.index(turn % 2 * len(found) + i)
-        place.store(gl.full([1], found[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full.index(turn % 2), count=1)
-
-
-@gluon.jit
-def told(work, turn, NUMBER: gl.constexpr, NUMBERS: gl.constexpr):
-    """One of the numbers of an item that a group computes, when it has waited for them."""
-    place = work[0].index(turn % 2 * NUMBERS + NUMBER)
-    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
 def item_of(item, HEADS: gl.constexpr, L: gl.constexpr):
     """An item of work: (batch entry, which of the heads of its kind, block)."""
     return item // L.BLOCKS // HEADS, item // L.BLOCKS % HEADS, item % L.BLOCKS
