@@ -21,7 +21,7 @@ import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
+from sparse_layers.ops.kernels.hopper_gpu import bridge, link, settings
 from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
@@ -170,6 +170,34 @@ def test_passes_that_plain_triton_does_together(launched):
     case = Case("few-keys", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 256, batch=1, split=True)
     cases.check(case, case.call("hopper"))
     assert {*launched} == {"forward_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "as_numbered"),
+    [
+        (sl.Causal() & sl.Window(300), (2, 2), True),
+        (sl.Causal() & sl.Window(300), (4, 2), False),  # neighbours would soon be at different query heads
+        (
+            sl.Blocks(sl.Array(np.eye(10, dtype=bool)[[3, 1, 4, 8, 5, 9, 2, 6, 0, 7]] | np.eye(10, dtype=bool)), 128),
+            (2, 2),
+            False,
+        ),
+    ],
+)
+def test_blocks_come_as_they_are_numbered_where_neighbours_read_the_same(
+    launched, monkeypatch, mask, heads, as_numbered
+):
+    asked = []
+
+    def record(steps, batch, programs, as_numbered):
+        asked.append(as_numbered)
+        return order_of(steps, batch, programs, as_numbered)
+
+    monkeypatch.setattr(link, "order_of", record)
+    q, k = (jax.ShapeDtypeStruct((1, 1280, n, 64), jnp.bfloat16) for n in heads)
+    op = functools.partial(sl.block_sparse_attention, implementation="hopper")
+    jax.eval_shape(jax.grad(lambda q, k: op(q, k, k, mask).astype(jnp.float32).sum()), q, k)
+    assert asked == [as_numbered]
 
 
 @pytest.mark.parametrize(

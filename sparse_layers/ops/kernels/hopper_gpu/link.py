@@ -308,8 +308,8 @@ class HopperLink(Link):
             order, pieces = cut_if_it_pays(steps[0], before[0], key_heads, batch, programs, lost)
             if pieces is not None:
                 return order, pieces
-        # Neighbours find in the cache what both read and add to. With several query heads, they would soon be at
-        # different ones, and those of the same length are together for longer.
+        # Neighbours find in the cache what both read and add to. With several query heads they would soon be at
+        # different ones; items that are equally long stay at the same head for longer.
         alike = self.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
         return order_of(steps, batch, programs, alike), None
 

@@ -121,7 +121,7 @@ def neighbours_share(spans: np.ndarray, block: np.ndarray, minor_blocks: int) ->
     """Whether most entries of lists are in the list before, too; see `BlockLists` for the arguments."""
     lengths = (spans[..., 2] - spans[..., 0]).ravel()
     entry = np.repeat(np.arange(len(lengths)), lengths) * minor_blocks + block
-    return 2 * np.isin(entry - minor_blocks, entry).sum() > len(entry)
+    return bool(2 * np.isin(entry - minor_blocks, entry).sum() > len(entry))
 
 
 def dealt(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
