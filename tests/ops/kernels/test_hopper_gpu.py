@@ -605,6 +605,18 @@ def test_pieces(lost):
     assert taken(order, np.tile(found, batch)) < 1.1 * costs.sum() / programs < whole
 
 
+@pytest.mark.parametrize(("group", "longest", "cut"), [(8, 128, True), (4, 128, False), (8, 32, False)])
+def test_long_lists_of_many_query_heads_are_cut_by_head(group, longest, cut):
+    """A causal mask, whose whole items would be done as early."""
+    counts, head = longest - np.arange(longest), np.arange(4 * group)
+    steps, before = np.tile(group * counts, (4, 1)), (head % group)[:, None] * counts
+    _, pieces = cut_if_it_pays(steps, before, head // group, 4, 132, 20)
+    assert (pieces is not None) == cut
+    if pieces is not None:
+        _, block, first, end, skipped, stop = pieces.T
+        assert np.max((end - 1 - first) * counts[block] + stop - skipped) <= longest
+
+
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("size", settings.SIZES)
 @pytest.mark.parametrize("block", settings.BLOCKS)
