@@ -526,6 +526,18 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
             assert all(np.all(np.diff(costs[items[head == x]]) <= 0) for x in range(heads))
 
 
+def test_items_of_several_heads_end_a_schedule_only_where_that_is_sooner():
+    """Where one head is even enough, nothing of the others is taken out of turn, long as it may be for its head."""
+    draw, head = np.random.default_rng(0), np.repeat(np.arange(32), 128)
+    causal = 4 * (128 - np.arange(128))  # of four query heads
+    for one, heads in ((np.full(128, 9), 32), (draw.poisson(13, 128), 32), (causal, 8)):
+        order = order_of(np.tile(one, (1, heads, 1)), 1, 132, False)
+        assert np.all(np.diff(head[order][:-132]) >= 0)
+    borders = np.sort(draw.choice(np.arange(1, 128), 7, replace=False))
+    documents = np.arange(128) - np.append(0, borders)[np.searchsorted(borders, np.arange(128), side="right")]
+    assert np.any(np.diff(head[order_of(np.tile(documents, (1, 5, 1)), 1, 132, False)][:-132]) < 0)
+
+
 def test_neighbours_share():
     """Blocks that see the blocks before them, of every second row of blocks, and rows of another head."""
     spans = np.zeros((1, 2, 9, 3), np.int32)
@@ -586,7 +598,9 @@ def test_pieces(lost):
         return
     assert pieces is not None and order is not None and order.dtype == np.int32
     assert sorted(order) == list(range(batch * len(pieces)))
-    assert np.all(np.diff(pieces[:, 2]) >= 0)  # one query head after the other
+    assert np.all(np.diff(pieces[:, 2]) >= 0)  # one query head after the other, and one batch entry
+    heads = order[: -2 * programs] // len(pieces) * len(key_heads) + pieces[order[: -2 * programs] % len(pieces), 2]
+    assert np.all(np.diff(heads) >= 0)
     walked, found = [np.zeros(n, int) for n in counts.ravel()], []
     for kv_head, block, first, end, skipped, stop in pieces:
         assert all(key_heads[first:end] == kv_head)

@@ -10,7 +10,7 @@ undone. Lists whose lengths are known at run time only are dealt in sweeps over 
 
 Backward, each item has a program of its own, which the GPU starts as soon as a multiprocessor is free, in an order that
 is given here. Programs that stay drift apart, and the cache no longer holds what they read and add to: with such
-programs, two heads at a time, masks of videos took 1.4 to 1.5 times as long on an H100.
+programs, two heads at a time, forward and backward of masks of videos took 1.5 times as long on an H100.
 
 Keys that everybody attends to have lists much longer than the rest, and the more so the more query heads share a key
 head. Where all would wait for them, the backward kernel's items are pieces: a key head, a block, and some entries of
@@ -27,11 +27,12 @@ import numpy as np
 from ..triton_gpu.work import LEAST_STEPS, cut
 
 # So that not all wait for the last of them, what takes longer than this part of a program's share of all, and so many
-# times as long as the mean, comes first, of whatever head: global columns took 24 % less in the backward pass. All that
-# takes long, and not the longest of a head only, would read more heads at a time than the cache holds. Pieces take no
-# longer than that part.
+# times as long as the mean, comes first, of whatever head: global columns took 24 % less in the backward pass. If all
+# long items came first, more heads would be read at a time than the cache holds. Pieces take no longer than that part,
+# or `LEAST_STEPS`.
 LONG, FAR = 1 / 8, 4
-# The last items are those of one head, but where programs would then end that unevenly: those of so many rounds.
+# The last items come longest first, whatever their heads: those of one head, or as many as there are programs, or a
+# multiple of that by which all is done that much earlier.
 LAST, UNEVEN = (1, 2, 4), 0.03
 # Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
 # That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
@@ -44,8 +45,8 @@ EXACT = 1, 4
 DRIFT = 8, 64, 0.05
 # While devices exchange queries, some of the processors are busy with that, and a program that finds none of its own
 # begins when another has ended. With an eighth of the work each, they are done earlier: a strided pattern of 131072
-# tokens took 14.7 ms on two H200 instead of 16.1. Where little is exchanged that costs time: 2 % of a window's, 20 % of
-# documents'.
+# tokens took 14.7 ms on two H200 instead of 16.1, when both passes had such programs. Where little is exchanged that
+# cost time: 2 % of a window's, 20 % of documents'.
 WAVES = 8
 # So many steps an item takes beside its own: to begin, and to store what comes out.
 OWN_STEPS = 1
@@ -75,18 +76,15 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
 def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
     """int32 [items]: in which order to begin items that have a program each; see `schedule_of` for the arguments.
 
-    With ``as_numbered``, blocks of a head come as they are numbered, and else the longest first, if lengths are known.
+    The longest of a head come first, or with ``as_numbered`` they come as they are numbered, if lengths are known.
     """
     if not isinstance(steps, np.ndarray):
         return _of_groups(steps, batch, programs)[0]
     every = steps[np.arange(batch) % len(steps)].ravel()
     heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
-    order, best = every[:0], max(int(every.sum()) // programs, every.max(initial=0)) + OWN_STEPS
-    for rounds in LAST:
-        order = _in_order(every, heads, max(rounds * programs, steps.shape[2]), programs, as_numbered)
-        if makespan(dealt(order, every[order], programs), every) <= (1 + UNEVEN) * best:
-            break
-    return order
+    orders = [_in_order(every, heads, max(x * programs, steps.shape[2]), programs, as_numbered) for x in LAST]
+    taken = [makespan(dealt(order, every[order], programs), every) for order in orders]
+    return next(order for order, time in zip(orders, taken, strict=True) if time <= (1 + UNEVEN) * min(taken))
 
 
 def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as_numbered: bool) -> np.ndarray:
@@ -94,14 +92,14 @@ def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as
 
     Args:
       every: steps of each item.
-      heads: of each.
+      heads: of each, ascending.
       last: how many are the last ones; of them, and of the first, the longest come first.
       programs: how many can run at the same time.
       as_numbered: whether items of a head come as they are numbered; else the longest come first.
     """
     items, total = len(every), every.sum()
     first = (every > LONG * total / programs) & (every > FAR * total / items)
-    group = np.where(first, -1, np.where(np.arange(items) < items - last, heads, items))
+    group = np.where(first, -1, np.where(np.arange(items) < items - last, heads, heads[-1] + 1))
     within = np.where((group == heads) & as_numbered, 0, -every)
     return np.lexsort((within, group)).astype(np.int32)
 
@@ -220,7 +218,8 @@ def cut_if_it_pays(
     def taken(costs: np.ndarray, order: np.ndarray) -> int:
         return makespan(dealt(order, costs[order], programs), costs)
 
-    order = _in_order(costs, np.tile(pieces[:, 2], batch), programs, programs, False)
+    heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 2]).ravel()
+    order = _in_order(costs, heads, programs, programs, False)
     others = taken(np.tile(steps.ravel(), batch), order_of(steps[None], batch, programs, False))
     if taken(costs, order) + lost + LEAST_STEPS > others * (1 + drift):
         return None, None
