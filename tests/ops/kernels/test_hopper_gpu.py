@@ -37,6 +37,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     neighbours_share,
     order_of,
     schedule_of,
+    taken,
 )
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
 from sparse_layers.ops.kernels.triton_gpu import chain, launch
@@ -483,12 +484,12 @@ def test_schedules(batch, shape, programs, known):
     costs = steps[np.arange(batch) % len(steps)].ravel()
     longest = 9000 * -(-int((costs == 9000).sum()) // programs)
     # Known lists have what is long first, and nothing else for those who have it.
-    assert makespan(schedule, costs) <= longest + (60 if known else 2 * costs[costs < 9000].sum() / programs + 60)
+    most = longest + (60 if known else 2 * costs[costs < 9000].sum() / programs + 60)
+    assert makespan(schedule, costs) <= most
     for as_numbered in (False, True):
         order = np.asarray(order_of(steps if known else jnp.asarray(steps), batch, programs, as_numbered))
         assert order.dtype == np.int32 and sorted(order) == list(range(items))
-        wanted = longest + (60 if known else 2 * costs[costs < 9000].sum() / programs + 60)
-        assert makespan(dealt(order, costs[order], programs), costs) <= wanted
+        assert taken(order, costs, programs) <= most
 
 
 @pytest.mark.parametrize("heads", [4, 32])
@@ -513,7 +514,7 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
         far = known & (costs > FAR * costs.mean()) & (costs > LONG * costs.sum() / 132)
         for as_numbered in (False, True):
             order = np.asarray(order_of(given, 1, 132, as_numbered))
-            assert makespan(dealt(order, costs[order], 132), costs) <= uneven * best + 1, number
+            assert taken(order, costs, 132) <= uneven * best + 1, number
             assert np.all(far[order[: far.sum()]])  # what takes far longer comes first, then one head after the other
             orders.append(order[far.sum() :][: max(last - far.sum(), 0)])
         by_length, by_number = orders
@@ -611,12 +612,8 @@ def test_pieces(lost):
             part += 1
         found.append(sum(map(len, parts)))
     assert all(np.all(x == 1) for x in walked)
-
-    def taken(order, costs):
-        return makespan(dealt(order, costs[order], programs), costs)
-
-    whole = taken(order_of(steps[None], batch, programs, False), costs)
-    assert taken(order, np.tile(found, batch)) < 1.1 * costs.sum() / programs < whole
+    whole = taken(order_of(steps[None], batch, programs, False), costs, programs)
+    assert taken(order, np.tile(found, batch), programs) < 1.1 * costs.sum() / programs < whole
 
 
 @pytest.mark.parametrize(("group", "longest", "cut"), [(8, 128, True), (4, 128, False), (8, 32, False)])

@@ -83,8 +83,8 @@ def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
     every = steps[np.arange(batch) % len(steps)].ravel()
     heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
     orders = [_in_order(every, heads, max(x * programs, steps.shape[2]), programs, as_numbered) for x in LAST]
-    taken = [makespan(dealt(order, every[order], programs), every) for order in orders]
-    return next(order for order, time in zip(orders, taken, strict=True) if time <= (1 + UNEVEN) * min(taken))
+    times = [taken(order, every, programs) for order in orders]
+    return next(order for order, time in zip(orders, times, strict=True) if time <= (1 + UNEVEN) * min(times))
 
 
 def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as_numbered: bool) -> np.ndarray:
@@ -174,6 +174,11 @@ def makespan(schedule: np.ndarray, costs: np.ndarray) -> int:
     return np.append(costs + OWN_STEPS, 0)[schedule].sum(0).max()
 
 
+def taken(order: np.ndarray, costs: np.ndarray, programs: int) -> int:
+    """Steps until all is done, if items of so many steps each are begun in an order, as soon as a program ends."""
+    return makespan(dealt(order, costs[order], programs), costs)
+
+
 def cut_if_it_pays(
     steps: np.ndarray, before: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, lost: float
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
@@ -215,12 +220,9 @@ def cut_if_it_pays(
     by_head = np.lexsort((begin - end, first))
     pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
 
-    def taken(costs: np.ndarray, order: np.ndarray) -> int:
-        return makespan(dealt(order, costs[order], programs), costs)
-
     heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 2]).ravel()
     order = _in_order(costs, heads, programs, programs, False)
-    others = taken(np.tile(steps.ravel(), batch), order_of(steps[None], batch, programs, False))
-    if taken(costs, order) + lost + LEAST_STEPS > others * (1 + drift):
+    others = taken(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
+    if taken(order, costs, programs) + lost + LEAST_STEPS > others * (1 + drift):
         return None, None
     return order, pieces
