@@ -4,7 +4,8 @@ A kernel of Gluon is plain Python over some thirty names. It runs here as a copy
 nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing, but for a linear one of shared memory,
 see `Placed`. All that the hardware does by itself is done as late as a kernel allows, so that nothing is there by luck:
 
-* a load of the copy engine arrives when someone waits for its barrier, and its buffer holds poison before;
+* a load of the copy engine, or of threads that `copy`, arrives when someone waits for its barrier, and its buffer holds
+  poison before;
 * a store of the copy engine reads its buffer when the kernel waits for it;
 * a product reads its operands in shared memory when the kernel waits for it, and its result is refused before.
 
@@ -31,6 +32,7 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import JITFunction
 
 from tests.ops.kernels.triton_interpreter import NUMPY_TYPES, TRITON_TYPES, KernelBug, poison
@@ -123,6 +125,7 @@ class Partition:
         self.ready, self.lacks = lambda: True, str  # whether what it waits for has come; and what that is, in words
         self.ended, self.result = False, None
         self.products, self.stores, self.unfenced = [], [], dict(unfenced)
+        self.copies = []  # whose barrier it has not named yet
         self.seen = {}  # of each barrier the last phase that it has waited for
 
     def wait(self, ready, lacks=str):
@@ -130,6 +133,8 @@ class Partition:
         MACHINE.hand_on()
 
     def leave(self):
+        if self.copies:
+            raise bug("ends without a word to anybody about what it copies: mbarrier_arrive is missing")
         if self.stores:
             raise bug("ends while the copy engine may still read what it stores: tma.store_wait(0) is missing")
         self.ended = True
@@ -226,6 +231,8 @@ class Machine:
         name = function.__name__
         given = [self.replacements[key] for key in (value, function, name) if key in self.replacements]
         builtin = tl.core.is_builtin(function)
+        if function.__module__ == async_copy.__name__:  # names that the copy engine has, too
+            name = OF_THREADS.get(name, name)
         if given:
             return given[0]
         if name in vars(Language) and (builtin or function.__module__.startswith("triton.")):
@@ -233,6 +240,9 @@ class Machine:
         if isinstance(value, JITFunction):
             return self.interpreted(value)
         return functools.partial(unknown, name) if builtin else value
+
+
+OF_THREADS = {"async_load": "copy", "async_copy_global_to_shared": "copy"}
 
 
 class Namespace:
@@ -341,6 +351,10 @@ class Pointer(NamedTuple):
         return self._replace(at=self.at + np.asarray(raw(offset), np.int64))
 
     __radd__ = __add__
+
+    def to(self, dtype):
+        """As a number it is no other."""
+        return self
 
     def __getitem__(self, key):
         return self._replace(at=self.at[key])
@@ -531,13 +545,20 @@ def packed(dtype):
     return lambda _, *parts: Tensor(np.stack([x.data.astype(dtype) for x in parts[::-1]], -1).view(np.int32)[..., 0])
 
 
-def named_barrier(assembly, number):
+def named_barrier(assembly, number, *threads):
     """Counts a group of 128 threads at a named barrier; `bar.sync` waits until all have come."""
-    verb, _, threads = assembly.split(";")[0].split()
-    place, groups = int(number), int(threads) // 128
+    verb, _, given = assembly.split(";")[0].split()
+    place, groups = int(number), int(threads[0] if threads else given) // 128
     met = MACHINE.meetings[place] = MACHINE.meetings.get(place, 0) + 1
     last = -(-met // groups) * groups if verb == "bar.sync" else 0
     MACHINE.current.wait(lambda: MACHINE.meetings[place] >= last, lambda: f"others at the named barrier {place}")
+
+
+def add_pairs(_, pointer, *parts):
+    """Adds to two neighbouring numbers, in any order."""
+    for i, part in enumerate(parts):
+        at, _ = (pointer + i).lanes("adds to", None)
+        np.add.at(pointer.elements, at, part.data)
 
 
 # By the first instruction.
@@ -547,6 +568,7 @@ ASSEMBLY = {
     "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16),
     "cvt.rn.f16x2.f32": packed(np.float16),
     "and.b32": lambda _, x, words, bit: Tensor(np.where((words & bit).data != 0, x.data, np.float32(-np.inf))),
+    "red.global.add.v2.f32": add_pairs,
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
 }
@@ -655,6 +677,23 @@ class Language:
 
     async_copy_global_to_shared, async_copy_shared_to_global = async_load, async_store
     async_atomic_add = add_tile = staticmethod(functools.partial(async_store, add=True))
+
+    # Copies by threads, of which four warps take part
+
+    @staticmethod
+    def copy(smem, pointer, **_):
+        at, _ = np.broadcast_arrays(pointer.lanes("loads", None)[0], smem.array)
+        if list(pointer.at.shape) != smem.shape or pointer.elements.dtype != smem.array.dtype:
+            raise bug(f"copies {pointer.elements.dtype}{pointer.at.shape} to {smem.dtype}{smem.shape}")
+        smem.array[...] = poison(smem.array.dtype)
+        MACHINE.current.copies.append((smem.array, smem.array, pointer.elements[at]))
+
+    @staticmethod
+    def mbarrier_arrive(barrier, increment_count=True):
+        barrier_of(barrier).loads += MACHINE.current.copies
+        MACHINE.current.copies = []
+        if not increment_count:
+            Language.arrive(barrier, count=128)
 
     # Shared memory and the tensor cores
 

@@ -37,9 +37,11 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def outdone(call: Call, operands: Operands) -> str | None:
     """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
-    from . import settings
+    from . import gathered, settings
 
     if call.selection is not None and call.selection[1] < settings.ROWS:
+        if gathered.unserved(call, operands) is None:
+            return None
         # Plain Triton's tiles have hardly more queries than choose together.
         return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
     reasons = [forward for _, forward, _ in _left(call, _shapes(operands))]
@@ -65,11 +67,17 @@ def _shapes(operands: Operands) -> Operands:
 def _left(call: Call, shapes: Operands) -> tuple[tuple[str, str | None, str | None], ...]:
     """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None."""
     from ..triton_gpu import chain
+    from . import gathered
     from .link import HopperLink
 
     links: list[Any] = [link for group in chain.groups(call, shapes, HopperLink) for link in group.links]
+    by_choice = shapes.chosen is not None and gathered.unserved(call, shapes) is None
     return tuple(
-        (link.passes[0].orders if link.passes else "natural order", link.unserved("forward"), link.unserved("dkv"))
+        (
+            link.passes[0].orders if link.passes else "natural order",
+            link.unserved("forward"),
+            None if by_choice else link.unserved("dkv"),
+        )
         for link in links
     )
 
@@ -88,7 +96,9 @@ def backward(
     call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
-    from ..triton_gpu import chain
+    from ..triton_gpu import by_key, chain
+    from . import gathered
     from .link import HopperLink
 
-    return chain.backward(call, operands, lse, delta, dout, link_type=HopperLink)
+    choices = by_key.Choices if gathered.unserved(call, operands) else gathered.HopperChoices
+    return chain.backward(call, operands, lse, delta, dout, link_type=HopperLink, choices_type=choices)

@@ -93,7 +93,7 @@ def _entries(spans, b, own, block, first_own, end_own, part, A: gl.constexpr, L:
 
 
 @gluon.jit
-def _columns(x, PART: gl.constexpr, SIZE: gl.constexpr):
+def columns_of(x, PART: gl.constexpr, SIZE: gl.constexpr):
     """All columns of a tile of registers, or the first half or the second one."""
     if x.shape[1] == SIZE:
         return x
@@ -231,7 +231,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         together_at.slice(GROUP * ROWS, ROWS, 0).store(dscores)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(dscores, LEFT), queries, dk, is_async=True)
-        together(8)
+        together(8, 256)
         dq = gl.zeros([PART, HALF], gl.float32, QUERIES)
         dq = warpgroup_mma(together_at.permute((1, 0)), keys.slice(GROUP * HALF, HALF, 1), dq, use_acc=False,
                            is_async=True)  # fmt: skip
@@ -274,7 +274,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, order, lists, A:
                            segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
     staged = reinterpret(buffers[7].index(GROUP), descs[7].dtype, descs[7].block_shape, descs[7].layout)
     for i in gl.static_range(2 * (D // WIDTH)):
-        found = _columns(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
+        found = columns_of(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
         tma.store_wait(0)
         flat(staged, ROWS, WIDTH).store(found.to(descs[7].dtype))
         fence_async_shared()

@@ -12,7 +12,7 @@ import numpy as np
 from ...planning.lists import MOST_PARTS, BlockLists, Candidates, static_candidates
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import merged
+from ..call import Call, merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
 from ..triton_gpu.lists import Lists, Side, bits_of
@@ -45,6 +45,11 @@ class _Prepared(NamedTuple):
     read: list[jax.Array]
     programs: int
     cut: bool
+
+
+def products_begin_from(lse: jax.Array, call: Call) -> jax.Array:
+    """What is in the place of lse in the backward kernels: -inf, for weights of 0, where a query has no keys."""
+    return jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(call.scale, call.soft_cap or 0.0)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -160,10 +165,7 @@ class HopperLink(Link):
         own = self._prepared_for("dkv")
         q, kv = own.q, own.kv
         lse, delta = (x[:, self.first :: self.step] for x in (gradients.lse, gradients.delta))
-        # Products begin from it: -inf, for weights of 0, where a query has no keys.
-        lse = jnp.where(
-            lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(self.call.scale, self.call.soft_cap or 0.0))
-        )
+        lse = products_begin_from(lse, self.call)
         scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
         # Results are added in place to what is there: dq in float32; dk and dv of all keys if these may be rounded in
         # between, or come in pieces.

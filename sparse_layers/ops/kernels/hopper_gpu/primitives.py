@@ -12,11 +12,14 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Names of Triton 3.8 and later, and those before.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Threads copy what pointers say to shared memory, 16 bytes at a time at most, and a barrier is told when it is there.
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @builtin
@@ -37,10 +40,39 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 
 @gluon.jit
-def together(NUMBER: gl.constexpr):
-    """Both groups of consumers wait for each other at a named barrier."""
+def together(NUMBER: gl.constexpr, THREADS: gl.constexpr):
+    """So many threads of consumers, 128 a group, wait for each other at a named barrier."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [gl.to_tensor(NUMBER)], gl.int32, is_pure=False, pack=1
+        "bar.sync $1, $2; mov.b32 $0, 0;",
+        "=r,n,n",
+        [gl.to_tensor(NUMBER), gl.to_tensor(THREADS)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def arrive_when_copied(barrier):
+    """Arrives at a barrier, once for each thread, when all is there that it has begun to `copy`."""
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def add_rows(base, rows, STRIDE: gl.constexpr, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Adds a tile of float32 to rows of an array, STRIDE numbers apart, two numbers at a time."""
+    low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
+    LAYOUT: gl.constexpr = low.type.layout
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    column = 2 * gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, LAYOUT))
+    to = base + rows.to(gl.int64)[:, None] * STRIDE + column[None, :]
+    gl.inline_asm_elementwise(
+        "red.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;",
+        "=r,l,f,f",
+        [to.to(gl.int64), low, high],
+        gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -21,6 +21,8 @@ Q_STAGES = 2
 # Registers of a thread that computes, as many as one can have but for those of 16, and of one that fetches, for which
 # Triton sets four warps aside. There are 65536: 128 times 240 + 240 + 24.
 REGISTERS, FETCHING = 240, 24
+# The same where all threads of four warps fetch, by addresses of their own.
+GATHERING = 232, 40
 
 
 def padded(size: int) -> int | None:
@@ -32,14 +34,16 @@ def shared_memory(kernel: str, stages: int, size: int, block: int, part: int = G
     """Bytes of shared memory, but for barriers: fewer than 1024.
 
     Args:
-      kernel: "forward" or "backward".
-      stages: tiles of k and of v that the forward kernel holds or fetches; parts of q and dout in the backward kernel.
+      kernel: "forward", "backward" or "gathered".
+      stages: tiles of k and of v that the forward kernel holds or fetches; parts of q and dout in the others.
       size: head size, rounded up.
       block: keys in a tile.
-      part: queries of a step of the backward kernel.
+      part: queries of a step of the other kernels.
     """
     if kernel == "forward":
         return 2 * (ROWS * size + Q_STAGES * ROWS * size + 2 * stages * block * size)
+    if kernel == "gathered":
+        return 2 * (2 * block * size + 2 * stages * part * size + 2 * ROWS * part) + stages * part * (8 + block // 8)
     kv, q_dout, ds = 2 * block * size, 2 * stages * part * size, 2 * block * part
     return 2 * (kv + q_dout + ds) + 4 * (part * size + 2 * stages * part)
 
@@ -47,6 +51,8 @@ def shared_memory(kernel: str, stages: int, size: int, block: int, part: int = G
 def stages_of(kernel: str, size: int, block: int, part: int = GROUP) -> int:
     """As many stages as fit, for `shared_memory`."""
     for stages in range(MOST_STAGES, 1, -1):
+        if kernel == "gathered" and block == GROUP and stages % 2:
+            continue  # each of two groups that take turns has stages of its own
         if shared_memory(kernel, stages, size, block, part) + 1024 <= SHARED_MEMORY:
             return stages
     raise AssertionError(f"{kernel} fits at no depth at head size {size}")

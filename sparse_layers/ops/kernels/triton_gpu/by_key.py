@@ -11,8 +11,9 @@ The same idea: Yan et al. 2025, "FSA: An Alternative Efficient Implementation of
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def serves(call: Call, operands: Operands) -> bool:
     together = _together(call, operands)
     if call.selection[1] > 1 or together == 1 or operands.query.shape[1] < 2 * together:
         return False
-    device, choices = launch.device(), _Choices(call, operands, 0, 1, ())
+    device, choices = launch.device(), Choices(call, operands, 0, 1, ())
     assert isinstance(device, launch.Device)
     settings = {x: choices.settings(x) for x in KERNELS}
     needed = max(shared_memory(x, y, *choices.sizes, device.capability) for x, y in settings.items())
@@ -70,13 +71,15 @@ def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
     tiles = queries // together
     ids = operands.chosen[:, : tiles * together].reshape(batch, tiles, together, lists, k)
     ids = jnp.moveaxis(ids, 3, 1).reshape(-1, together, k)
-    ids = ids[:: -(-len(ids) // SAMPLE)]
+    # Spread evenly over all of them and over those of each sequence, whatever their numbers, by the golden ratio.
+    at = np.arange(SAMPLE) * ((math.sqrt(5) - 1) / 2) % 1
+    ids = ids[np.unique((at * len(ids)).astype(np.int64))]
     # Forward, a tile of few rows takes as long as a full one.
     filled = max(together, FULL_TILE // Link(call, operands, 0, 1, ()).pack) if direction == "forward" else together
     walked = _different(ids.reshape(-1, together * k), columns) * filled
     # Tiles of keys take as long, too, where blocks do not fill them.
-    block, finer = call.selection[0], _finer(call, operands)
-    tiled = finer * max(32, launch.padded(block // finer)) / block
+    block, number = call.selection[0], finer(call, operands)
+    tiled = number * max(32, launch.padded(block // number)) / block
     return walked > LEAST_WASTE[direction] * tiled * _different(ids, columns)
 
 
@@ -86,10 +89,10 @@ def _different(ids: jax.Array, columns: int) -> jax.Array:
     return (differs(ids) & (ids >= 0) & (ids < columns)).sum(dtype=jnp.float32)  # there may be more than 2 ** 31
 
 
-def _finer(call: Call, operands: Operands) -> int:
+def finer(call: Call, operands: Operands) -> int:
     """Into how many a block is cut, so that a program can hold one."""
     assert call.selection is not None
-    block, choices = call.selection[0], _Choices(call, operands, 0, 1, ())
+    block, choices = call.selection[0], Choices(call, operands, 0, 1, ())
     most = min(choices.settings(kernel).major for kernel in KERNELS)
     return next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
 
@@ -114,10 +117,17 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         out = jnp.where(live[..., None], out.astype(jnp.float32), 0) * weights[..., None]
         return None, (out.sum(2).astype(operands.query.dtype), total)
 
-    return _in_turns(some, call, operands, ())[1]
+    return _in_turns(some, call, operands, (), Choices)[1]
 
 
-def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+def backward(
+    call: Call,
+    choices_type: type["Choices"],
+    operands: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+):
     """(dq, dk, dv) in the dtypes of query, key and value; lse and delta [B, T, N], dout [B, T, N, Hv]."""
     key, value = operands.key, operands.value
 
@@ -125,32 +135,37 @@ def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, d
         choices, (lse, delta, dout) = x
         gradients = Gradients(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(key.dtype))
         dq, dkv = choices.gradients(gradients, before)
-        dq = jnp.where(choices.live[..., None], dq, 0).sum(2, dtype=jnp.float32).astype(key.dtype)
         return dkv, (dq,)
 
-    (dk, dv), (dq,) = _in_turns(some, call, operands, (lse, delta, dout))
+    (dk, dv), (dq,) = _in_turns(some, call, operands, (lse, delta, dout), choices_type)
     return dq, dk.astype(key.dtype), dv.astype(value.dtype)
 
 
-def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query: tuple[jax.Array, ...]) -> Any:
+def _in_turns(
+    some: Callable[..., Any],
+    call: Call,
+    operands: Operands,
+    by_query: tuple[jax.Array, ...],
+    choices_type: type["Choices"],
+) -> Any:
     """`jax.lax.scan` of some(carry, (choices, by_query)) over turns of queries: the last carry, results [B, T, ...].
 
     The first carry is None where all are taken in one turn, and zeros [B, S, K, H] and [B, S, K, Hv] otherwise.
     """
     assert call.selection is not None and operands.chosen is not None
     (block, granularity), query = call.selection, operands.query
-    finer = _finer(call, operands)
-    # What is no block stays none: times `finer`, a large number may become that of a block.
+    number = finer(call, operands)
+    # What is no block stays none: times `number`, a large number may become that of a block.
     ids, columns = operands.chosen[..., None], -(-operands.key.shape[1] // block)
-    chosen = jnp.where((ids >= 0) & (ids < columns), ids * finer + np.arange(finer, dtype=np.int32), -1)
+    chosen = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
     chosen = chosen.reshape(*operands.chosen.shape[:3], -1)
-    call = dataclasses.replace(call, selection=(block // finer, granularity))
-    table = table_of(operands, (1, block // finer), call.masks, True)
-    tokens, size = query.shape[1], max(query.shape[-1], operands.value.shape[-1])
+    call = dataclasses.replace(call, selection=(block // number, granularity))
+    table = table_of(operands, (1, block // number), call.masks, True)
+    tokens = query.shape[1]
     # As much as the operands and out, which is like q. Half of it takes a tenth off what MoBA's passes over 131,072
     # tokens need in all, and adds 29 % to their time, for keys are read more often: 174 ms, not 135, on an H100.
     room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
-    needed = chosen.shape[-1] * query.nbytes // query.shape[-1] * size
+    needed = choices_type(call, operands._replace(chosen=chosen), 0, 1, ()).bytes_needed
     turns = min(tokens, max(1, -(-needed // room)))
     # A number that divides the queries, for what is filled up is copied.
     turns = next((n for n in range(turns, 2 * turns) if tokens % n == 0), turns)
@@ -169,7 +184,7 @@ def _in_turns(some: Callable[..., Any], call: Call, operands: Operands, by_query
         own = operands._replace(query=query, chosen=chosen)
         if operands.segments is not None:
             own = own._replace(segments=(segments, operands.segments[1]))
-        return some(carry, (_Choices(call, own, 0, 1, (), None, table, start), by_query))
+        return some(carry, (choices_type(call, own, 0, 1, (), None, table, start), by_query))
 
     if turns == 1:
         return turn(None, jnp.int32(0))
@@ -212,14 +227,16 @@ class _ByChoice(RowOrder):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Choices(Link):
+class Choices(Link):
     """The choices of some queries.
 
     Attributes:
       table: what the mask says of the blocks of single queries, and its tiles.
       start: the first query, in the table.
+      always_pays: whether its gradients take less time than the other way even where neighbours agree.
     """
 
+    always_pays: ClassVar[bool] = False
     table: tuple[StateTable, Any] | None = None
     start: Any = 0
 
@@ -246,11 +263,18 @@ class _Choices(Link):
         out, lse = prepared.run(by_key_kernel, self._segments, [], [], outputs, {}, {}, self.q_order)
         return self._by_token(out), self._by_token(lse.swapaxes(1, 2))
 
+    @property
+    def bytes_needed(self) -> int:
+        """Of what choices give by themselves."""
+        query, value, each = self.operands.query, self.operands.value, self.q_order.each
+        return each * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
+
     def gradients(self, gradients: Gradients, before: Any) -> tuple[jax.Array, Any]:
-        """(dq of each choice [B, T, k, N, H], undefined unless live, (dk, dv)), added to those ``before``."""
+        """(dq [B, T, N, H] in the dtype of the query, (dk, dv)), the latter added to those ``before``."""
         before = None if before is None else Rows(self.kv_order, before)
         rows, dq = self._dkv(gradients, before, before is None, self.q_order.rows)
-        return self._by_token(dq), rows.arrays
+        dq = jnp.where(self.live[..., None], self._by_token(dq), 0).sum(2, dtype=jnp.float32)
+        return dq.astype(self.operands.query.dtype), rows.arrays
 
     def _by_token(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], self.q_order.length, -1, *x.shape[2:])
@@ -268,7 +292,7 @@ class _Choices(Link):
         settings = self.settings("dqkv" if kernel == "dkv" else kernel)
         q = Side(self.q_order, 1, settings.minor, self.pack, gathered=True)
         kv = Side(self.kv_order, self.call.selection[0], settings.major)
-        return self._launch(q, kv, kv, [(q, self._choice_lists(q, kv))], settings, None, kernel == "dkv")
+        return self._launch(q, kv, kv, [(q, self.choice_lists(q, kv))], settings, None, kernel == "dkv")
 
     @functools.cached_property
     def _candidates(self) -> Candidates:
@@ -282,7 +306,7 @@ class _Choices(Link):
             found = found.with_segments(*(Extents.of(*side) for side in sides))
         return found
 
-    def _choice_lists(self, q: Side, kv: Side) -> Lists:
+    def choice_lists(self, q: Side, kv: Side) -> Lists:
         found = self._candidates
         assert self.table is not None
         rows = jax.lax.broadcasted_iota(jnp.int32, found.kind.shape, 2)

@@ -26,10 +26,15 @@ def forward(call: Call, operands: Operands, link_type: type[Link] = Link) -> tup
 
 
 def backward(
-    call: Call, operands: Operands, *by_query: jax.Array, link_type: type[Link] = Link
+    call: Call,
+    operands: Operands,
+    *by_query: jax.Array,
+    link_type: type[Link] = Link,
+    choices_type: type[by_key.Choices] = by_key.Choices,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and ``link_type`` is of what does the passes."""
-    return over_batches(functools.partial(_backward, call, link_type), MOST_BATCH_ENTRIES, operands, *by_query)
+    """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and the types are of what does the work."""
+    backward = functools.partial(_backward, call, link_type, choices_type)
+    return over_batches(backward, MOST_BATCH_ENTRIES, operands, *by_query)
 
 
 class _Group(NamedTuple):
@@ -119,7 +124,15 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
     return out, lse
 
 
-def _backward(call: Call, link_type: type[Link], operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+def _backward(
+    call: Call,
+    link_type: type[Link],
+    choices_type: type[by_key.Choices],
+    operands: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+):
     query, key, value = operands.query, operands.key, operands.value
     if not query.size:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
@@ -127,8 +140,10 @@ def _backward(call: Call, link_type: type[Link], operands: Operands, lse: jax.Ar
     by_query = functools.partial(_backward_by_query, call, link_type)
     if not by_key.serves(call, args[0]):
         return by_query(*args)
-    pays = by_key.pays(call, args[0], "backward")
-    return jax.lax.cond(pays, functools.partial(by_key.backward, call), by_query, *args)
+    by_choice = functools.partial(by_key.backward, call, choices_type)
+    if choices_type.always_pays:
+        return by_choice(*args)
+    return jax.lax.cond(by_key.pays(call, args[0], "backward"), by_choice, by_query, *args)
 
 
 def _backward_by_query(
