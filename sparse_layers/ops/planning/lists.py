@@ -280,6 +280,8 @@ def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array
 
 # A block of queries is cut into at most so many parts that choose for themselves: they are the bits of one word.
 MOST_PARTS = 32
+# Blocks of a row up to which each is compared with all before it.
+MOST_COMPARED = 32
 # Cells of a table of states; where there are more, one cell stands for several blocks of queries.
 _TABLE_CELLS = 1 << 20
 # Entries of such a table that are no mask tile.
@@ -287,7 +289,13 @@ _NOTHING, _EVERYTHING = -2, -1
 
 
 def chosen_candidates(
-    ids: jax.Array, granularity: int, shape: tuple[int, int], table: "StateTable", heads: int, start: Any = 0
+    ids: jax.Array,
+    granularity: int,
+    shape: tuple[int, int],
+    table: "StateTable",
+    heads: int,
+    start: Any = 0,
+    ordered: bool = True,
 ) -> Candidates:
     """The blocks that queries chose and that a mask leaves something of.
 
@@ -299,6 +307,7 @@ def chosen_candidates(
       table: what the mask says of the blocks.
       heads: number of query heads N, of which G are 1, or a divisor.
       start: the block of queries in ``table`` that is the first one here.
+      ordered: whether blocks of a row are in order; if not, and if rows are few queries', they may be in any.
     """
     bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
     if classes > 1:  # lists differ by head in two ways
@@ -312,10 +321,15 @@ def chosen_candidates(
     together = -(-tq // parts)
     ids = jnp.moveaxis(ids.reshape(batch, together, parts, lists, k), 3, 1).reshape(batch, lists, together, parts * k)
     part = np.repeat(np.arange(parts, dtype=np.int32), k)
-    codes = jnp.sort(ids * parts + part, axis=-1)
-    column: Any
-    column, part = jnp.divmod(codes, parts)
-    live: Any = differs(codes) & (column < columns)
+    column: Any = ids
+    live: Any
+    if parts == 1 and not ordered and k <= MOST_COMPARED:
+        live = ~_seen_before(column)
+    else:
+        codes = jnp.sort(ids * parts + part, axis=-1)
+        column, part = jnp.divmod(codes, parts)
+        live = differs(codes)
+    live = live & (column < columns)
     chosen_by: Any = None
     everyone: Any = True
     if parts > 1:
@@ -342,6 +356,14 @@ def chosen_candidates(
 def differs(x: jax.Array) -> jax.Array:
     """Whether each entry of the last axis differs from the one before."""
     return jnp.concatenate([jnp.ones_like(x[..., :1], bool), x[..., 1:] != x[..., :-1]], axis=-1)
+
+
+def _seen_before(x: jax.Array) -> jax.Array:
+    """Whether each entry of the last axis equals one before it: one look for all, where a sort takes as long as ten."""
+    found = jnp.zeros(x.shape, bool)
+    for i in range(1, x.shape[-1]):
+        found = found | jnp.pad(x[..., i:] == x[..., :-i], [(0, 0)] * (x.ndim - 1) + [(i, 0)])
+    return found
 
 
 def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:

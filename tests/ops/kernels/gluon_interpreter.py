@@ -554,8 +554,8 @@ def named_barrier(assembly, number, *threads):
     MACHINE.current.wait(lambda: MACHINE.meetings[place] >= last, lambda: f"others at the named barrier {place}")
 
 
-def add_pairs(_, pointer, *parts):
-    """Adds to two neighbouring numbers, in any order."""
+def add_vectors(_, pointer, *parts):
+    """Adds to neighbouring numbers."""
     for i, part in enumerate(parts):
         at, _ = (pointer + i).lanes("adds to", None)
         np.add.at(pointer.elements, at, part.data)
@@ -568,7 +568,7 @@ ASSEMBLY = {
     "cvt.rn.bf16x2.f32": packed(ml_dtypes.bfloat16),
     "cvt.rn.f16x2.f32": packed(np.float16),
     "and.b32": lambda _, x, words, bit: Tensor(np.where((words & bit).data != 0, x.data, np.float32(-np.inf))),
-    "red.global.add.v2.f32": add_pairs,
+    "red.global.add.v4.f32": add_vectors,
     "bar.sync": named_barrier,
     "bar.arrive": named_barrier,
 }

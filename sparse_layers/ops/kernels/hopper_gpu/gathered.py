@@ -5,7 +5,6 @@ there are no results by choice to be kept, and queries take fewer turns.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -50,6 +49,8 @@ class HopperChoices(by_key.Choices):
     """The choices of some queries."""
 
     always_pays = True
+    pack = 1  # what the rows of many heads would read and add to is more than the cache holds
+    ordered = False
 
     @property
     def bytes_needed(self) -> int:
@@ -58,12 +59,12 @@ class HopperChoices(by_key.Choices):
     def gradients(self, gradients: Gradients, before: Any) -> tuple[jax.Array, Any]:
         query, key, value = self.operands.query, self.operands.key, self.operands.value
         (batch, length, heads, size), block = query.shape, self.call.selection[0]
-        q = Side(self.q_order, 1, settings.GROUP, self.pack, gathered=True)
+        q = Side(self.q_order, 1, settings.GROUP, gathered=True)
         kv = Side(self.kv_order, block, block)
         lists = self.choice_lists(q, kv)
         found = lists.lists
-        steps, _ = self._steps([(q, lists)], False, self.pack)
-        most = steps.shape[1] + q.steps(length * self.q_order.each * heads // self.pack) // MOST_STEPS
+        steps, _ = self._steps([(q, lists)], False, 1)
+        most = steps.shape[1] + heads * q.steps(length * self.q_order.each) // MOST_STEPS
         work = cut(steps, -(-steps // MOST_STEPS), most).work
         lse = products_begin_from(gradients.lse, self.call)
         scalars = (lse, -jnp.inf), (gradients.delta * -self.call.scale, 0.0)
@@ -91,7 +92,6 @@ class HopperChoices(by_key.Choices):
                 settings.stages_of("gathered", size, block),
                 length,
                 self.q_order.each,
-                self.pack,
                 len(work),
                 work.shape[1],
             ),

@@ -34,31 +34,29 @@ from .tiles import LOG2_E, ROWS, barriers, buffers_of, corner_of, factor, fetch,
 class Gathered(NamedTuple):
     """How the kernel is compiled, beside the bundles of `tiles.py`."""
 
-    PART: int  # choices of a step, times PACK
+    PART: int  # choices of a step
     STAGES: int  # steps whose q and dout are held or on their way
     T: int  # queries
     EACH: int  # choices of a query
-    PACK: int  # neighbouring query heads that choose alike, whose rows are taken together
     PIECES: int  # of the work of a batch entry
     BATCHES: int  # of ``work``
 
 
 @gluon.jit
 def _item(work, spans, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
-    """What a program has: (batch entry, first query head, block, first entry, entries, free steps, steps from, to)."""
+    """What a program has: (batch entry, query head, block, first entry, entries, free steps, steps from, to)."""
     b = gl.program_id(0) // F.PIECES
     line = work + (gl.program_id(0) % F.PIECES * F.BATCHES + b % F.BATCHES) * 3
     job, begin, end = gl.load(line), gl.load(line + 1), gl.load(line + 2)
-    head, block = job // L.BLOCKS * F.PACK, job % L.BLOCKS
+    head, block = job // L.BLOCKS, job % L.BLOCKS
     first, masked_from, last = span_of(spans, b, head, block, L)
-    return b, head, block, first, last - first, (masked_from - first) * F.PACK // F.PART, begin, end
+    return b, head, block, first, last - first, (masked_from - first) // F.PART, begin, end
 
 
 @gluon.jit
 def _vectors(entries, first, count, head, place, A: gl.constexpr, F: gl.constexpr):
     """The rows of q [T * HEADS] at places of a list of ``count`` entries; behind its end that of the last one."""
-    choice = gl.load(entries + first + gl.minimum(place // F.PACK, count - 1))
-    return choice // F.EACH * A.HEADS + head + place % F.PACK
+    return gl.load(entries + first + gl.minimum(place, count - 1)) // F.EACH * A.HEADS + head
 
 
 @gluon.jit
@@ -91,11 +89,11 @@ def _producer(sources, descs, buffers, full, empty, work, lists, A: gl.constexpr
             place = step * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LINE))
             row = _vectors(lists[1], first, count, head, place, A, F) + at
             # The last number stands for rows behind the list's end.
-            row = gl.where(place < count * F.PACK, row, gl.load(lists[4]))
+            row = gl.where(place < count, row, gl.load(lists[4]))
             for j in gl.static_range(2):
                 copy(buffers[4 + j].index(slot), sources[2 + j] + row[None, :])
             if step >= free:
-                entry = (step * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, BITS))) // F.PACK
+                entry = step * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, BITS))
                 tile = gl.load(lists[2] + first + gl.minimum(entry, count - 1)) + 1
                 words = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BITS))
                 copy(buffers[6].index(slot), lists[3] + tile[:, None] * WORDS + words[None, :])
@@ -140,7 +138,7 @@ def _steps(first_step, end_step, begin, dk, dv, GROUP: gl.constexpr, buffers, fu
         keys, values = flat(buffers[2].index(zero), KV.TILE, D), flat(buffers[3].index(zero), KV.TILE, D)
         vectors = _vectors(lists[1], first, count, head, step * PART + row, A, F)
         mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
-        fence_async_shared()
+        fence_async_shared()  # threads wrote it, not the copy engine
         base = buffers[4].index(slot).load(SCORES)
         scores = gl.zeros([ROWS, PART], gl.float32, SCORES)
         if factor(A.SCALE, A.CAP) != 1.0:

@@ -8,6 +8,8 @@ Gluon is Triton's lower level: its kernels say themselves which warps do what, w
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 # pyright: reportOptionalMemberAccess=false
 
+from typing import Any
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -58,18 +60,34 @@ def arrive_when_copied(barrier):
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
+def _layout_of_fours(rows: int, columns: int) -> Any:
+    """A product's layout, but that threads have four neighbouring columns, which they get by a shuffle."""
+    registers = [[0, 1], [0, 2], [8, 0], *([0, 16 << i] for i in range(columns.bit_length() - 5))]
+    lanes = [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+
+
+layout_of_fours = gluon.constexpr_function(_layout_of_fours)
+
+
 @gluon.jit
 def add_rows(base, rows, STRIDE: gl.constexpr, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Adds a tile of float32 to rows of an array, STRIDE numbers apart, two numbers at a time."""
-    low, high = gl.split(gl.reshape(x, [ROWS, COLUMNS // 2, 2]))
-    LAYOUT: gl.constexpr = low.type.layout
+    """Adds a product in float32 to rows of an array, STRIDE numbers apart, four numbers at a time.
+
+    Two at a time took 7 to 20 % longer in all on an H100.
+    """
+    x = gl.convert_layout(x, layout_of_fours(ROWS, COLUMNS))
+    even, odd = gl.split(gl.reshape(x, [ROWS, COLUMNS // 4, 2, 2]))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    LAYOUT: gl.constexpr = first.type.layout
+    column = 4 * gl.arange(0, COLUMNS // 4, layout=gl.SliceLayout(0, LAYOUT))
     rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    column = 2 * gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, LAYOUT))
     to = base + rows.to(gl.int64)[:, None] * STRIDE + column[None, :]
     gl.inline_asm_elementwise(
-        "red.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;",
-        "=r,l,f,f",
-        [to.to(gl.int64), low, high],
+        "red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;",
+        "=r,l,f,f,f,f",
+        [to.to(gl.int64), first, second, third, fourth],
         gl.int32,
         is_pure=False,
         pack=1,
