@@ -24,7 +24,7 @@ from .tiles import Arrays, Walk
 # Steps of a piece of a list at most, for some blocks are everybody's choice. Programs take two or three of them each.
 MOST_STEPS = 64
 # Bytes that the lists of a choice take while they are made.
-LIST_BYTES = 48
+LIST_BYTES = 40
 
 
 def unserved(call: Call, operands: Operands) -> str | None:
