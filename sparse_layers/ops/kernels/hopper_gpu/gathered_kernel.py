@@ -1,9 +1,8 @@
 """The backward kernel of selections of single queries: a program has a block of keys and gathers who chose it.
 
-A list has the choices of a block, each a query and one of its blocks, of which every 64 or 128 are a step: one warp
-after the other copies their rows of q and dout to shared memory, 16 bytes at a time, for the copy engine's boxes are
-neighbours only. Products are those of `backward_kernel.py`. dq, dk and dv are added to arrays in float32: rows of dq
-from registers, two numbers at a time.
+A list has the choices of a block, each of them a query and one of its blocks. Of every 64, four warps copy the rows of
+q and dout to shared memory, 16 bytes a thread at a time, for boxes of the copy engine are neighbours only. Products are
+those of `backward_kernel.py`. dq, dk and dv are added to arrays in float32, rows of dq from registers.
 
 Of blocks of 128 keys each of two groups of four warps has 64; of blocks of 64 both groups have all, and every other
 step.
@@ -36,17 +35,17 @@ class Gathered(NamedTuple):
 
     PART: int  # choices of a step
     STAGES: int  # steps whose q and dout are held or on their way
+    B: int  # batch entries
     T: int  # queries
     EACH: int  # choices of a query
-    PIECES: int  # of the work of a batch entry
     BATCHES: int  # of ``work``
 
 
 @gluon.jit
 def _item(work, spans, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
     """What a program has: (batch entry, query head, block, first entry, entries, free steps, steps from, to)."""
-    b = gl.program_id(0) // F.PIECES
-    line = work + (gl.program_id(0) % F.PIECES * F.BATCHES + b % F.BATCHES) * 3
+    b = gl.program_id(0) // L.PIECES
+    line = work + (gl.program_id(0) % L.PIECES * F.BATCHES + b % F.BATCHES) * 3
     job, begin, end = gl.load(line), gl.load(line + 1), gl.load(line + 2)
     head, block = job // L.BLOCKS, job % L.BLOCKS
     first, masked_from, last = span_of(spans, b, head, block, L)
@@ -85,11 +84,11 @@ def _producer(sources, descs, buffers, full, empty, work, lists, A: gl.constexpr
                 place = step * PART + i * AT_ONCE + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, COPIED))
                 row = (_vectors(lists[1], first, count, head, place, A, F) + at) * D
                 for j in gl.static_range(2):
-                    copy(buffers[j].index(slot).slice(i * AT_ONCE, AT_ONCE, 0), sources[j] + row[:, None] + column[None, :])
+                    to = buffers[j].index(slot).slice(i * AT_ONCE, AT_ONCE, 0)
+                    copy(to, sources[j] + row[:, None] + column[None, :])
             place = step * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LINE))
             row = _vectors(lists[1], first, count, head, place, A, F) + at
-            # The last number stands for rows behind the list's end.
-            row = gl.where(place < count, row, gl.load(lists[4]))
+            row = gl.where(place < count, row, F.B * F.T * A.HEADS)
             for j in gl.static_range(2):
                 copy(buffers[4 + j].index(slot), sources[2 + j] + row[None, :])
             if step >= free:
@@ -130,7 +129,9 @@ def _steps(first_step, end_step, begin, dk, dv, GROUP: gl.constexpr, buffers, fu
     dtype: gl.constexpr = buffers[0].dtype
     dq, head, first, count = item
     row = gl.arange(0, PART, layout=gl.SliceLayout(1, QUERIES))
-    for step in range(first_step if SHARED else first_step + ((first_step - begin + GROUP) & 1), end_step, 1 if SHARED else 2):
+    if not SHARED:  # every other one is the other group's
+        first_step += (first_step - begin + GROUP) & 1
+    for step in range(first_step, end_step, 1 if SHARED else 2):
         n = step - begin
         slot = n % F.STAGES
         zero = n >> 30  # 0, but the compiler must not keep, and spill, what it could compute from a constant
@@ -225,10 +226,9 @@ def gathered_kernel(
     dout,  # [B, T, HEADS, D]
     k,  # descriptors: [B, S, KV_HEADS, D], a box has KV.TILE rows
     v,
-    lse,  # float32 [B * T * HEADS + 1]: what products begin from, see `Link`; -inf at last
+    lse,  # float32 [B * T * HEADS + 1]: what products begin from, see `link`; -inf at last, for no query
     delta,  # float32 [B * T * HEADS + 1]: -SCALE * delta; 0 at last
-    last,  # int32 [1]: the place of the last one of these
-    work,  # int32 [PIECES, BATCHES, 3]: of each piece its job, which is a head and a block, and its steps from, to
+    work,  # int32 [PIECES, BATCHES, 3]: of each piece its job, a head and a block, and its steps from, to
     spans,  # these three: `BlockLists` by blocks of keys
     entries,
     tiles,
@@ -263,7 +263,7 @@ def gathered_kernel(
     descs, sources = (k, v, dk, dv), (q, dout, lse, delta)
     buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, words_buffer, ds_buffer
     full = q_full, kv_full
-    lists = spans, entries, tiles, bits, last
+    lists = spans, entries, tiles, bits
     gl.warp_specialize(
         [
             (_consumer, (0, descs, dq, buffers, full, empty, work, lists, A, KV, L, F)),

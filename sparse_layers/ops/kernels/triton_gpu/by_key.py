@@ -245,10 +245,15 @@ class Choices(Link):
     start: Any = 0
 
     @property
+    def each(self) -> int:
+        """Choices of a query."""
+        assert self.operands.chosen is not None
+        return self.operands.chosen.shape[-1]
+
+    @property
     def q_order(self) -> RowOrder:
         """The token of each choice."""
-        assert self.operands.chosen is not None
-        return _ByChoice(self.operands.query.shape[1], each=self.operands.chosen.shape[-1])
+        return _ByChoice(self.operands.query.shape[1], each=self.each)
 
     @functools.cached_property
     def live(self) -> jax.Array:
@@ -270,8 +275,8 @@ class Choices(Link):
     @property
     def bytes_needed(self) -> int:
         """Of what choices give by themselves."""
-        query, value, each = self.operands.query, self.operands.value, self.q_order.each
-        return each * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
+        query, value = self.operands.query, self.operands.value
+        return self.each * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
 
     def gradients(self, gradients: Gradients, before: Any) -> tuple[jax.Array, Any]:
         """(dq [B, T, N, H] in the dtype of the query, (dk, dv)), the latter added to those ``before``."""
