@@ -1,10 +1,10 @@
 """Block-sparse flash attention for Hopper GPUs in Gluon, Triton's lower level: forward and backward over block lists.
 
 The kernels are in `forward_kernel.py` and `backward_kernel.py`, and of blocks that single queries chose the backward
-one in `gathered_kernel.py`, launched by `gathered.py`. What they share is in `tiles.py` and `primitives.py`. `views.py`
-says row orders as boxes of descriptors, `schedule.py` who does what, `settings.py` what fits, and `bridge.py` is the way
-from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`, whose kernels also do
-the passes that these cannot: this package stands on that one.
+one in `gathered_kernel.py`, launched by `gathered.py`. What they share is in `tiles.py` and `primitives.py`.
+`views.py` says row orders as boxes of descriptors, `schedule.py` who does what, `settings.py` what fits, and
+`bridge.py` is the way from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`,
+whose kernels also do the passes that these cannot: this package stands on that one.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
