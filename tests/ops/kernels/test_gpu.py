@@ -154,6 +154,33 @@ def test_selections(name, granularity, scope, block, group, dtype):
     check_twice(case)
 
 
+GATHERED = itertools.product("1KN", (64, 128, 256), (1, 4, 16), (64, 128), ("bfloat16", "float16"))
+GATHERED = [(f"{i}-" + "-".join(map(str, x)), *x) for i, x in enumerate(GATHERED)]
+
+
+@pytest.mark.skipif("hopper" not in DTYPES, reason="needs compute capability 9.0")
+@pytest.mark.parametrize(("name", "scope", "block", "group", "size", "dtype"), GATHERED, ids=[x[0] for x in GATHERED])
+def test_gathered_gradients(name, scope, block, group, size, dtype):
+    """Of single queries' choices; some blocks are everybody's, and their lists are cut."""
+    number = int(name.split("-")[0])
+    masks = sl.Causal(), sl.Full(), sl.Causal() & sl.Window(400), sl.Strided(7) | sl.Window(9)
+    case = chosen.Case(
+        name,
+        masks[number % 4],
+        (1531, 4500)[number % 5 == 0],
+        heads=(16, 16 // group),
+        sizes=(size, size),
+        batch=1 + number % 2,
+        dtype=dtype,
+        sinks=number % 5 == 0,
+        soft_cap=3.0 if number % 7 == 0 else None,
+        scope=scope,
+        block=block,
+        k=1 + number % 5,
+    )
+    check_twice(case, "hopper")
+
+
 PATTERNS = ["causal", "sliding_window", "sparse_transformer_strided", "sparse_transformer_fixed", "bigbird"]
 
 
