@@ -491,6 +491,7 @@ class Barrier:
 
     def __init__(self, count):
         self.count, self.pending, self.announced, self.loads, self.completed = count, count, 0, [], 0
+        self.copied = []  # what threads copied in the last phase
 
     def arrive(self, count):
         if count > self.pending:
@@ -643,6 +644,8 @@ class Language:
             wanted = me.seen.get(barrier, -1)
             wanted += (wanted ^ operator.index(phase)) & 1
             me.wait(lambda: barrier.passed(wanted), lambda: f"{barrier.pending} arrivals and {barrier.announced} bytes")
+            if me.seen.get(barrier) != wanted:  # what threads wrote is not yet for the tensor cores
+                me.unfenced.update({(each.address, *each.shape): each.array for each in barrier.copied})
             me.seen[barrier] = wanted
             if barrier.completed > wanted + 1:
                 raise bug(f"overrun: waits for phase {wanted} of a barrier when phase {barrier.completed - 1} is over")
@@ -682,15 +685,16 @@ class Language:
 
     @staticmethod
     def copy(smem, pointer, **_):
-        at, _ = np.broadcast_arrays(pointer.lanes("loads", None)[0], smem.array)
         if list(pointer.at.shape) != smem.shape or pointer.elements.dtype != smem.array.dtype:
             raise bug(f"copies {pointer.elements.dtype}{pointer.at.shape} to {smem.dtype}{smem.shape}")
+        at, _ = pointer.lanes("loads", None)
         smem.array[...] = poison(smem.array.dtype)
         MACHINE.current.copies.append((smem.array, smem.array, pointer.elements[at]))
 
     @staticmethod
     def mbarrier_arrive(barrier, increment_count=True):
         barrier_of(barrier).loads += MACHINE.current.copies
+        barrier_of(barrier).copied = [Shared(array) for array, _, _ in MACHINE.current.copies]
         MACHINE.current.copies = []
         if not increment_count:
             Language.arrive(barrier, count=128)

@@ -67,6 +67,16 @@ def test_who_hardly_agrees(direction):
     assert not pays(np.full_like(ids, -1))
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("agree", [True, False])
+def test_who_agrees_is_asked_all_over_a_sequence(direction, agree):
+    """As many sequences as tiles that are looked at: each sixth tile, for one, is the first of its sequence."""
+    first, others = (AGREEING, SCATTERED) if agree else (SCATTERED, AGREEING)
+    ids = np.where(np.arange(T)[:, None, None] < 32, first, others)
+    ids = np.repeat(ids, by_key.SAMPLE // ids.shape[2], axis=0)
+    assert by_key.pays(*call_of(ids), direction) == agree
+
+
 def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
     monkeypatch.setattr(by_key, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
     assert by_key.pays(*call_of(SCATTERED), "forward")

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs triton")
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparse_layers.ops.kernels.hopper_gpu import primitives
 from tests.ops.kernels import gluon_interpreter
 from tests.ops.kernels.gluon_interpreter import Tiles
 from tests.ops.kernels.triton_interpreter import KernelBug
@@ -189,6 +191,110 @@ def test_stores_to_parts_and_in_other_layouts():
         run(parts, (1,), x, y, LAYOUT=layout, LOADS=True)
 
 
+# --- copies by threads ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def gather_rows(x, rows, y, BUG: gl.constexpr):
+    """Rows of x that a list names, to y."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    dtype: gl.constexpr = gl.int32 if BUG == "dtype" else gl.float32
+    buffer = gl.allocate_shared_memory(dtype, [4, 8], plain)
+    full = barriers(1, 1 if BUG == "counted" else 128).index(0)
+    if BUG == "late":
+        buffer.store(gl.zeros([4, 8], gl.float32, gl.AutoLayout()))
+    row, column = gl.load(rows + gl.arange(0, 1 if BUG == "shape" else 4)), gl.arange(0, 8)
+    primitives.copy(buffer, x + row[:, None] * 8 + column[None, :])
+    if BUG == "counted":  # by whoever arrives
+        async_copy.mbarrier_arrive(full)
+        mbarrier.arrive(full, count=1)
+    elif BUG != "untold":
+        primitives.arrive_when_copied(full)
+    if BUG == "late":
+        values = buffer.load(gl.AutoLayout())
+    if BUG not in ("untold", "unwaited"):
+        mbarrier.wait(full, 0)
+    if BUG != "late":
+        values = buffer.load(gl.AutoLayout())
+    gl.store(y + gl.arange(0, 4)[:, None] * 8 + column[None, :], values)
+
+
+def gathered(bug="", rows=(5, 0, 0, 2)):
+    x, y = numbers(0, 6, 8), np.zeros((4, 8), np.float32)
+    run(gather_rows, (1,), x, np.array(rows, np.int32), y, BUG=bug)
+    return y, x[list(rows)]
+
+
+@pytest.mark.parametrize("bug", ["", "counted"])
+def test_threads_copy_what_pointers_say(bug):
+    got, wanted = gathered(bug)
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_threads_copy_is_poison_until_it_is_waited_for():
+    got, _ = gathered("late")
+    assert np.isnan(got).all()
+
+
+@pytest.mark.parametrize(
+    ("bug", "rows", "message"),
+    [
+        ("untold", (5, 0, 0, 2), "ends without a word to anybody about what it copies"),
+        ("unwaited", (5, 0, 0, 2), "ends before all that it loads has arrived"),
+        ("shape", (5, 0, 0, 2), r"copies float32\(1, 8\) to fp32\[4, 8\]"),
+        ("dtype", (5, 0, 0, 2), r"copies float32\(4, 8\) to int32\[4, 8\]"),
+        ("", (5, 0, 6, 2), "out of bounds: loads x, element 48 of 48"),
+    ],
+)
+def test_copies_by_threads_with_a_bug_are_refused(bug, rows, message):
+    with pytest.raises(KernelBug, match=message):
+        gathered(bug, rows)
+
+
+@gluon.jit
+def multiply_copied(x, y, FENCED: gl.constexpr):
+    """x times its transpose."""
+    buffer = gl.allocate_shared_memory(gl.float16, [64, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    full = barriers(1, 128).index(0)
+    row, column = gl.arange(0, 64), gl.arange(0, 64)
+    primitives.copy(buffer, x + row[:, None] * 16 + gl.arange(0, 16)[None, :])
+    primitives.arrive_when_copied(full)
+    mbarrier.wait(full, 0)
+    if FENCED:
+        fence_async_shared()
+    product = warpgroup_mma(buffer, buffer.permute((1, 0)), gl.zeros([64, 64], gl.float32, gl.AutoLayout()))
+    gl.store(y + row[:, None] * 64 + column[None, :], product)
+
+
+def test_what_threads_copy_is_not_yet_for_the_tensor_cores():
+    x, y = numbers(0, 64, 16).astype(np.float16), np.zeros((64, 64), np.float32)
+    run(multiply_copied, (1,), x, y, FENCED=True)
+    np.testing.assert_allclose(y, x.astype(np.float32) @ x.T.astype(np.float32), rtol=1e-5, atol=1e-5)
+    with pytest.raises(KernelBug, match="stored to, without fence_async_shared"):
+        run(multiply_copied, (1,), x, y, FENCED=False)
+
+
+@gluon.jit
+def scatter_rows(x, rows, total):
+    row, column = gl.arange(0, 64), gl.arange(0, 32)
+    values = gl.load(x + row[:, None] * 32 + column[None, :])
+    primitives.add_rows(total + 4, gl.load(rows + row), 40, values, 64, 32)
+
+
+def test_rows_that_are_added_may_be_the_same():
+    x, rows = numbers(0, 64, 32), np.arange(64, dtype=np.int32) ** 2 % 7  # 0, 1, 2 and 4: several times each
+    total = numbers(1, 7, 40)
+    wanted = total.copy()
+    np.add.at(wanted[:, 4:36], rows, x)
+    run(scatter_rows, (1,), x, rows, total)
+    np.testing.assert_allclose(total, wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(KernelBug, match="out of bounds: adds to total, element 284 of 280"):
+        run(scatter_rows, (1,), x, rows + np.int32(3), total)
+    total.flags.writeable = False
+    with pytest.raises(KernelBug, match="adds to its input total"):
+        run(scatter_rows, (1,), x, rows, total)
+
+
 # --- a product: a producer and two consumers --------------------------------------------------------------------------
 
 
@@ -337,8 +443,10 @@ def swap_half(GROUP: gl.constexpr, x, y, buffer, TURNS: gl.constexpr, SIZE: gl.c
     at = gl.arange(0, SIZE)
     for turn in range(TURNS):
         buffer.index(turn % 2).slice(GROUP * SIZE, SIZE).store(gl.load(x + turn * 2 * SIZE + GROUP * SIZE + at))
-        if SYNC:
+        if SYNC == "assembly":
             together(8)
+        if SYNC == "arguments":
+            primitives.together(8, 256)
         other = buffer.index(turn % 2).slice((1 - GROUP) * SIZE, SIZE).load()
         gl.store(y + turn * 2 * SIZE + GROUP * SIZE + at, other)
 
@@ -351,11 +459,12 @@ def swap(x, y, TURNS: gl.constexpr, SIZE: gl.constexpr, SYNC: gl.constexpr):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_named_barrier_keeps_groups_together(seed):
+@pytest.mark.parametrize("number_of_threads", ["assembly", "arguments"])
+def test_a_named_barrier_keeps_groups_together(seed, number_of_threads):
     x, y = numbers(0, 6, 2, 4), np.empty((6, 2, 4), np.float32)
-    run(swap, (1,), x, y, seed=seed, TURNS=6, SIZE=4, SYNC=True)
+    run(swap, (1,), x, y, seed=seed, TURNS=6, SIZE=4, SYNC=number_of_threads)
     np.testing.assert_array_equal(y, x[:, ::-1])
-    run(swap, (1,), x, y, seed=seed, TURNS=6, SIZE=4, SYNC=False)
+    run(swap, (1,), x, y, seed=seed, TURNS=6, SIZE=4, SYNC="")
     assert np.isnan(y[0, seed ^ 1]).all()
 
 

@@ -167,7 +167,7 @@ def test_gathered_gradients(name, scope, block, group, size, dtype):
     case = chosen.Case(
         name,
         masks[number % 4],
-        (1531, 4500)[number % 5 == 0],
+        (531, 1531)[number % 5 == 0],
         heads=(16, 16 // group),
         sizes=(size, size),
         batch=1 + number % 2,

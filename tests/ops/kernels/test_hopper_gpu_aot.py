@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,6 +25,7 @@ from sparse_layers.ops.kernels.triton_gpu import launch
 from sparse_layers.ops.planning import platforms
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
+import triton
 from triton import knobs
 
 from benchmarks.gluon_resources import hazards, overlap, resources
@@ -53,7 +55,10 @@ class Recorded:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A call, both of whose passes are compiled; ``spills`` is how many bytes a thread may keep in local memory."""
+    """A call, both of whose passes are compiled; ``spills`` is how many bytes a thread may keep in local memory.
+
+    Where single queries choose blocks of ``chosen`` keys, the forward pass is plain Triton's.
+    """
 
     name: str
     mask: Any
@@ -62,12 +67,14 @@ class Case:
     dtype: str = "bfloat16"
     spills: int = 0
     segments: bool = False
+    chosen: int = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self):
         return self.name
 
 
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # keeps a little more in local memory
 STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(16))
 CASES = [
     Case("causal", sl.Causal()),
@@ -88,6 +95,11 @@ CASES = [
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
+    Case("chosen-128", sl.Causal(), heads=(4, 2), chosen=128, spills=16 * OLD),
+    Case("chosen-64", sl.Causal(), heads=(4, 2), chosen=64, dtype="float16", spills=16 if OLD else 4),
+    Case("chosen-128-64", sl.Causal(), 64, heads=(4, 2), chosen=128),
+    Case("chosen-64-64", sl.Causal(), 64, chosen=64),
+    Case("chosen-soft-cap", sl.Causal(), chosen=128, spills=700, options={"logits_soft_cap": 30.0}),
 ]
 T = 4096
 GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="cuda")
@@ -113,7 +125,7 @@ def exported(case, devices):
         return made
 
     def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
-        assert kernel.fn.__name__ == "compact_kernel"
+        assert kernel.fn.__name__ in ("compact_kernel", *(("by_key_kernel", "forward_kernel") if case.chosen else ()))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     def loss(q, k, v, ids):
@@ -122,6 +134,8 @@ def exported(case, devices):
             options["sinks"] = jnp.zeros(n)
         if case.segments:
             options["segment_ids"] = ids
+        if case.chosen:
+            options["selection"] = sl.Selection(ids[:, :, None, None] % 8 + np.arange(8), block=case.chosen)
         return sl.block_sparse_attention(q, k, v, case.mask, implementation="hopper", **options).astype("float32").sum()
 
     whole = bridge.compiled
@@ -144,7 +158,7 @@ def exported(case, devices):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_without_spills_or_hazards(case):
     _, _, kernels = exported(case, 1)
-    assert kernels.keys() == {"forward_kernel", "backward_kernel"}
+    assert kernels.keys() == ({"gathered_kernel"} if case.chosen else {"forward_kernel", "backward_kernel"})
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)
@@ -152,13 +166,16 @@ def test_compiles_without_spills_or_hazards(case):
             assert not found.warnings and not hazards(found.sass)
             part = name.removesuffix("_kernel")
             larger = part == "backward" and not case.options.get("scale")
-            of = case.size, 128, settings.PARTS[case.size] if larger else settings.GROUP
+            of = case.size, case.chosen or 128, settings.PARTS[case.size] if larger else settings.GROUP
             least = settings.shared_memory(part, settings.stages_of(part, *of), *of)
             assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
             assert kernel.num_warps == 12
             # Scores and the product before are in flight together, in all loops, of both groups.
             second = "8 rs" if part == "forward" else f"{case.size // 16} ss"
             assert {loop[:3] for loop in overlap(found.sass)} == {(f"{case.size // 16} ss", second, "wait 1")}
+            if case.chosen:  # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq
+                assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP * case.size * 2 // (128 * 16)
+                assert {*re.findall(r"REDG\.E\.(\w+\.\w+)", found.sass)} == {"ADD.F32x4"}
 
 
 def code(call):

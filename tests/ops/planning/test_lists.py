@@ -2,6 +2,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -205,6 +206,32 @@ def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
             for by_key in (False, True):
                 pairs = decoded(found[by_key], by_key, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h)
                 np.testing.assert_array_equal(pairs, right)
+
+
+@pytest.mark.parametrize("k", [1, lists.MOST_COMPARED, lists.MOST_COMPARED + 1])
+@pytest.mark.parametrize(("granularity", "rows"), [(1, 1), (16, 8), (1, 4)])
+def test_chosen_blocks_in_any_order(granularity, rows, k):
+    """They are those that there are in order, each of them once; few blocks of queries that choose alike stay put."""
+    t, s, masks = 70, 900, [CAUSAL | sl.Window(0, 400), sl.Full()]
+    ids = np.random.default_rng(k).integers(-2, 60, (2, -(-t // granularity), 1, k)).astype(np.int32)
+    ids[:, 1, :, k // 2 :] = 3
+    table, _ = lists.state_table(natural(masks, t, s), (rows, 16), True)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def live(ids, ordered):
+        found = lists.chosen_candidates(ids, granularity, (rows, 16), table, 2, ordered=ordered)
+        return found.kind != lists.DEAD, (found.row, found.column, found.kind, found.tile)
+
+    def chosen(ordered):
+        """Batch entry, head, row, column, kind and tile of each."""
+        some, names = live(ids, ordered)
+        names = (np.asarray(x)[some] for x in jnp.broadcast_arrays(*names))
+        return np.stack([*np.nonzero(some)[:2], *names], axis=-1)
+
+    found, wanted = chosen(False), chosen(True)
+    assert np.array_equal(found, wanted) == (rows == 4 or k != lists.MOST_COMPARED)
+    np.testing.assert_array_equal(found[np.lexsort(found.T[::-1])], wanted[np.lexsort(wanted.T[::-1])])
+    assert len(np.unique(found, axis=0)) == len(found) > 0
 
 
 def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole():

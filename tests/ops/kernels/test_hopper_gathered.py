@@ -1,0 +1,251 @@
+"""The gradients of selections of single queries on Hopper, interpreted where there is no GPU, held to float64.
+
+`test_hopper_gpu_aot.py` compiles the kernel.
+"""
+
+import dataclasses
+import re
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+import sparse_layers as sl
+from sparse_layers.ops.kernels import hopper_gpu
+from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.hopper_gpu import bridge, gathered, settings
+from sparse_layers.ops.kernels.triton_gpu import by_key, launch
+from tests.ops import cases, test_selections
+from tests.ops.kernels import gluon_interpreter
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture
+def launched(monkeypatch, request):
+    """The name and the constants of each kernel that was launched, also in plain Triton.
+
+    Unless there is a GPU they are interpreted as on one, in an order of partitions that is each test's own.
+    """
+    found, call_gluon, call_triton = [], bridge.call, launch.call
+
+    def gluon(kernel, programs, inputs, outputs, constants, *aliases):
+        found.append((kernel.fn.__name__, constants))
+        if ON_GPU:
+            return call_gluon(kernel, programs, inputs, outputs, constants, *aliases)
+        seed = zlib.crc32(request.node.name.encode())
+        return gluon_interpreter.call(kernel, programs, inputs, outputs, constants, *aliases, seed=seed)
+
+    def triton(kernel, grid, arrays, outputs, constants, *more):
+        found.append((kernel.fn.__name__, constants))
+        return call_triton(kernel, grid, arrays, outputs, constants, *more)
+
+    monkeypatch.setattr(bridge, "call", gluon)
+    monkeypatch.setattr(launch, "call", triton)
+    if not ON_GPU:
+        monkeypatch.setattr(bridge, "missing", lambda: None)
+        monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    return found
+
+
+def gathered_by(launched):
+    """Queries in a turn, pieces of a batch entry, and keys of a tile; no other kernel had a part in the gradients."""
+    assert not {"backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
+    (found,) = {(of["F"].T, of["L"].PIECES, of["KV"].TILE) for name, of in launched if name == "gathered_kernel"}
+    return found
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case(test_selections.Case):
+    """A call whose gradients are gathered.
+
+    Nobody chose the second block, and all the first one, but for each seventh query, which chose none, unless k is 1;
+    there are numbers that come twice, that are none, and out of range. What nobody asked for may be ``poisoned``.
+    """
+
+    dtype: str = "bfloat16"
+    sizes: tuple[int, int] = (64, 64)
+    batch: int = 1
+    block: int = 64
+    k: int = 4
+    poisoned: bool = False
+
+    def ids(self, seed=0):
+        ids, columns = super().ids(seed), -(-self.shape[1] // self.block)
+        ids[ids == 1] = -1
+        ids[:, ::3, :, -1], ids[:, 1::3, :, -1] = columns, 1 << 20
+        ids[..., 0] = 0
+        if self.k > 1:
+            ids[:, 2::7] = -1
+        return ids
+
+    def arrays(self):
+        arrays = super().arrays()
+        if self.poisoned:
+            for name in ("key", "value"):
+                arrays[name][:, self.block : 2 * self.block] = np.nan
+            for name in ("dout", "dlse"):
+                arrays[name][:, 2::7] = np.nan
+        return arrays
+
+
+def check(case, answers):
+    """To the budgets of single numbers, which the largest summand sets; and all together to a rounding of the norm."""
+    cases.check(case, answers)
+    right, _, _ = cases.expected(case)
+    for name in ("dq", "dk", "dv"):
+        error = np.linalg.norm(np.asarray(answers[name], np.float64) - right[name]) / np.linalg.norm(right[name])
+        assert error <= float(jnp.finfo(case.dtype).eps) / 2, f"{name}: off by {error:.3g} of its norm"
+
+
+HOLES = jnp.asarray(np.random.default_rng(0).random((4, 140, 300)) < 0.3)
+TABLE = sl.Array(np.random.default_rng(0).random((130, 520)) < 0.3)
+WIDE = (128, 128)
+CASES = [
+    # The first of these lists goes around all that is held more than twice.
+    Case("blocks-of-64", sl.Causal(), 700, heads=(2, 1)),
+    Case("blocks-of-128", sl.Causal(), 400, block=128, dtype="float16", scope="N"),
+    Case("wide-64", sl.Window(250, 100), 330, 250, sizes=WIDE, heads=(2, 1), scope="N", sinks=True),
+    Case("wide-128", sl.Causal(), 300, sizes=WIDE, block=128, scope="1", dtype="float16"),
+    Case("blocks-of-256", sl.Window(500), 130, 700, block=256, heads=(2, 1), scope="N"),
+    Case("all-may", sl.Full(), 70, 260, heads=(4, 1), batch=2),
+    Case("scale-negative", sl.Causal(), 200, heads=(2, 2), scale=-0.3, batch=2),
+    Case("soft-cap", (sl.Causal(), sl.Window(60)), 200, soft_cap=1.5, scope="1", sinks=True),
+    Case("soft-cap-128", sl.Causal(), 200, block=128, heads=(2, 1), soft_cap=1.5, scale=-0.3),
+    Case("table", TABLE, 130, 520, block=256, heads=(2, 2)),
+    Case("run-time", HOLES, 140, 300, block=128, batch=2),
+    Case("run-time-64", HOLES[:1], 140, 300, scope="1", k=9),
+    Case("one", sl.Full(), 70, 130, scope="1", k=1),  # whose list ends with the entries
+    Case("many", sl.Causal(), 100, heads=(2, 1), k=40),  # so many that they are sorted
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(launched, case):
+    check(case, case.call("hopper"))
+    _, _, keys = gathered_by(launched)
+    assert keys == min(case.block, 128)
+
+
+@pytest.mark.skipif(ON_GPU, reason="there, partitions take no turns")
+@pytest.mark.parametrize("block", [64, 128])
+def test_every_order_of_partitions(launched, monkeypatch, block):
+    """Nobody is so late, or so early, that what others still read is overwritten."""
+    case, run = Case("orders", sl.Causal(), 420, block=block, heads=(1, 1)), gluon_interpreter.run
+    call = case.compiled("hopper")
+    for seed in range(6):
+        monkeypatch.setattr(gluon_interpreter, "run", lambda a, b, c, d, _, seed=seed: run(a, b, c, d, seed))
+        check(case, call())
+    assert gathered_by(launched)[2] == block
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_poison_that_nobody_asked_for(launched, block):
+    """Of blocks that nobody chose, and in what comes back for queries without one."""
+    case = Case("clean", sl.Causal(), 200, block=block, heads=(2, 1))
+    check(case, dataclasses.replace(case, poisoned=True).call("hopper"))
+    assert gathered_by(launched)[2] == block
+
+
+@pytest.mark.parametrize(("limit", "k"), [(2, 3), (3, 4)])  # JAX keeps programs, by their shapes
+@pytest.mark.parametrize(("block", "heads"), [(64, (2, 1)), (128, (4, 2))])
+def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
+    """Into pieces that begin with a step of either group, of which some have free entries only, or none."""
+    monkeypatch.setattr(gathered, "MOST_STEPS", limit)
+    case = Case("cut", sl.Causal(), 530, block=block, heads=heads, k=k)
+    check(case, case.call("hopper"))
+    _, pieces, _ = gathered_by(launched)
+    assert pieces > 2 * heads[0] * -(-530 // block)
+
+
+@pytest.mark.parametrize(("length", "each"), [(210, 70), (211, 71)])
+def test_queries_are_taken_in_turns(launched, monkeypatch, length, each):
+    """The last of 211 are filled up; masks go by the place of a query among all, and dk and dv are sums over turns."""
+    monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
+    monkeypatch.setattr(gathered, "LIST_BYTES", 500)
+    case = Case("turns", sl.Causal() & sl.Window(150), length, sinks=True)
+    check(case, case.call("hopper"))
+    queries, _, _ = gathered_by(launched)
+    assert queries == each
+
+
+# --- who is served, and what others do -------------------------------------------------------------------------------
+
+
+def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, deterministic=False):
+    """(call, operands) as backends get them."""
+    t = 512
+    plan = sl.make_plan(sl.Causal(), t, implementation="hopper", bwd_params=sl.BwdParams(deterministic=deterministic))
+    params = plan.fwd_params, plan.bwd_params
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(block, granularity))
+    q, v = (jax.ShapeDtypeStruct((1, t, 2, size), jnp.bfloat16) for size in sizes)
+    chosen, ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, t // granularity, 2, 4), (1, t)))
+    arrays: Any = {"query": q, "key": q, "value": v, "chosen": chosen, "segments": (ids, ids) if documents else None}
+    return call, Operands(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"sizes": (128, 128), "block": 128}, None),
+        ({"block": 512}, None),  # cut, see `by_key.finer`
+        ({"sizes": (96, 96)}, r"heads of \(64, 128\), and these have \(96, 96\)"),
+        ({"sizes": (128, 64)}, r"and these have \(128, 64\)"),
+        ({"block": 32}, r"blocks of \(64, 128\) keys, and these have 32"),
+        ({"block": 192}, "and these have 96"),
+        ({"documents": True}, "without segment ids"),
+        ({"deterministic": True}, "in the order in which they are done"),
+        ({"granularity": 16}, "queries that choose one by one"),
+    ],
+)
+def test_whom_it_serves(launched, options, reason):
+    """Then Hopper is not outdone, and what is said to be left to plain Triton is the forward pass at most."""
+    call, operands = call_of(**options)
+    found, outdone = gathered.unserved(call, operands), hopper_gpu.outdone(call, operands)
+    backward = [note for note in hopper_gpu.notes(call, operands) if "backward: plain Triton" in note]
+    if reason is None:
+        assert found is None and outdone is None and not backward
+    else:
+        assert re.search(reason, found or "") and "take all that any" in (outdone or "") and len(backward) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, "gathered_kernel"),
+        ({"bwd_params": sl.BwdParams(deterministic=True)}, "dkv_kernel"),
+        ({"segment_ids": np.zeros((1, 256), np.int32)}, "dkv_kernel"),
+    ],
+)
+def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], kernel):
+    q, ids = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16), np.zeros((1, 256, 1, 3), np.int32)
+
+    def loss(q):
+        chosen = sl.Selection(ids, block=64)
+        out = sl.block_sparse_attention(q, q, q, sl.Causal(), selection=chosen, implementation="hopper", **options)
+        return out.sum()
+
+    jax.eval_shape(jax.grad(loss), q)
+    assert {"gathered_kernel", "dkv_kernel"} & {name for name, _ in launched} == {kernel}
+
+
+@pytest.mark.parametrize("size", settings.SIZES)
+@pytest.mark.parametrize("block", settings.BLOCKS)
+def test_settings_fit(size, block):
+    stages = settings.stages_of("gathered", size, block)
+    step = 2 if block == settings.GROUP else 1  # each of two groups has its own
+    assert 2 <= stages <= settings.MOST_STAGES and stages % step == 0
+    assert settings.shared_memory("gathered", stages, size, block) + 1024 <= settings.SHARED_MEMORY
+    fits = settings.shared_memory("gathered", stages + step, size, block) + 1024 <= settings.SHARED_MEMORY
+    assert stages + step > settings.MOST_STAGES or not fits
+    computing, fetching = settings.GATHERING
+    assert 128 * (2 * computing + fetching) <= 65536 and computing % 8 == fetching % 8 == 0
