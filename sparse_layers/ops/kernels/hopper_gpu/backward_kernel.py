@@ -171,6 +171,16 @@ def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.c
 
 
 @gluon.jit
+def score_gradients(scores, weights, dweights, delta, A: gl.constexpr):
+    """ds = p * (dout v^T - delta), times the scale; ``scores`` as of `logits`."""
+    dscores = weights * (dweights * A.SCALE + delta)
+    if A.CAP > 0:
+        squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
+        dscores = dscores * (1 - squashed * squashed)
+    return dscores
+
+
+@gluon.jit
 def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, empty, lists, b, own, segment,
            A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
            SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
@@ -216,11 +226,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         delta = buffers[5].index(slot).load(SCORES)
-        dscores = weights * (dweights * A.SCALE + delta)
-        if A.CAP > 0:
-            squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
-            dscores = dscores * (1 - squashed * squashed)
-        dscores = dscores.to(dtype)
+        dscores = score_gradients(scores, weights, dweights, delta, A).to(dtype)
         again = late(n)
         slot = again % F.STAGES
         queries = flat(buffers[0].index(slot), PART, D)

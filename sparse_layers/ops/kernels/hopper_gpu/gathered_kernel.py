@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_kernel import columns_of
+from .backward_kernel import columns_of, score_gradients
 from .primitives import add_rows, add_tile, arrive_when_copied, copy, exp2, kept, late, reinterpret, together
-from .tiles import LOG2_E, ROWS, barriers, buffers_of, corner_of, factor, fetch, flat, logits, span_of
+from .tiles import ROWS, barriers, buffers_of, corner_of, factor, fetch, flat, logits, span_of
 
 
 class Gathered(NamedTuple):
@@ -157,11 +157,7 @@ def _steps(first_step, end_step, begin, dk, dv, GROUP: gl.constexpr, buffers, fu
         mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
         dweights = warpgroup_mma_wait(0, deps=[dweights])
         delta = buffers[5].index(slot).load(SCORES)
-        dscores = weights * (dweights * A.SCALE + delta)
-        if A.CAP > 0:
-            squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
-            dscores = dscores * (1 - squashed * squashed)
-        dscores = dscores.to(dtype)
+        dscores = score_gradients(scores, weights, dweights, delta, A).to(dtype)
         again = late(n)
         slot = again % F.STAGES
         queries, douts = buffers[0].index(slot), buffers[1].index(slot)
