@@ -73,8 +73,9 @@ class Layout:
         everyone = tuple(range(self.num_kv_heads))
         if dict(self.stores).get(whole) != everyone or not all(mask.computable for mask in self.masks):
             raise NotImplementedError(
-                "selection: a step takes one where the cache keeps all keys in a row, as that of Causal() does, and "
-                f"masks are computed from positions; that of {self.masks} keeps what these read, or looks up tables"
+                "selection: a step takes one, of a caller or of a scorer, where the cache keeps all keys in a row, as "
+                "that of Causal() does, and masks are computed from positions; that of "
+                f"{self.masks} keeps what these read, or looks up tables"
             )
         return self.find(whole)[0]
 

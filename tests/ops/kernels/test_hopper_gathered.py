@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -20,6 +21,7 @@ from sparse_layers.ops.kernels import hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.hopper_gpu import bridge, gathered, settings
 from sparse_layers.ops.kernels.triton_gpu import by_key, launch
+from sparse_layers.ops.planning import platforms
 from tests.ops import cases, test_selections
 from tests.ops.kernels import gluon_interpreter
 
@@ -47,6 +49,8 @@ def launched(monkeypatch, request):
 
     monkeypatch.setattr(bridge, "call", gluon)
     monkeypatch.setattr(launch, "call", triton)
+    # As for other tests of these kernels: plans are kept, and those of a length are for all.
+    monkeypatch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
     if not ON_GPU:
         monkeypatch.setattr(bridge, "missing", lambda: None)
         monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
@@ -177,6 +181,60 @@ def test_queries_are_taken_in_turns(launched, monkeypatch, length, each):
     assert queries == each
 
 
+# --- under JAX's transformations -------------------------------------------------------------------------------------
+
+
+def gradients(implementation, block=64):
+    """dq, dk and dv, of attention twice over, computed again in the backward pass."""
+
+    def loss(q, k, v, ids):
+        chosen, options = sl.Selection(ids, block=block), {"implementation": implementation}
+        attend = jax.checkpoint(lambda q: sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen, **options))
+        out, _ = jax.lax.scan(lambda q, _: (attend(q), None), q, None, length=2)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def arguments(number, length=140):
+    """Query, key, value and ids of so many batch entries."""
+    draw = np.random.default_rng(0)
+    shapes = [(number, length, heads, 64) for heads in (4, 2, 2)]
+    q, k, v = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    return q, k, v, jnp.asarray(draw.integers(-1, 3, (number, length, 2, 3)), jnp.int32)
+
+
+@pytest.mark.parametrize("how", ["scan", "vmap", "vmap-ids", "x64"])
+def test_transformations(launched, how):
+    q, k, v, ids = arguments(2)
+    call, given = (lambda f: f), (q, k, v, ids)
+    if how == "vmap":
+        call, given = jax.vmap, [x[:, None] for x in given]
+    if how == "vmap-ids":
+        call, given = (lambda f: jax.vmap(f, (None, None, None, 0))), (q[:1], k[:1], v[:1], ids[:, None])
+    with jax.enable_x64(how == "x64"):
+        found, wanted = (call(gradients(name))(*given) for name in ("hopper", "xla"))
+    for ours, right in zip(found, wanted, strict=True):
+        ours, right = np.asarray(ours, np.float64), np.asarray(right, np.float64)
+        # Of two calls in half precision, one after the other.
+        assert np.linalg.norm(ours - right) <= 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.linalg.norm(right)
+    assert gathered_by(launched)[2] == 64
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shard_map(launched, shared):
+    """Keys of each device, or the same for all: JAX knows what differs by device."""
+    mesh = jax.sharding.AbstractMesh((2,), ("batch",), (jax.sharding.AxisType.Auto,))
+    own, keys = P("batch"), P() if shared else P("batch")
+    function = jax.shard_map(
+        gradients("hopper"), mesh=mesh, in_specs=(own, keys, keys, own), out_specs=(own, keys, keys)
+    )
+    q, k, v, ids = arguments(2, 150)
+    found = jax.eval_shape(function, q, *((x[:1] for x in (k, v)) if shared else (k, v)), ids)
+    assert [x.shape[0] for x in found] == ([2, 1, 1] if shared else [2, 2, 2])
+    assert gathered_by(launched)[2] == 64
+
+
 # --- who is served, and what others do -------------------------------------------------------------------------------
 
 
@@ -204,7 +262,7 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
         ({"block": 192}, "and these have 96"),
         ({"documents": True}, "without segment ids"),
         ({"deterministic": True}, "in the order in which they are done"),
-        ({"granularity": 16}, "queries that choose one by one"),
+        ({"granularity": 16}, "gathered that choose one by one"),
     ],
 )
 def test_whom_it_serves(launched, options, reason):

@@ -30,7 +30,7 @@ LIST_BYTES = 40
 def unserved(call: Call, operands: Operands) -> str | None:
     """Why these gradients are left to plain Triton, or None."""
     if call.selection is None or not by_key.serves(call, operands):
-        return "it gathers queries that choose one by one, if there are several tiles of them"
+        return "queries are gathered that choose one by one, at least two tiles of them, without settings of kernels"
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     block = call.selection[0] // by_key.finer(call, operands)
     if sizes not in [(size, size) for size in settings.SIZES]:

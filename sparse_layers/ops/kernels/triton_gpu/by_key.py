@@ -165,7 +165,8 @@ def _in_turns(
     table = table_of(operands, (1, block // number), call.masks, True)
     tokens = query.shape[1]
     # As much as the operands and out, which is like q. Half of it takes a tenth off what MoBA's passes over 131,072
-    # tokens need in all, and adds 29 % to their time, for keys are read more often: 174 ms, not 135, on an H100.
+    # tokens need in all, and adds 29 % to their time, for keys are read more often: 174 ms, not 135, on an H100 with
+    # gradients by plain Triton.
     room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
     needed = choices_type(call, operands._replace(chosen=chosen), 0, 1, ()).bytes_needed
     turns = min(tokens, max(1, -(-needed // room)))
@@ -236,7 +237,7 @@ class Choices(Link):
       table: what the mask says of the blocks of single queries, and its tiles.
       start: the first query, in the table.
       ordered: whether the choices of a query are brought in order, for results that do not depend on theirs.
-      always_pays: whether its gradients take less time than the other way even where neighbours agree.
+      always_pays: whether gradients are computed this way even where neighbours agree.
     """
 
     ordered: ClassVar[bool] = True
