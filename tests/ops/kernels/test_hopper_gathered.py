@@ -196,17 +196,17 @@ def gradients(implementation, block=64):
     return jax.grad(loss, (0, 1, 2))
 
 
-def arguments(number, length=140):
-    """Query, key, value and ids of so many batch entries."""
+def arguments(number, length):
+    """Query, key, value and ids of so many batch entries; JAX keeps programs, by their shapes."""
     draw = np.random.default_rng(0)
     shapes = [(number, length, heads, 64) for heads in (4, 2, 2)]
     q, k, v = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in shapes)
     return q, k, v, jnp.asarray(draw.integers(-1, 3, (number, length, 2, 3)), jnp.int32)
 
 
-@pytest.mark.parametrize("how", ["scan", "vmap", "vmap-ids", "x64"])
-def test_transformations(launched, how):
-    q, k, v, ids = arguments(2)
+@pytest.mark.parametrize(("how", "length"), [("scan", 140), ("vmap", 141), ("vmap-ids", 142), ("x64", 143)])
+def test_transformations(launched, how, length):
+    q, k, v, ids = arguments(2, length)
     call, given = (lambda f: f), (q, k, v, ids)
     if how == "vmap":
         call, given = jax.vmap, [x[:, None] for x in given]
@@ -229,7 +229,7 @@ def test_shard_map(launched, shared):
     function = jax.shard_map(
         gradients("hopper"), mesh=mesh, in_specs=(own, keys, keys, own), out_specs=(own, keys, keys)
     )
-    q, k, v, ids = arguments(2, 150)
+    q, k, v, ids = arguments(2, 150 + shared)
     found = jax.eval_shape(function, q, *((x[:1] for x in (k, v)) if shared else (k, v)), ids)
     assert [x.shape[0] for x in found] == ([2, 1, 1] if shared else [2, 2, 2])
     assert gathered_by(launched)[2] == 64
