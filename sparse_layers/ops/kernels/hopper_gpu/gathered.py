@@ -84,10 +84,20 @@ class HopperChoices(by_key.Choices):
         outputs = [results[0], *(bridge.Tiles.of(x, (1, settings.GROUP, 1, size // 2)) for x in results[1:])]
         (batches, kinds), stages = found.spans.shape[:2], settings.stages_of("gathered", size, block)
         constants = {
-            "A": Arrays(heads, key.shape[2], size, self.call.scale, self.call.soft_cap or 0.0, 0, 1, heads, False),
+            "A": Arrays(
+                HEADS=heads,
+                KV_HEADS=key.shape[2],
+                D=size,
+                SCALE=self.call.scale,
+                CAP=self.call.soft_cap or 0.0,
+                FIRST_HEAD=0,
+                HEAD_STEP=1,
+                OWN_HEADS=heads,
+                SEGMENTED=False,
+            ),
             "KV": views.side_of(kv.order, block),
             "L": Walk(batches, kinds, found.group, kv.blocks, len(work), 0),
-            "F": Gathered(settings.GROUP, stages, batch, length, self.each, work.shape[1]),
+            "F": Gathered(settings.GROUP, stages, batch, length, self.each),
             "REGISTERS": settings.GATHERING[0],
             "FETCHING": settings.GATHERING[1],
         }

@@ -38,14 +38,13 @@ class Gathered(NamedTuple):
     B: int  # batch entries
     T: int  # queries
     EACH: int  # choices of a query
-    BATCHES: int  # of ``work``
 
 
 @gluon.jit
-def _item(work, spans, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
+def _item(work, spans, L: gl.constexpr, F: gl.constexpr):
     """What a program has: (batch entry, query head, block, first entry, entries, free steps, steps from, to)."""
     b = gl.program_id(0) // L.PIECES
-    line = work + (gl.program_id(0) % L.PIECES * F.BATCHES + b % F.BATCHES) * 3
+    line = work + (gl.program_id(0) % L.PIECES * L.BATCHES + b % L.BATCHES) * 3
     job, begin, end = gl.load(line), gl.load(line + 1), gl.load(line + 2)
     head, block = job // L.BLOCKS, job % L.BLOCKS
     first, masked_from, last = span_of(spans, b, head, block, L)
@@ -69,7 +68,7 @@ def _producer(sources, descs, buffers, full, empty, work, lists, A: gl.constexpr
     AT_ONCE: gl.constexpr = 1024 // D
     LINE: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
     BITS: gl.constexpr = gl.BlockedLayout([1, WORDS], [32, 1], [4, 1], [1, 0])
-    b, head, block, first, count, free, begin, end = _item(work, lists[0], A, L, F)
+    b, head, block, first, count, free, begin, end = _item(work, lists[0], L, F)
     if begin < end:
         kv_head = head // (A.HEADS // A.KV_HEADS)
         for j in gl.static_range(2):
@@ -189,7 +188,7 @@ def _consumer(GROUP: gl.constexpr, descs, dq, buffers, full, empty, work, lists,
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     WIDTH: gl.constexpr = descs[2].block_shape[-1]
-    b, head, block, first, count, free, begin, end = _item(work, lists[0], A, L, F)
+    b, head, block, first, count, free, begin, end = _item(work, lists[0], L, F)
     if begin < end:
         dk = gl.zeros([ROWS, D], gl.float32, SUMS)
         dv = gl.zeros([ROWS, D], gl.float32, SUMS)
