@@ -26,7 +26,6 @@ from .kernels.call import (
     checked_scalars,
     checked_selection,
     checked_sinks,
-    merged,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -246,11 +245,11 @@ def implementations() -> tuple[str, ...]:
 
 
 class _Work(NamedTuple):
-    """What a device computes of a call: all of it, or of a sequence that is spread over devices a part.
+    """What a device computes of a call: all of it, or of a sequence that is spread over devices a piece.
 
     Attributes:
       implementation: that computes it.
-      call: the part's, or the device's.
+      call: the piece's, or the device's.
       home: where its queries live, if that may be elsewhere.
     """
 
@@ -278,7 +277,7 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
         sharding.check_whole(operands)
     work, of_work = [_Work(implementation, call)], [operands]
     if share is not None and share.spread is not None:
-        found = [*spread.parts(call, share, operands, merges=_merges(implementation, call))]
+        found = [*spread.pieces(call, share, operands, merges=_merges(implementation, call))]
         named = implementation if call.chosen_for is None else None
         work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
         of_work = [own for *_, own in found]
@@ -306,7 +305,7 @@ def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | No
 
 
 def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: bool, operands: tuple[Operands, ...]):
-    """(out, lse) of the parts together; ``all_see``: whether it is known that every query sees a key."""
+    """(out, lse) of the pieces together; ``all_see``: whether it is known that every query sees a key."""
     found = []
     for each, own in zip(work, operands, strict=True):
         if each.call.chosen_for is not None:
@@ -315,8 +314,9 @@ def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: boo
         found.append((each.back(out), each.back(lse)))
     if len(found) == 1:
         return found[0]
-    out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in found))
-    return out.astype(operands[0].query.dtype), lse
+    return spread.together(
+        [(each.home.route.queries, *state) for each, state in zip(work, found, strict=True) if each.home]
+    )
 
 
 _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))

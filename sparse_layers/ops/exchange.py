@@ -34,29 +34,28 @@ def keys(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
 
 
 def queries(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
-    """Queries, or what belongs to them, where they meet their keys: [B, n, ...] -> [B, q_rows, ...]."""
+    """A piece's queries, or what belongs to them, where they meet their keys: [B, n, ...] -> [B, q_rows, ...]."""
     batch, own, *rest = x.shape
     if isinstance(route, Residues):
         x = x.reshape(batch, own // route.stride, route.devices, route.own_residues, *rest)
         x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
         return x.reshape(batch, own, *rest)
-    if isinstance(route, Gathered) and route.folded:
-        halves = [jax.lax.ppermute(half, axes, to) for half, to in zip(jnp.split(x, 2, 1), route.folds, strict=True)]
-        return _in_turn(halves, axes)
+    first, stop = route.queries
+    x = x[:, first:stop]
+    if isinstance(route, Gathered) and route.half is not None:
+        return _permuted(x, route.folds[route.half], axes)
     return x
 
 
 def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
-    """What belongs to queries, back to where they live: [B, q_rows, ...] -> [B, n, ...]."""
+    """What belongs to a piece's queries, back to where they live: [B, q_rows, ...], which `queries` took away."""
     batch, own, *rest = x.shape
     if isinstance(route, Residues):
         x = x.reshape(batch, route.length // route.stride, 1, route.own_residues, *rest)
         x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(batch, own, *rest)
-    if isinstance(route, Gathered) and route.folded:
-        halves = jnp.split(_in_turn(jnp.split(x, 2, 1), axes), 2, 1)
-        home = [[(b, a) for a, b in to] for to in route.folds]
-        return jnp.concatenate([jax.lax.ppermute(x, axes, to) for x, to in zip(halves, home, strict=True)], axis=1)
+    if isinstance(route, Gathered) and route.half is not None:
+        return _permuted(x, [(there, home) for home, there in route.folds[route.half]], axes)
     return x
 
 
@@ -69,11 +68,9 @@ def _in_a_row(parts: list[jax.Array]) -> jax.Array:
     return joined.reshape(batch, sum(x.shape[1] for x in parts), *rest)
 
 
-def _in_turn(halves: list[jax.Array], axes: Axes) -> jax.Array:
-    """Two halves, the second one first on every other device: first halves are even chunks, and these come in turn."""
-    first, second = halves
-    odd = jax.lax.axis_index(axes) % 2 == 1
-    return jnp.concatenate([jnp.where(odd, second, first), jnp.where(odd, first, second)], axis=1)
+def _permuted(x: jax.Array, pairs: list[tuple[int, int]], axes: Axes) -> jax.Array:
+    """x of those devices that are to send it; x itself if none sends it to another."""
+    return x if all(a == b for a, b in pairs) else jax.lax.ppermute(x, axes, pairs)
 
 
 def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:

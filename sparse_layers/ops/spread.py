@@ -1,24 +1,27 @@
-"""The op on a sequence that is spread over devices: the parts of a call, each with the keys that its route brings."""
+"""The op on a sequence that is spread over devices: the pieces of a call, each with the keys that its route brings."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from . import exchange
-from .kernels.call import Call, Operands
-from .planning.communication import Gathered, Neighbors, Part, Residues, Route, filled_up, parts_of, whole
+from .kernels.call import Call, Operands, merged
+from .planning.communication import Gathered, Neighbors, Part, Residues, Route, Span, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
 from .sharding import Share, Spread
 
 
 class Home(NamedTuple):
-    """Where queries live, whose part of a call is computed elsewhere.
+    """Where queries live, whose piece of a call may be computed elsewhere.
 
     Attributes:
-      route: between the two.
+      route: between the two; that of the piece.
       axes: mesh axes that the sequence is spread over.
     """
 
@@ -26,7 +29,7 @@ class Home(NamedTuple):
     axes: tuple[str, ...]
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """What belongs to queries, where it is computed."""
+        """What belongs to queries, of all own ones to those of the piece, where it is computed."""
         return exchange.queries(self.route, x, self.axes)
 
     def back(self, x: jax.Array) -> jax.Array:
@@ -34,7 +37,7 @@ class Home(NamedTuple):
         return exchange.results(self.route, x, self.axes)
 
 
-def parts(
+def pieces(
     call: Call, share: Share, operands: Operands, *, merges: bool
 ) -> Iterator[tuple[Call, Home | None, Operands]]:
     """What a device computes of a call, and what it needs for that.
@@ -43,7 +46,7 @@ def parts(
       call: that of all devices.
       share: the device's.
       operands: what it has.
-      merges: whether results of parts may be merged; if not, there is one part.
+      merges: whether results of pieces may be merged; if not, there is one.
     """
     spread = share.spread
     assert spread is not None
@@ -57,19 +60,33 @@ def parts(
     found = _parts(call, share, spread, merges and operands.chosen is None)
     call = dataclasses.replace(call, exchanging=any(isinstance(part.route, Residues) for part in found))
     for number, part in enumerate(found):
-        home = Home(part.route, spread.axes)
-        key, value = (exchange.keys(part.route, x, spread.axes) for x in (operands.key, operands.value))
-        here = operands._replace(query=home.leave(operands.query), key=key, value=value)
-        if operands.segments is not None:
-            of_queries, of_keys = operands.segments
-            here = here._replace(segments=(home.leave(of_queries), exchange.keys(part.route, of_keys, spread.axes)))
+        come = functools.partial(exchange.keys, part.route, axes=spread.axes)
+        here = operands._replace(key=come(operands.key), value=come(operands.value))
         if number:  # sinks count once
             here = here._replace(sinks=None)
-        yield _placed(call, part), home, here
+        ids = operands.segments and (operands.segments[0], come(operands.segments[1]))
+        for piece in part.route.pieces:
+            home = Home(piece, spread.axes)
+            segments = ids and (home.leave(ids[0]), ids[1])
+            own = here._replace(query=home.leave(operands.query), segments=segments)
+            yield _placed(call, Part(piece, part.masks)), home, own
+
+
+def together(found: Sequence[tuple[Span, jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of all of a device's queries, from those of its pieces: of which queries, out, lse."""
+    ends = sorted({end for span, *_ in found for end in span})
+    stretches = []
+    for first, stop in itertools.pairwise(ends):
+        here = [(begin, state) for (begin, end), *state in found if begin <= first and stop <= end]
+        states = [[x[:, first - begin : stop - begin] for x in state] for begin, state in here]
+        out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in states))
+        stretches.append((out.astype(states[0][0].dtype), lse))
+    outs, lses = zip(*stretches, strict=True)
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
 
 
 def length_of(call: Call, merges: bool, length: int, devices: int, groups: int) -> int:
-    """As how many tokens a sequence is computed; ``merges`` as in `parts`."""
+    """As how many tokens a sequence is computed; ``merges`` as in `pieces`."""
     if call.plan is None or call.selection is not None or not merges:
         return length
     return filled_up(call.plan.masks, length, devices, call.plan.implementation, groups)

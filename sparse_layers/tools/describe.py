@@ -174,8 +174,10 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
     if not parts:
         yield "  nothing moves: no query sees a key"
     for route, masks in parts:
-        plans = [route.plan(masks, place, params, implementation=plan.implementation) for place in range(devices)]
-        received, pairs = [route.received(place) for place in range(devices)], np.transpose([*map(_pairs, plans)])
+        received, pairs = [route.received(place) for place in range(devices)], np.zeros((2, devices), int)
+        for piece in route.pieces:
+            plans = [piece.plan(masks, place, params, implementation=plan.implementation) for place in range(devices)]
+            pairs += np.transpose([*map(_pairs, plans)])
         total = [Received(*map(sum, zip(*each, strict=True))) for each in zip(total, received, strict=True)]
         work += pairs
         yield f"  {route}"

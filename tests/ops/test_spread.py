@@ -358,7 +358,8 @@ def test_devices_share_a_mask(monkeypatch, name):
         monkeypatch.setattr(communication, "RECEIVED_ROW", price)
         parts_of.cache_clear()
         found = np.zeros((len(masks), length, length), int)
-        for route, parts in parts_of(masks, length, devices, "xla"):
+        found_parts = parts_of(masks, length, devices, "xla")
+        for route, parts in ((piece, part.masks) for part in found_parts for piece in part.route.pieces):
             for place in range(devices):
                 orders, sizes = route.orders(place), (route.q_rows, route.kv_rows)
                 q, k = (order.token(np.arange(size)) for order, size in zip(orders, sizes, strict=True))

@@ -8,7 +8,8 @@ part of a mask takes one of three routes:
 * `Residues`: tokens change places, until each device has all tokens of its share of the residues of a stride.
 
 Along each of them a device's queries and keys are views of the sequence, `RowOrder`, so that what it computes is again
-a mask with a plan. The parts of a mask are disjoint, and their results are merged by lse where the queries live.
+a mask with a plan. The parts of a mask are disjoint, and so are the `pieces` that some are computed in. Their results
+are merged by lse where the queries live.
 """
 
 import abc
@@ -47,6 +48,10 @@ class Token(NamedTuple):
     def of(heads: int, kv_heads: int, size: int, itemsize: int) -> "Token":
         """Those of heads of a size, with elements of so many bytes."""
         return Token(2 * kv_heads * size * itemsize, heads * size * itemsize, heads * max(4, itemsize))
+
+
+# The first of a device's own tokens, and the one behind the last.
+Span = tuple[int, int]
 
 
 class Received(NamedTuple):
@@ -89,9 +94,20 @@ class Route(abc.ABC):
         return -(-self.length // self.devices)
 
     @property
+    def pieces(self) -> "tuple[Route, ...]":
+        """The same for some of the queries each, that are computed at once, in the order of a forward pass."""
+        return (self,)
+
+    @property
+    def queries(self) -> Span:
+        """Which of each device's own queries these are."""
+        return 0, self.own
+
+    @property
     def q_rows(self) -> int:
         """Queries that a device computes."""
-        return self.own
+        first, stop = self.queries
+        return stop - first
 
     @property
     @abc.abstractmethod
@@ -197,17 +213,30 @@ class Gathered(Route):
     """All devices get the same keys.
 
     Under a causal mask the last queries see most of them. Therefore queries may be ``folded``: of 2 P chunks of the
-    sequence device i computes the i-th and the i-th from the end, and sends the results to where the queries live.
+    sequence device i computes the i-th and the i-th from the end, and sends the results to where the queries live. Each
+    chunk is a piece: while one is computed, queries and results of the other one travel.
 
     Attributes:
       order: which keys; all of them in natural order.
       stride: as of `Neighbors`; it divides a device's tokens, and a chunk if queries are folded.
       folded: whether queries are.
+      half: of a piece of folded queries, which half of each device's own ones it has; else None.
     """
 
     order: RowOrder
     stride: int = 1
     folded: bool = False
+    half: int | None = None
+
+    @property
+    def pieces(self) -> tuple[Route, ...]:
+        # Over two devices the first halves stay where they live, and after the second ones both are done at once.
+        return tuple(dataclasses.replace(self, half=half) for half in (0, 1)) if self.folded else (self,)
+
+    @property
+    def queries(self) -> Span:
+        middle = self.own // 2
+        return (0, self.own) if self.half is None else [(0, middle), (middle, self.own)][self.half]
 
     @property
     def kv_rows(self) -> int:
@@ -250,11 +279,9 @@ class Gathered(Route):
         return [[(c // 2, min(c, 2 * self.devices - 1 - c)) for c in half] for half in chunks]
 
     def orders(self, place: int) -> Wish:
-        if not self.folded:
-            return _tokens(self.length, place * self.own, self.own), self.order
-        chunk = self.own // 2
-        period = (2 * self.devices - 1 - 2 * place) * chunk
-        return RowOrder(self.length, (2, period), (1, chunk), (2, chunk), place * chunk), self.order
+        if self.half is not None:  # whose queries this place computes
+            (place,) = (home for home, there in self.folds[self.half] if there == place)
+        return _tokens(self.length, place * self.own + self.queries[0], self.q_rows), self.order
 
     def __str__(self):
         keys = "all keys" if self.order.natural else f"keys of all devices: {self.order}"
