@@ -306,17 +306,23 @@ def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | No
 
 def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: bool, operands: tuple[Operands, ...]):
     """(out, lse) of the pieces together; ``all_see``: whether it is known that every query sees a key."""
-    found = []
+    found: list[Any] = []
     for each, own in zip(work, operands, strict=True):
         if each.call.chosen_for is not None:
             own = own._replace(query=lowering.chosen(own.query, each.implementation, each.call.chosen_for))
-        out, lse = _shared(IMPLEMENTATIONS[each.implementation].forward, each.call, share, own)
-        found.append((each.back(out), each.back(lse)))
+        own = own._replace(query=_in_turn(found, own.query))
+        found.append(_shared(IMPLEMENTATIONS[each.implementation].forward, each.call, share, own))
+    found = [(each.back(out), each.back(lse)) for each, (out, lse) in zip(work, found, strict=True)]
     if len(found) == 1:
         return found[0]
-    return spread.together(
-        [(each.home.route.queries, *state) for each, state in zip(work, found, strict=True) if each.home]
-    )
+    return spread.together([(each.home, *state) for each, state in zip(work, found, strict=True) if each.home])
+
+
+def _in_turn(found: list[Any], x: jax.Array) -> jax.Array:
+    """x, there when the last of what was found is: pieces are computed one after the other, while others travel."""
+    if found:
+        x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))
+    return x
 
 
 _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
@@ -337,11 +343,12 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
-    gradients = []
+    found: list[Any] = []
     for each, own in zip(work, operands, strict=True):
-        by_query = (each.leave(x) for x in (lse, delta, dout))
-        dq, dk, dv = _shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query)
-        gradients.append(Operands(dq, dk, dv))
+        *scalars, dout_there = (each.leave(x) for x in (lse, delta, dout))
+        by_query = *scalars, _in_turn(found, dout_there)
+        found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
+    gradients = [Operands(*x) for x in found]
     if first.sinks is not None:
         weight = jnp.exp(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
         dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)

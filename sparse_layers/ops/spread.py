@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from . import exchange
 from .kernels.call import Call, Operands, merged
-from .planning.communication import Gathered, Neighbors, Part, Residues, Route, Span, filled_up, parts_of, whole
+from .planning.communication import Gathered, Neighbors, Part, Residues, Route, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
 from .sharding import Share, Spread
@@ -58,6 +58,8 @@ def pieces(
         yield _placed(call, Part(route, _plan(call).masks)), None, operands
         return
     found = _parts(call, share, spread, merges and operands.chosen is None)
+    # Results of queries that are folded travel while other parts are computed.
+    found = sorted(found, key=lambda part: len(part.route.pieces), reverse=True)
     call = dataclasses.replace(call, exchanging=any(isinstance(part.route, Residues) for part in found))
     for number, part in enumerate(found):
         come = functools.partial(exchange.keys, part.route, axes=spread.axes)
@@ -72,13 +74,13 @@ def pieces(
             yield _placed(call, Part(piece, part.masks)), home, own
 
 
-def together(found: Sequence[tuple[Span, jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of all of a device's queries, from those of its pieces: of which queries, out, lse."""
-    ends = sorted({end for span, *_ in found for end in span})
+def together(found: Sequence[tuple[Home, jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of all of a device's queries, from those of pieces that are back at home."""
+    spans = [home.route.queries for home, *_ in found]
     stretches = []
-    for first, stop in itertools.pairwise(ends):
-        here = [(begin, state) for (begin, end), *state in found if begin <= first and stop <= end]
-        states = [[x[:, first - begin : stop - begin] for x in state] for begin, state in here]
+    for first, stop in itertools.pairwise(sorted({end for span in spans for end in span})):
+        here = [(span, state) for span, (_, *state) in zip(spans, found, strict=True) if span[0] <= first < span[1]]
+        states = [[x[:, first - begin : stop - begin] for x in state] for (begin, _), state in here]
         out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in states))
         stretches.append((out.astype(states[0][0].dtype), lse))
     outs, lses = zip(*stretches, strict=True)

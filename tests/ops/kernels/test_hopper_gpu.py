@@ -21,7 +21,7 @@ import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.hopper_gpu import bridge, link, settings
+from sparse_layers.ops.kernels.hopper_gpu import bridge, link, schedule, settings
 from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
@@ -30,6 +30,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     LONG,
     OWN_STEPS,
     WAVES,
+    cut_by_ranges,
     cut_if_it_pays,
     dealt,
     in_waves,
@@ -42,6 +43,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
 from sparse_layers.ops.kernels.triton_gpu import chain, launch
 from sparse_layers.ops.planning import platforms
+from sparse_layers.ops.planning.lists import static_candidates
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
 from tests.ops.kernels import gluon_interpreter
@@ -626,6 +628,75 @@ def test_long_lists_of_many_query_heads_are_cut_by_head(group, longest, cut):
     if pieces is not None:
         _, block, first, end, skipped, stop = pieces.T
         assert np.max((end - 1 - first) * counts[block] + stop - skipped) <= longest
+
+
+def lists_of(masks, length):
+    """The lists of the key blocks of the last pass of some masks."""
+    chains = [sl.make_plan(mask, length, implementation="triton").chains[0] for mask in masks]
+    return static_candidates([chain[-1].mask for chain in chains], (128, 128), False)[0].sorted(True).lists(True)
+
+
+@pytest.mark.parametrize(("length", "programs"), [(8192, 5), (9000, 132)])
+def test_pieces_of_ranges(monkeypatch, length, programs):
+    """Each entry of each query head is in one piece, with entries of its range only, and later ranges come first."""
+    monkeypatch.setattr(schedule, "CACHED", 0)
+    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 5)
+    lists = lists_of([sl.Causal(), sl.Causal() & (sl.Window(64) | sl.Columns(128, 120))], length)
+    kinds, key_heads, batch = np.arange(6) % 2, np.arange(6) // 3, 2
+    order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, 1)
+    assert order is not None and pieces is not None and order.dtype == pieces.dtype == np.int32
+    np.testing.assert_array_equal(order, np.arange(batch * len(pieces)))
+    walked = np.zeros((6, len(lists.block)), int)
+    ranges = []
+    for key_head, block, head, end, skipped, stop in pieces:
+        assert end == head + 1 and key_head == key_heads[head] and stop > skipped
+        first, _, last = lists.spans[0, kinds[head], block]
+        assert first + stop <= last
+        walked[head, first + skipped : first + stop] += 1
+        (number,) = {*(lists.block[first + skipped : first + stop] // 5).tolist()}
+        ranges.append((head, -number))
+    for head, own in enumerate(walked):
+        here = np.zeros(len(own), int)
+        for first, _, last in lists.spans[0, kinds[head]]:
+            here[first:last] = 1
+        np.testing.assert_array_equal(own, here)
+    assert ranges == sorted(ranges)
+
+
+FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "heads", "is_cut"),
+    [
+        (FIXED, 16384, 32, True),
+        (FIXED, 32768, 16, True),
+        (FIXED, 32768, 8, False),  # all lists begin together
+        (sl.Causal(), 65536, 16, False),
+        (sl.Full(), 32768, 16, False),
+        (sl.Causal() & sl.Window(1023), 65536, 16, False),
+        (sl.Causal() & sl.BlockDiagonal(20000), 65536, 16, False),
+        (sl.preset("longformer", window=512, global_tokens=64), 32768, 16, False),
+        (sl.Empty(), 256, 2, False),
+    ],
+)
+def test_lists_are_cut_where_programs_drift_apart(mask, length, heads, is_cut):
+    """With one mask of all heads of one batch entry, on 132 multiprocessors, in bfloat16 and with heads of 128."""
+    head = np.arange(heads)
+    _, pieces = cut_by_ranges(lists_of([mask], length), 0 * head, head, 1, 132, 128 * 128 * 8)
+    assert (pieces is not None) == is_cut
+
+
+@pytest.mark.parametrize(("length", "heads"), [(601, (4, 2)), (470, (2, 2))])
+def test_ranges_of_queries(launched, monkeypatch, length, heads):
+    """Masks that differ by head, and dk and dv of some keys only, and of all."""
+    monkeypatch.setattr(schedule, "CACHED", 0)
+    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 1)
+    masks = sl.Causal(), sl.preset("sparse_transformer_fixed", stride=32, summary=4)
+    for mask in (masks, masks[1]):
+        case = Case("ranges", mask, length, heads=heads, batch=2, dtype="bfloat16", sizes=(64, 64))
+        cases.check(case, case.call("hopper"))
+    assert "backward_kernel of pieces" in launched
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

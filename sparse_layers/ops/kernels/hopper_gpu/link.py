@@ -20,7 +20,7 @@ from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
+from .schedule import EXACT, cut_by_ranges, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
 from .tiles import Arrays, Walk, factor_of
 
 
@@ -304,7 +304,13 @@ class HopperLink(Link):
         if not isinstance(steps, np.ndarray):
             return order_of(steps, batch, programs, False), None
         if len(steps) == 1:
-            key_heads = self._jobs(True, 1)[1].argmax(0)
+            heads, members = self._jobs(True, 1)
+            key_heads, kinds = members.argmax(0), heads // lists.group % lists.spans.shape[1]
+            assert self._size is not None
+            held = settings.ROWS * self._size * 8  # q, dout, and dq in float32
+            order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, held)
+            if pieces is not None:
+                return order, pieces
             keys = self.operands.key.shape[1] * self.operands.key.shape[2]
             lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / programs
             order, pieces = cut_if_it_pays(steps[0], before[0], key_heads, batch, programs, lost)
