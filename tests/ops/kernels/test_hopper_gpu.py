@@ -677,7 +677,6 @@ FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
         (sl.Causal() & sl.Window(1023), 65536, 16, False),
         (sl.Causal() & sl.BlockDiagonal(20000), 65536, 16, False),
         (sl.preset("longformer", window=512, global_tokens=64), 32768, 16, False),
-        (sl.Causal() & sl.Columns(500, 400), 256, 2, False),  # nothing
     ],
 )
 def test_lists_are_cut_where_programs_drift_apart(mask, length, heads, is_cut):
