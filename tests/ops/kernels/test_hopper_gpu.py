@@ -661,6 +661,8 @@ def test_pieces_of_ranges(monkeypatch, length, programs):
             here[first:last] = 1
         np.testing.assert_array_equal(own, here)
     assert ranges == sorted(ranges)
+    nothing = dataclasses.replace(lists, spans=np.zeros_like(lists.spans), block=lists.block[:0])
+    assert cut_by_ranges(nothing, kinds, key_heads, batch, programs, 1) == (None, None)
 
 
 FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
