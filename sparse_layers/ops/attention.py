@@ -310,17 +310,20 @@ def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: boo
     for each, own in zip(work, operands, strict=True):
         if each.call.chosen_for is not None:
             own = own._replace(query=lowering.chosen(own.query, each.implementation, each.call.chosen_for))
-        own = own._replace(query=_in_turn(found, own.query))
+        own = own._replace(query=_in_turn(work, found, own.query))
         found.append(_shared(IMPLEMENTATIONS[each.implementation].forward, each.call, share, own))
     found = [(each.back(out), each.back(lse)) for each, (out, lse) in zip(work, found, strict=True)]
     if len(found) == 1:
         return found[0]
-    return spread.together([(each.home, *state) for each, state in zip(work, found, strict=True) if each.home])
+    return spread.together([each.home for each in work], found)
 
 
-def _in_turn(found: list[Any], x: jax.Array) -> jax.Array:
-    """x, there when the last of what was found is: pieces are computed one after the other, while others travel."""
-    if found:
+def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Array:
+    """x of the work after what was found; if queries of the last of that travel, x is there when they are computed.
+
+    XLA would begin with a piece whose queries come from elsewhere, or wait for results that are on their way home.
+    """
+    if found and (before := work[len(found) - 1].home) is not None and before.folded:
         x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))
     return x
 
@@ -346,7 +349,7 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
     found: list[Any] = []
     for each, own in zip(work, operands, strict=True):
         *scalars, dout_there = (each.leave(x) for x in (lse, delta, dout))
-        by_query = *scalars, _in_turn(found, dout_there)
+        by_query = *scalars, _in_turn(work, found, dout_there)
         found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
     gradients = [Operands(*x) for x in found]
     if first.sinks is not None:

@@ -28,8 +28,13 @@ class Home(NamedTuple):
     route: Route
     axes: tuple[str, ...]
 
+    @property
+    def folded(self) -> bool:
+        """Whether queries are folded, so that some of them travel."""
+        return isinstance(self.route, Gathered) and self.route.half is not None
+
     def leave(self, x: jax.Array) -> jax.Array:
-        """What belongs to queries, of all own ones to those of the piece, where it is computed."""
+        """What belongs to the queries of the piece, of what belongs to all own ones, where it is computed."""
         return exchange.queries(self.route, x, self.axes)
 
     def back(self, x: jax.Array) -> jax.Array:
@@ -58,7 +63,7 @@ def pieces(
         yield _placed(call, Part(route, _plan(call).masks)), None, operands
         return
     found = _parts(call, share, spread, merges and operands.chosen is None)
-    # Results of queries that are folded travel while other parts are computed.
+    # The results of queries that are folded travel home while other parts are computed.
     found = sorted(found, key=lambda part: len(part.route.pieces), reverse=True)
     call = dataclasses.replace(call, exchanging=any(isinstance(part.route, Residues) for part in found))
     for number, part in enumerate(found):
@@ -74,12 +79,12 @@ def pieces(
             yield _placed(call, Part(piece, part.masks)), home, own
 
 
-def together(found: Sequence[tuple[Home, jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of all of a device's queries, from those of pieces that are back at home."""
-    spans = [home.route.queries for home, *_ in found]
+def together(homes: Sequence[Home | None], found: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of all of a device's queries, from those of several pieces that are back at home."""
+    spans = [home.route.queries for home in homes if home is not None]
     stretches = []
     for first, stop in itertools.pairwise(sorted({end for span in spans for end in span})):
-        here = [(span, state) for span, (_, *state) in zip(spans, found, strict=True) if span[0] <= first < span[1]]
+        here = [(span, state) for span, state in zip(spans, found, strict=True) if span[0] <= first < span[1]]
         states = [[x[:, first - begin : stop - begin] for x in state] for (begin, _), state in here]
         out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in states))
         stretches.append((out.astype(states[0][0].dtype), lse))

@@ -323,11 +323,20 @@ def check_dead_rows():
         assert np.isfinite(other).all()
 
 
+def check_turns(case, turns):
+    """Halves of folded queries are computed one after the other, and before other parts; these are left to XLA."""
+    with jax.set_mesh(mesh_of(case)):
+        traced = jax.make_jaxpr(functools.partial(both, case, None))(*arrays(case))
+    assert str(traced).count("optimization_barrier") == 2 * turns  # forward and backward
+
+
 def main(which):
     """Prints what fails on eight devices."""
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
+        turns = {"fixed, folded": 2, "causal, folded": 1, "strided": 0}
+        checks |= {f"turns, {x}": functools.partial(check_turns, CASES[x], n) for x, n in turns.items()}
         alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_dead_rows
         checks |= {check.__name__: check for check in alone}
     prices = communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL

@@ -33,7 +33,8 @@ from .views import Reordered, RowOrder
 # H200, rows of 32 heads of 128 came at 170 GB/s, two of them in the time of 800 pairs of each head, both ways.
 RECEIVED_ROW = 4
 # An exchange took 60 to 100 microseconds there, however little it was: as long as 500 such rows at the least. Folding
-# queries adds fourteen, forward and backward: two halves of q, out, dout, dq, and of what belongs to a row.
+# queries adds fourteen, forward and backward: two halves of q, out, dout, dq, and of what belongs to a row. Over two
+# devices it adds seven, which is not told apart.
 ROWS_PER_FOLDING = 7000
 
 
@@ -95,7 +96,7 @@ class Route(abc.ABC):
 
     @property
     def pieces(self) -> "tuple[Route, ...]":
-        """The same for some of the queries each, that are computed at once, in the order of a forward pass."""
+        """The same way for queries that are computed at once, in the order in which they are, forward and backward."""
         return (self,)
 
     @property
@@ -230,7 +231,7 @@ class Gathered(Route):
 
     @property
     def pieces(self) -> tuple[Route, ...]:
-        # Over two devices the first halves stay where they live, and after the second ones both are done at once.
+        # Over two devices first halves are computed where they live, while second ones travel.
         return tuple(dataclasses.replace(self, half=half) for half in (0, 1)) if self.folded else (self,)
 
     @property

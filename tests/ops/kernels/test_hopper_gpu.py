@@ -43,7 +43,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
 from sparse_layers.ops.kernels.triton_gpu import chain, launch
 from sparse_layers.ops.planning import platforms
-from sparse_layers.ops.planning.lists import static_candidates
+from sparse_layers.ops.planning.lists import BlockLists, static_candidates
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
 from tests.ops.kernels import gluon_interpreter
@@ -648,13 +648,13 @@ def test_pieces_of_ranges(monkeypatch, length, programs):
     np.testing.assert_array_equal(order, np.arange(batch * len(pieces)))
     walked = np.zeros((6, len(lists.block)), int)
     ranges = []
-    for key_head, block, head, end, skipped, stop in pieces:
+    for key_head, block, head, end, skipped, stop in pieces.tolist():
         assert end == head + 1 and key_head == key_heads[head] and stop > skipped
         first, _, last = lists.spans[0, kinds[head], block]
         assert first + stop <= last
         walked[head, first + skipped : first + stop] += 1
         (number,) = {*(lists.block[first + skipped : first + stop] // 5).tolist()}
-        ranges.append((head, -number))
+        ranges.append((head, -number, skipped - stop))
     for head, own in enumerate(walked):
         here = np.zeros(len(own), int)
         for first, _, last in lists.spans[0, kinds[head]]:
@@ -688,16 +688,51 @@ def test_lists_are_cut_where_programs_drift_apart(mask, length, heads, is_cut):
     assert (pieces is not None) == is_cut
 
 
-@pytest.mark.parametrize(("length", "heads"), [(601, (4, 2)), (470, (2, 2))])
-def test_ranges_of_queries(launched, monkeypatch, length, heads):
-    """Masks that differ by head, and dk and dv of some keys only, and of all."""
+def made(blocks, step=1):
+    """Lists of key blocks, of which each sees every ``step``-th block of 1024 behind its own."""
+    rows = [np.arange(1023, first - 1, -step) for first in np.linspace(0, 1000, blocks).astype(int)]
+    ends = np.cumsum([len(x) for x in rows])
+    spans = np.stack([ends - [len(x) for x in rows], ends, ends], axis=1)[None, None].astype(np.int32)
+    block = np.concatenate(rows).astype(np.int32)
+    return BlockLists(spans, block, 0 * block - 1, None, 1024)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "step", "held", "is_cut"),
+    [
+        (64, 1, 131072, True),
+        (64, 40, 131072, False),  # 13 entries in the mean would be cut into pieces of few
+        (64, 1, 8192, False),  # all fits
+        (1000, 1, 131072, False),  # lists of programs that run together are about as long
+    ],
+)
+def test_what_lists_are_cut_by(blocks, step, held, is_cut):
+    head = np.arange(8)
+    _, pieces = cut_by_ranges(made(blocks, step), 0 * head, head, 1, 132, held)
+    assert (pieces is not None) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("masks", "length", "split"),
+    [
+        ((sl.Causal(), sl.Causal() & ~sl.Window(100)), 601, False),  # lists of heads differ
+        (sl.preset("sparse_transformer_fixed", stride=32, summary=8), 1152, True),  # some keys only, added to all
+    ],
+)
+def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
     monkeypatch.setattr(schedule, "CACHED", 0)
     monkeypatch.setattr(schedule, "SHORTEST_RANGE", 1)
-    masks = sl.Causal(), sl.preset("sparse_transformer_fixed", stride=32, summary=4)
-    for mask in (masks, masks[1]):
-        case = Case("ranges", mask, length, heads=heads, batch=2, dtype="bfloat16", sizes=(64, 64))
-        cases.check(case, case.call("hopper"))
-    assert "backward_kernel of pieces" in launched
+    found, cut = [], schedule.cut_by_ranges
+
+    def record(*args):
+        found.append((args[-1], cut(*args)[1]))
+        return cut(*args)
+
+    monkeypatch.setattr(link, "cut_by_ranges", record)
+    case = Case("ranges", masks, length, heads=(4, 2), batch=2, split=split)
+    cases.check(case, case.call("hopper"))
+    assert {held for held, _ in found} == {128 * 64 * (2 + 2 + 4)}  # q, dout and dq
+    assert found[0][1] is not None and launched.count("backward_kernel of pieces") == 1
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])

@@ -49,11 +49,11 @@ DRIFT = 8, 64, 0.05
 # tokens took 14.7 ms on two H200 instead of 16.1, when both passes had such programs. Where little is exchanged that
 # cost time: 2 % of a window's, 20 % of documents'.
 WAVES = 8
-# Programs walk over the lists of a head from the last queries on. Those that begin together stay together, but as soon
-# as shorter lists end, others begin, and programs are at different queries; of several heads, where each has few
-# blocks. Where they would read and add to more than twice so many bytes at a time, pieces are of ranges of queries of
-# which L2 holds as many as there are heads; a range has so many blocks at least. The gradients of summary columns of
-# 131072 tokens took 38 ms so on an H100, and 83 in whole lists.
+# Programs walk over the lists of a head from the last queries on. Those that begin together stay together. When shorter
+# lists end, others begin, and then programs are at different queries; and of different heads, where each head has few
+# blocks. If they would read and add to more than twice `CACHED` bytes at a time, lists are cut by ranges of queries.
+# All heads that are worked on at a time have ranges of `CACHED` bytes together, but no range has fewer blocks than
+# that. The gradients of summary columns of 131072 tokens took 38 ms so on an H100, and 83 in whole lists.
 CACHED, SHORTEST_RANGE = 16 << 20, 16
 # So many steps an item takes beside its own: to begin, and to store what comes out.
 OWN_STEPS = 1
@@ -238,10 +238,10 @@ def cut_if_it_pays(
 def cut_by_ranges(
     lists: BlockLists, kinds: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, held: int
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The order of the work in pieces by ranges of queries, and these, if L2 holds no whole lists; else None twice.
+    """The order of the work in pieces by ranges of queries, and these, if programs would drift apart; else None twice.
 
     Pieces are as of `cut_if_it_pays`. They come head by head, and of a head range by range, as lists are walked: the
-    last queries first.
+    last queries first, and of a range the longest pieces.
 
     Args:
       lists: of the key blocks, known beforehand, alike for all batch entries.
@@ -251,36 +251,34 @@ def cut_by_ranges(
       programs: how many can run at the same time.
       held: bytes of q, dout and dq of a block of queries.
     """
-    blocks, first, ends = lists.spans.shape[2], lists.spans[0, ..., 0].ravel(), lists.spans[0, ..., 2].ravel()
-    line = np.repeat(np.arange(len(first)), ends - first)
-    if not len(line):
+    first, end = (lists.spans[0, ..., i].ravel() for i in (0, 2))
+    some = np.flatnonzero(end > first)  # these follow each other, as all lists do that are known beforehand
+    if not len(some):
         return None, None
-    begins = np.flatnonzero(np.diff(line, prepend=-1))
-    within = np.arange(len(line)) - np.repeat(begins, np.diff(begins, append=len(line)))
-    block = lists.block[first[line] + within]
-    reach = np.zeros(len(first))
-    reach[line[begins]] = np.maximum.reduceat(block, begins) - np.minimum.reduceat(block, begins) + 1
-    drift, heads = _drift(reach.reshape(-1, blocks), programs), batch * len(kinds)
-    at_a_time = max(1.0, programs * len(lists.spans[0]) / len(begins))
+    at_a_time, heads = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds)
     size = max(SHORTEST_RANGE, int(CACHED / (held * at_a_time)))
-    if at_a_time >= heads or drift * at_a_time * held <= 2 * CACHED or len(line) < size * len(begins):
+    if at_a_time >= heads or len(lists.block) < size * len(some):
         return None, None
-    number = block // size
-    begins = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(number, prepend=-1))
-    steps, (kind, at) = np.diff(begins, append=len(line)), np.divmod(line[begins], blocks)
-    order = np.lexsort((-steps, -number[begins]))
-    pieces = []
+    reach = np.zeros(len(first), np.int64)
+    reach[some] = 1 + np.subtract(*(f.reduceat(lists.block, first[some]) for f in (np.maximum, np.minimum)))
+    if _apart(reach.reshape(len(lists.spans[0]), -1), programs) * at_a_time * held <= 2 * CACHED:
+        return None, None
+    line, number = np.repeat(some, (end - first)[some]), lists.block // size
+    begin = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(number, prepend=-1))
+    kind, block = np.divmod(line[begin], lists.spans.shape[2])
+    part = begin - first[line[begin]]
+    steps = np.diff(begin, append=len(line))
+    order, pieces = np.lexsort((-steps, -number[begin])), []
     for head, (own, key_head) in enumerate(zip(kinds, key_heads, strict=True)):
         here = order[kind[order] == own]
-        begin = within[begins[here]]
-        piece = np.broadcast_arrays(key_head, at[here], head, head + 1, begin, begin + steps[here])
-        pieces.append(np.stack(piece, axis=1))
+        piece = key_head, block[here], head, head + 1, part[here], part[here] + steps[here]
+        pieces.append(np.stack(np.broadcast_arrays(*piece), axis=1))
     pieces = np.concatenate(pieces).astype(np.int32)
     return np.arange(batch * len(pieces), dtype=np.int32), pieces
 
 
-def _drift(reach: np.ndarray, programs: int) -> float:
-    """By how many blocks of queries programs of one head are apart when the longest of some lists end, in the mean.
+def _apart(reach: np.ndarray, programs: int) -> float:
+    """By how many blocks of queries programs of one head are apart when lists end, in the mean over their steps.
 
     Args:
       reach: blocks of queries from the first to the last of each list, [kinds, blocks].
