@@ -323,7 +323,7 @@ def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Arr
 
     XLA would begin with a piece whose queries come from elsewhere, or wait for results that are on their way home.
     """
-    if found and (before := work[len(found) - 1].home) is not None and before.folded:
+    if found and (before := work[len(found) - 1].home) is not None and before.route.moves:
         x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))
     return x
 

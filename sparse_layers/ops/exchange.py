@@ -41,10 +41,7 @@ def queries(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
         x = jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
         return x.reshape(batch, own, *rest)
     first, stop = route.queries
-    x = x[:, first:stop]
-    if isinstance(route, Gathered) and route.half is not None:
-        return _permuted(x, route.folds[route.half], axes)
-    return x
+    return _moved(x[:, first:stop], route.moves, axes)
 
 
 def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
@@ -54,9 +51,7 @@ def results(route: Route, x: jax.Array, axes: Axes) -> jax.Array:
         x = x.reshape(batch, route.length // route.stride, 1, route.own_residues, *rest)
         x = jax.lax.all_to_all(x, axes, split_axis=1, concat_axis=2, tiled=True)
         return x.reshape(batch, own, *rest)
-    if isinstance(route, Gathered) and route.half is not None:
-        return _permuted(x, [(there, home) for home, there in route.folds[route.half]], axes)
-    return x
+    return _moved(x, [(there, home) for home, there in route.moves], axes)
 
 
 def _in_a_row(parts: list[jax.Array]) -> jax.Array:
@@ -68,9 +63,9 @@ def _in_a_row(parts: list[jax.Array]) -> jax.Array:
     return joined.reshape(batch, sum(x.shape[1] for x in parts), *rest)
 
 
-def _permuted(x: jax.Array, pairs: list[tuple[int, int]], axes: Axes) -> jax.Array:
-    """x of those devices that are to send it; x itself if none sends it to another."""
-    return x if all(a == b for a, b in pairs) else jax.lax.ppermute(x, axes, pairs)
+def _moved(x: jax.Array, moves: list[tuple[int, int]], axes: Axes) -> jax.Array:
+    """x of the devices that send theirs, by moves (from, to); a device's own if none sends to another."""
+    return x if all(a == b for a, b in moves) else jax.lax.ppermute(x, axes, moves)
 
 
 def _from(x: jax.Array, hop: int, axes: Axes) -> jax.Array:

@@ -28,11 +28,6 @@ class Home(NamedTuple):
     route: Route
     axes: tuple[str, ...]
 
-    @property
-    def folded(self) -> bool:
-        """Whether queries are folded, so that some of them travel."""
-        return isinstance(self.route, Gathered) and self.route.half is not None
-
     def leave(self, x: jax.Array) -> jax.Array:
         """What belongs to the queries of the piece, of what belongs to all own ones, where it is computed."""
         return exchange.queries(self.route, x, self.axes)

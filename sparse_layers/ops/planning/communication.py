@@ -105,6 +105,11 @@ class Route(abc.ABC):
         return 0, self.own
 
     @property
+    def moves(self) -> list[tuple[int, int]]:
+        """(home, there) of all devices, if these queries are folded: where they live, and where they are computed."""
+        return []
+
+    @property
     def q_rows(self) -> int:
         """Queries that a device computes."""
         first, stop = self.queries
@@ -240,6 +245,10 @@ class Gathered(Route):
         return (0, self.own) if self.half is None else [(0, middle), (middle, self.own)][self.half]
 
     @property
+    def moves(self) -> list[tuple[int, int]]:
+        return [] if self.half is None else self.folds[self.half]
+
+    @property
     def kv_rows(self) -> int:
         return self.order.rows
 
@@ -280,8 +289,7 @@ class Gathered(Route):
         return [[(c // 2, min(c, 2 * self.devices - 1 - c)) for c in half] for half in chunks]
 
     def orders(self, place: int) -> Wish:
-        if self.half is not None:  # whose queries this place computes
-            (place,) = (home for home, there in self.folds[self.half] if there == place)
+        place = next((home for home, there in self.moves if there == place), place)  # whose queries it computes
         return _tokens(self.length, place * self.own + self.queries[0], self.q_rows), self.order
 
     def __str__(self):

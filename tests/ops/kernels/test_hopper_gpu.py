@@ -725,8 +725,9 @@ def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
     found, cut = [], schedule.cut_by_ranges
 
     def record(*args):
-        found.append((args[-1], cut(*args)[1]))
-        return cut(*args)
+        order, pieces = cut(*args)
+        found.append((args[-1], pieces))
+        return order, pieces
 
     monkeypatch.setattr(link, "cut_by_ranges", record)
     case = Case("ranges", masks, length, heads=(4, 2), batch=2, split=split)
