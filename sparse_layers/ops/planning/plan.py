@@ -251,9 +251,9 @@ class _Draft:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
         own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
         default = own or (self.tuned.blocks[0] if explicit else self.shape)
-        if own and not explicit:  # grown as the forward's are, where lists would be too long
-            grown = max(1, max(self.shape) // max(max(shape) for shape in self.tuned.blocks))
-            default = default[0] * grown, default[1] * grown
+        grown = max(self.shape) // max(max(shape) for shape in self.tuned.blocks)
+        if grown > 1 and not explicit:  # where lists would be too long, these are as well
+            default = (own[0] * grown, own[1] * grown) if own else self.shape[::-1]
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         return Pass(self.mask.q_order, self.mask.kv_order, self.mask, self.shape, bwd_shape, self.blocks, bwd_blocks)
@@ -293,23 +293,23 @@ def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:
 
 
 def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
-    """``shape``, doubled until its block lists fit.
+    """``shape``, grown until its block lists fit.
 
     Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
     """
-    coarse = shape
+    coarse, (more_rows, more_columns) = shape, tuned.growth
     while math.prod(grid_shape(mask, coarse)) > MAX_CELLS:
-        coarse = 2 * coarse[0], 2 * coarse[1]
+        coarse = more_rows * coarse[0], more_columns * coarse[1]
     while coarse != shape:
-        at_most = len(_grid(mask, coarse).rows) * (coarse[0] // shape[0]) ** 2
-        finer = coarse[0] // 2, coarse[1] // 2
+        at_most = len(_grid(mask, coarse).rows) * (math.prod(coarse) // math.prod(shape))
+        finer = coarse[0] // more_rows, coarse[1] // more_columns
         if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
             return shape
         if not _fits(mask, finer, tuned):
             break
         coarse = finer
     while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
-        coarse = 2 * coarse[0], 2 * coarse[1]
+        coarse = more_rows * coarse[0], more_columns * coarse[1]
     return coarse
 
 

@@ -29,8 +29,9 @@ class Tuning:
         masks that take more, as tiles made beforehand. None: they compute what they can.
       operation: what each operation adds to ``partial`` where a rule that takes more has to be computed.
       list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
-        no limit. Where it is passed, blocks are doubled, ...
+        no limit. Where it is passed, blocks grow, ...
       largest: ... but not beyond this size.
+      growth: what queries and keys of a block are multiplied by where it grows; backward the other way round.
       backward: block shape of the backward pass; None for that of the forward pass.
       deterministic: the same of gradients that must not differ from run to run; None for ``backward``.
       capability: the compute capability that a GPU must have, as JAX says it; None for any device.
@@ -47,6 +48,7 @@ class Tuning:
     operation: float = 0.0
     list_bytes: int | None = None
     largest: int | None = None
+    growth: tuple[int, int] = (2, 2)
     backward: tuple[int, int] | None = None
     deterministic: tuple[int, int] | None = None
     capability: str | None = None
@@ -74,12 +76,13 @@ TUNING = {
         list_bytes=960_000,
         largest=2048,
     ),
-    # Its kernels have blocks of 128. A pass with fewer than 2.55 times as many blocks of 64 is left to plain Triton,
+    # Its kernels hold 128 rows, and walk over longer blocks in tiles. A pass with fewer than 2.55 times as many blocks of 64 is left to plain Triton,
     # which is as fast then: measured on an H200, neighbourhoods and windows on grids.
     "hopper": dataclasses.replace(
         _TRITON,
         blocks=((64, 64), (128, 128)),
         factors=(1.22, 1.0),
+        growth=(1, 2),
         backward=None,
         deterministic=_TRITON.backward,
         capability="9.0",

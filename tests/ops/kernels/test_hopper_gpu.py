@@ -59,7 +59,9 @@ def launched(monkeypatch):
     found, launch_kernel = [], bridge.call
 
     def call(kernel, *args, **options):
-        found.append(kernel.fn.__name__ + (" of pieces" if args[3]["L"].PIECES else ""))
+        long = max(side.TILE for side in (args[3]["Q"], args[3]["KV"])) > settings.ROWS
+        of = (" of pieces" if args[3]["L"].PIECES else "") + (" of long blocks" if long else "")
+        found.append(kernel.fn.__name__ + of)
         if ON_GPU:
             return launch_kernel(kernel, *args, **options)
         return gluon_interpreter.call(kernel, *args, seed=len(found), **options)
@@ -100,6 +102,7 @@ DOCUMENTS = _segments(100, 130, 26)
 PADDED = np.where(np.arange(256) < 240, DOCUMENTS, -1).astype(np.int32)
 RNG = np.random.default_rng(0)
 FEW = jnp.asarray(RNG.random((2, 256, 200)) < 0.02)
+FIXED_32 = sl.preset("sparse_transformer_fixed", stride=32, summary=8)
 CASES = [
     Case("causal-ragged", sl.Causal(), 200),
     Case("causal-128", sl.Causal(), 256, sizes=(128, 128), heads=(2, 1), batch=1),
@@ -119,7 +122,7 @@ CASES = [
     Case("strided-groups", sl.preset("sparse_transformer_strided", stride=4), 512, heads=(4, 2), batch=1, split=True),
     # 64 queries of a residue are a box of tokens, and 128 are none.
     Case("strided-cross", sl.Strided(4), 768, 512, batch=1),
-    Case("fixed", sl.preset("sparse_transformer_fixed", stride=32, summary=8), 512, split=True, batch=1, shared=True),
+    Case("fixed", FIXED_32, 512, split=True, batch=1, shared=True),
     Case("fixed-long", sl.preset("sparse_transformer_fixed", stride=16, summary=16), 400),
     Case("tiles", sl.Grid((32, 16), sl.BlockDiagonal(16)), 512, split=True, batch=1),
     Case("tiles-cut", sl.Grid((20, 16), sl.Window(3, 3)), 304, split=True, batch=1),
@@ -131,8 +134,14 @@ CASES = [
     Case("run-time", FEW, 256, 200),
     # Lists of the first keys, much longer than others, are cut; the last two add to what earlier passes left.
     Case("cut", sl.Causal() & (sl.Window(9) | sl.Prefix(9)), 900, heads=(8, 1), sizes=(40, 24), batch=1),
-    Case("cut-gathered", sl.preset("sparse_transformer_fixed", stride=32, summary=8), 768, heads=(8, 1), split=True),
+    Case("cut-gathered", FIXED_32, 768, heads=(8, 1), split=True),
     Case("cut-residues", sl.Window(30, 30) | sl.Strided(2) & sl.Prefix(99), 1024, heads=(8, 1), batch=1, split=True),
+    # Blocks of which a kernel walks over several tiles.
+    Case("long-blocks", sl.Causal(), 700, heads=(4, 2), sizes=(128, 128), batch=1, fwd=(128, 256), bwd=(512, 128)),
+    Case("long-blocks-documents", sl.Window(90, 40), 256, segments=(DOCUMENTS, PADDED), fwd=(128, 256), bwd=(256, 128)),
+    Case("long-blocks-run-time", FEW, 256, 200, sinks=True, fwd=(128, 256), bwd=(256, 128)),
+    Case("long-blocks-tiles", sl.Grid((40, 16), sl.Window(9, 9)), 640, split=True, batch=1, fwd=(128, 512), bwd=(256, 128)),
+    Case("cut-long-blocks", FIXED_32, 800, heads=(8, 1), batch=1, split=True, fwd=(128, 256), bwd=(256, 128)),
 ]
 
 
@@ -146,8 +155,9 @@ def test_values_and_gradients(launched, monkeypatch, case):
 
     monkeypatch.setattr(launch, "call", only_lists)
     cases.check(case, case.call("hopper"))
-    assert ("backward_kernel of pieces" in launched) == case.name.startswith("cut")
-    names = {name.removesuffix(" of pieces") for name in launched}
+    assert any("backward_kernel of pieces" in name for name in launched) == case.name.startswith("cut")
+    assert all(("long blocks" in name) == ("long-blocks" in case.name) for name in launched)
+    names = {name.split()[0] for name in launched}
     assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
 
 
@@ -289,7 +299,7 @@ def test_vmap_and_long_chains(launched):
         (sl.Causal(), 256, ("forward",), "take no settings", {"fwd_params": sl.FwdParams(num_warps=4)}),
         (sl.Causal(), 256, ("dkv",), "take no settings", {"bwd_params": sl.BwdParams(num_stages=2)}),
         (sl.Causal(), 256, ("dkv",), "in the order", {"bwd_params": sl.BwdParams(deterministic=True)}),
-        (sl.Causal(), 60, ("forward", "dkv"), "keys there, and these 64 and 64|each key is in one list", {}),
+        (sl.Causal(), 60, ("forward", "dkv"), "64 queries and 64 keys are no whole tiles|each key is in one list", {}),
         (sl.BlockDiagonal(128), 512, ("dkv",), "each key is in one list", {}),
         (sl.Strided(3), 400, ("forward", "dkv"), "stride 3 is no view", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "some queries have no row", {}),
@@ -511,8 +521,7 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
         best = max(own.sum() / 132, own.max())
         uneven = 1.04 if known else 1.6 if number == 3 else 1.25
         assert makespan(schedule, costs) <= uneven * best + (1 if known else 16), number
-        together = 1 if known else -(-251 // blocks)
-        last = blocks * heads - (max(blocks, LAST[-1] * 132) if known else 0)  # or later
+        together, last = 1 if known else -(-251 // blocks), blocks * heads - (LAST[-1] * 132 if known else 0)  # or later
         far = known & (costs > FAR * costs.mean()) & (costs > LONG * costs.sum() / 132)
         for as_numbered in (False, True):
             order = np.asarray(order_of(given, 1, 132, as_numbered))
@@ -524,9 +533,14 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
             assert np.all(np.diff(order // blocks // together) >= 0)
         if known:
             assert np.all(np.diff(by_number) >= 0)
-        for items in (by_length, *(column[column >= 0] for column in schedule.T)):  # in each head the longest first
-            head = np.where((items >= last) | far[items], heads, items // blocks // together)
-            assert all(np.all(np.diff(costs[items[head == x]]) <= 0) for x in range(heads))
+        place = np.argsort(order_of(given, 1, 132, False))  # of each item
+        for items in (by_length, *(column[column >= 0] for column in schedule.T)):  # of a region the longest first
+            assert np.all(np.diff(place[items]) > 0)
+            backwards = known and (block * one).sum() > block.mean() * one.sum()
+            region = (-block if backwards else block)[items % blocks] // 132 if known else 0
+            region = np.where((place[items] >= last) | far[items], -heads, items // blocks // together * 4 + region)
+            assert all(np.all(np.diff(costs[items[region == x]]) <= 0) for x in {*region.tolist()} - {-heads})
+            assert np.all(np.diff(region[region != -heads]) >= 0)
 
 
 def test_items_of_several_heads_end_a_schedule_only_where_that_is_sooner():
@@ -738,7 +752,7 @@ def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("size", settings.SIZES)
-@pytest.mark.parametrize("block", settings.BLOCKS)
+@pytest.mark.parametrize("block", (settings.GROUP, settings.ROWS))
 def test_settings_fit(kernel, size, block):
     for part in {settings.GROUP, settings.PARTS[size]}:
         stages = settings.stages_of(kernel, size, block, part)

@@ -76,6 +76,7 @@ class Case:
 
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)  # keeps a little more in local memory
 STRIDED = sl.Causal() & (sl.Window(128) | sl.Strided(16))
+LONG = {"fwd_params": sl.FwdParams(128, 1024), "bwd_params": sl.BwdParams(1024, 128)}  # as of very long sequences
 CASES = [
     Case("causal", sl.Causal()),
     # The backward kernel holds scores of 128 queries there, beside which registers do not hold segments.
@@ -95,6 +96,8 @@ CASES = [
     Case("chain-sinks", STRIDED, options={"sinks": True}),
     # The hyperbolic tangent takes more registers than there are.
     Case("soft-cap", sl.preset("sliding_window", window=512), spills=500, options={"logits_soft_cap": 30.0}),
+    Case("long-blocks", sl.Causal(), heads=(4, 2), options=LONG),
+    Case("long-blocks-64", sl.Causal(), 64, options=LONG),
     Case("chosen-128", sl.Causal(), heads=(4, 2), chosen=128, spills=16 * OLD),
     Case("chosen-64", sl.Causal(), heads=(4, 2), chosen=64, dtype="float16", spills=16 if OLD else 4),
     Case("chosen-128-64", sl.Causal(), 64, heads=(4, 2), chosen=128),

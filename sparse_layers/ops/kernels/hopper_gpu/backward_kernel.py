@@ -132,6 +132,7 @@ def _swapped(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def _producer(descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches k and v, and q and dout, lse and delta of the queries that see them."""
+    PARTS: gl.constexpr = Q.TILE // F.PART
     b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L)
     for j in gl.static_range(2):
         fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
@@ -140,18 +141,16 @@ def _producer(descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.
         head = A.FIRST_HEAD + own * A.HEAD_STEP
         first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
         line = b * A.OWN_HEADS + own
-        for i in range(first, end):
-            index = gl.load(lists[1] + i)
-            for each in gl.static_range(Q.TILE // F.PART):
-                row = index * Q.TILE + each * F.PART
-                slot = n % F.STAGES
-                mbarrier.wait(empty.index(slot), (n // F.STAGES & 1) ^ 1)
-                for j in gl.static_range(2):  # q with lse, dout with delta
-                    ready = full[j].index(slot)
-                    mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
-                    load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
-                    load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
-                n += 1
+        for i in range(first * PARTS, end * PARTS):
+            row = gl.load(lists[1] + i // PARTS) * Q.TILE + i % PARTS * F.PART
+            slot = n % F.STAGES
+            mbarrier.wait(empty.index(slot), (n // F.STAGES & 1) ^ 1)
+            for j in gl.static_range(2):  # q with lse, dout with delta
+                ready = full[j].index(slot)
+                mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
+                load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
+                load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
+            n += 1
 
 
 @gluon.jit

@@ -47,13 +47,14 @@ from .tiles import (
     words_of,
 )
 
-# What groups are told of an item: itself, its list's first entry, first masked one and end, the first one's mask tile.
+# What groups are told of an item: itself, its first step, first masked one and end, and the first one's mask tile.
 NUMBERS = gl.constexpr(5)
 
 
 class Forward(NamedTuple):
     """How the kernel is compiled, beside the bundles of `tiles.py`."""
 
+    PART: int  # keys of a step; a block of the lists has one or more such parts
     Q_STAGES: int  # tiles of q, and tiles of k and of v, that are held or on their way
     KV_STAGES: int
     SINKS: bool  # whether there are sinks
@@ -92,19 +93,20 @@ def _told(work, turn, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_keys(desc, more, b, index, head, full, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
-    """Begins to load a block of k or v: those of a second pass are numbered after those of the first."""
-    if KV2.ROWS == 0 or index * KV.TILE < KV.ROWS:
-        load_tile(desc, corner_of(b, index * KV.TILE, head, 0, KV, A.D), full, buffer)
+def _fetch_keys(desc, more, b, row, head, full, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
+    """Begins to load k or v of a step: rows of a second pass are numbered after those of the first."""
+    if KV2.ROWS == 0 or row < KV.ROWS:
+        load_tile(desc, corner_of(b, row, head, 0, KV, A.D), full, buffer)
     else:
         other = reinterpret(buffer, more.dtype, more.block_shape, more.layout)
-        load_tile(more, corner_of(b, index * KV.TILE - KV.ROWS, head, 0, KV2, A.D), full, other)
+        load_tile(more, corner_of(b, row - KV.ROWS, head, 0, KV2, A.D), full, other)
 
 
 @gluon.jit
 def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches q, k and v in the order in which they will be needed, and says where lists are."""
+    PARTS: gl.constexpr = KV.TILE // F.PART
     n = 0
     turn = 0
     item = _scheduled(schedule, turn)
@@ -120,16 +122,17 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             row = block * Q.TILE + group * ROWS
             fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
         tile = gl.load(lists[2] + first, mask=end > first, other=-1)
+        first, first_masked, end = first * PARTS, first_masked * PARTS, end * PARTS  # steps
         _tell(work, turn, (item, first, first_masked, end, tile))
         turn += 1
-        # Values are needed a step later than keys: step n has the keys of entry n and the values of the entry before.
+        # Values are needed a step later than keys: with the keys of step n come the values of the step before.
         before = 0
         for i in range(first, end + gl.where(end > first, 1, 0)):
             slot = n % F.KV_STAGES
             at = full[1].index(slot)
-            index = before
+            row = before
             if i < end:
-                index = gl.load(lists[1] + i)
+                row = gl.load(lists[1] + i // PARTS) * KV.TILE + i % PARTS * F.PART
             mbarrier.wait(empty[1].index(slot), (n // F.KV_STAGES & 1) ^ 1)
             if i == first:  # no values will wait for it, and groups must not arrive there before it is over
                 mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
@@ -137,11 +140,11 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
             mbarrier.expect(at, 2 * descs[1].block_type.nbytes, pred=both)
             mbarrier.expect(at, descs[1].block_type.nbytes, pred=both == 0)
             if i < end:
-                _fetch_keys(descs[1], descs[5], b, index, kv_head, at, buffers[1].index(slot), A, KV, KV2)
+                _fetch_keys(descs[1], descs[5], b, row, kv_head, at, buffers[1].index(slot), A, KV, KV2)
             if i > first:
                 mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
                 _fetch_keys(descs[2], descs[6], b, before, kv_head, at, buffers[2].index(slot), A, KV, KV2)
-            before = index
+            before = row
             n += 1
         item = coming
     _tell(work, turn, (-1, 0, 0, 0, -1))
@@ -149,15 +152,17 @@ def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexp
 
 @gluon.jit
 def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-             L: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scores of an entry that is masked: -inf where the pair may not attend."""
+             L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores of a step that is masked: -inf where the pair may not attend."""
+    PARTS: gl.constexpr = KV.TILE // F.PART
     if L.CHOSEN > 0:
-        by = gl.load(lists[3] + i)
+        by = gl.load(lists[3] + i // PARTS)
         row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
         words = gl.where(((by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
-    scores = masked(scores, words, KV.TILE, LAYOUT, A)
+    scores = masked(scores, words, F.PART, LAYOUT, A)
     if A.SEGMENTED:
-        column = gl.load(lists[1] + i) * KV.TILE + gl.arange(0, KV.TILE, layout=gl.SliceLayout(0, LAYOUT))
+        first = gl.load(lists[1] + i // PARTS) * KV.TILE + i % PARTS * F.PART
+        column = first + gl.arange(0, F.PART, layout=gl.SliceLayout(0, LAYOUT))
         other = gl.load(lists[6] + b * KV.ROWS + column)
         scores = gl.where(segment[:, None] == other[None, :], scores, float("-inf"))
     return scores
@@ -177,10 +182,11 @@ def _softmax(scores, top, total, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT
 
 
 @gluon.jit
-def _words(lists, number, within, Q: gl.constexpr, KV: gl.constexpr, LAYOUT: gl.constexpr):
-    """The words of a mask tile; number -1 lets everything pass, and is the first one."""
+def _words(lists, number, part, within, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):
+    """The words of a part of a mask tile; number -1 lets everything pass, and is the first one."""
     WORDS: gl.constexpr = KV.TILE // 32
-    return words_of(lists[4] + ((number + 1) * Q.TILE + within) * WORDS, KV.TILE, LAYOUT, WORDS)
+    tile = lists[4] + ((number + 1) * Q.TILE + within) * WORDS + part * (F.PART // 32)
+    return words_of(tile, F.PART, LAYOUT, WORDS)
 
 
 @gluon.jit
@@ -188,14 +194,14 @@ def _next(work, turn, lists, rows, within, A: gl.constexpr, Q: gl.constexpr, KV:
           F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """What a group needs of its next item before it begins.
 
-    (item or -1, its list: first entry, first masked one and end, the first one's mask tile, what rows begin with: the
-    logits to base 2 of sinks or of an earlier pass.)
+    (item or -1, its steps: the first, the first masked one and the end, the first one's mask tile, what rows begin
+    with: the logits to base 2 of sinks or of an earlier pass.)
     """
     _, full, empty = work
     mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
     item = _told(work, turn, 0)
     span = _told(work, turn, 1), _told(work, turn, 2), _told(work, turn, 3)
-    words = _words(lists, _told(work, turn, 4), within, Q, KV, LAYOUT)
+    words = _words(lists, _told(work, turn, 4), 0, within, Q, KV, F, LAYOUT)
     mbarrier.arrive(empty.index(turn % 2), count=1)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     b, own, block = item_of(gl.maximum(item, 0), A.OWN_HEADS, L)
@@ -212,15 +218,16 @@ def _next(work, turn, lists, rows, within, A: gl.constexpr, Q: gl.constexpr, KV:
 def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, segment, A: gl.constexpr, Q: gl.constexpr,
            KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
            OUT: gl.constexpr):  # fmt: skip
-    """Goes on over entries first .. last - 1; the weights of the entry before are still to be multiplied."""
+    """Goes on over steps first .. last - 1; the weights of the step before are still to be multiplied."""
     weights, top, total, out = state
-    COLUMNS: gl.constexpr = KV.TILE
+    COLUMNS: gl.constexpr = F.PART
+    PARTS: gl.constexpr = KV.TILE // F.PART
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     for i in range(first, last):
         slot = n % F.KV_STAGES
         words = 0
         if MASKED:  # early, for this takes long
-            words = _words(lists, gl.load(lists[2] + i), within, Q, KV, SCORES)
+            words = _words(lists, gl.load(lists[2] + i // PARTS), i % PARTS, within, Q, KV, F, SCORES)
         mbarrier.wait(full[1].index(slot), n // F.KV_STAGES & 1)
         keys = flat(buffers[1].index(slot), COLUMNS, A.D)
         scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
@@ -231,7 +238,7 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
         mbarrier.arrive(empty[1].index(slot), count=1)
         scores = logits(scores, A)
         if MASKED:
-            scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, SCORES)
+            scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, F, SCORES)
         found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
         out = warpgroup_mma_wait(0, deps=[out])
         mbarrier.arrive(empty[2].index(slot), count=1)
@@ -245,8 +252,8 @@ def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, seg
 def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, rows, A: gl.constexpr,
                Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Computes 64 of the rows of each item."""
-    COLUMNS: gl.constexpr = KV.TILE
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV.TILE, 16])
+    COLUMNS: gl.constexpr = F.PART
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -287,7 +294,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
             mbarrier.arrive(empty[2].index(step), count=1)
             scores = logits(scores, A)
             if first_masked == first:
-                scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, SCORES)
+                scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, F, SCORES)
             found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), True, OUT_ROWS)
             out = out * old[:, None]
             state = pack(found, dtype, ROWS, COLUMNS), top, total, out

@@ -110,12 +110,12 @@ class HopperLink(Link):
         if kernel == "dkv" and self.single_keys:
             return "each key is in one list, and plain Triton's kernel then writes each gradient once"
         rows, block = self._blocks(kernel)
-        wanted = settings.BLOCKS if kernel == "forward" else (settings.ROWS,)
-        if rows != settings.ROWS or block not in wanted:
-            return f"blocks have {settings.ROWS} queries and {wanted} keys there, and these {rows} and {block}"
+        held, walked = (rows, block) if kernel == "forward" else (block, rows)
+        if held != settings.ROWS or (walked % settings.ROWS and (kernel, walked) != ("forward", settings.GROUP)):
+            return f"blocks of {rows} queries and {block} keys are no whole tiles there"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
-        for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, block)):
+        for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, settings.keys_of(block))):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
         if kernel == "forward" and self._skewed():
@@ -134,7 +134,7 @@ class HopperLink(Link):
             out, lse = merged((out, lse), self.forward(None, None, True).whole())
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
-        order, more = own.q.order, self.also or self
+        order, more, keys = own.q.order, self.also or self, settings.keys_of(own.kv.tile)
         second = views.side_of(more.kv_order, own.kv.tile)
         second = second._replace(ROWS=0) if self.also is None else second
         out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
@@ -142,16 +142,17 @@ class HopperLink(Link):
         nothing = jnp.zeros((1,), jnp.float32)
         inputs = [
             self._tiles(query, order, own.part),
-            self._tiles(self.operands.key, own.kv.order, own.kv.tile),
-            self._tiles(value, own.kv.order, own.kv.tile),
-            *(self._tiles(x, more.kv_order, own.kv.tile) for x in (self.operands.key, value)),
+            self._tiles(self.operands.key, own.kv.order, keys),
+            self._tiles(value, own.kv.order, keys),
+            *(self._tiles(x, more.kv_order, keys) for x in (self.operands.key, value)),
             self._tiles(query if before is None else before.arrays[0], order, own.part),
             *own.read,
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
-        fixed = {"KV2": second, "F": Forward(settings.Q_STAGES, own.stages, sinks is not None, before is not None)}
-        out, lse = self._run(forward_kernel, own, inputs, [self._tiles(out, order, own.part), lse], fixed, {})
+        compiled = Forward(keys, settings.Q_STAGES, own.stages, sinks is not None, before is not None)
+        results, fixed = [self._tiles(out, order, own.part), lse], {"KV2": second, "F": compiled}
+        out, lse = self._run(forward_kernel, own, inputs, results, fixed, {})
         lse = lse.swapaxes(1, 2)
         lse = lse[:, : query.shape[1]] if order.natural else order.scatter(lse, -jnp.inf)
         return Rows(natural, (out, lse.swapaxes(1, 2)))
@@ -294,7 +295,7 @@ class HopperLink(Link):
         walk = Walk(batches, kinds, found.group, steps.shape[2], number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         part = self._part(kernel)
-        stages = settings.stages_of("backward" if dkv else "forward", self._size, kv.tile, part)
+        stages = settings.stages_of("backward" if dkv else "forward", self._size, settings.keys_of(kv.tile), part)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
         return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], who.shape[-1], number > 0)
 

@@ -32,8 +32,8 @@ from ..triton_gpu.work import LEAST_STEPS, cut
 # long items came first, more heads would be read at a time than the cache holds. Pieces take no longer than that part,
 # or `LEAST_STEPS`.
 LONG, FAR = 1 / 8, 4
-# The last items come longest first, whatever their heads: those of one head, or as many as there are programs, or a
-# multiple of that by which all is done that much earlier.
+# The last items come longest first, whatever their heads: as many as there are programs, or a multiple of that by which
+# all is done that much earlier.
 LAST, UNEVEN = (1, 2, 4), 0.03
 # Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
 # That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
@@ -83,32 +83,38 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
 def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
     """int32 [items]: in which order to begin items that have a program each; see `schedule_of` for the arguments.
 
-    The longest of a head come first, or with ``as_numbered`` they come as they are numbered, if lengths are known.
+    If lengths are known, blocks of a head come as they are numbered with ``as_numbered``, else by regions of as many
+    neighbours as there are programs: from that end where more is to do, and of a region the longest first.
     """
     if not isinstance(steps, np.ndarray):
         return _of_groups(steps, batch, programs)[0]
     every = steps[np.arange(batch) % len(steps)].ravel()
     heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
-    orders = [_in_order(every, heads, max(x * programs, steps.shape[2]), programs, as_numbered) for x in LAST]
+    orders = [_in_order(every, heads, x * programs, programs, as_numbered) for x in LAST]
     times = [taken(order, every, programs) for order in orders]
     return next(order for order, time in zip(orders, times, strict=True) if time <= (1 + UNEVEN) * min(times))
 
 
 def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as_numbered: bool) -> np.ndarray:
-    """The order of items: what is `LONG` and `FAR`, then head by head, then the last ones of all.
+    """The order of items: what is `LONG` and `FAR`, then head by head and region by region, then the last ones.
 
     Args:
       every: steps of each item.
       heads: of each, ascending.
       last: how many are the last ones; of them, and of the first, the longest come first.
       programs: how many can run at the same time.
-      as_numbered: whether items of a head come as they are numbered; else the longest come first.
+      as_numbered: see `order_of`.
     """
     items, total = len(every), every.sum()
     first = (every > LONG * total / programs) & (every > FAR * total / items)
-    group = np.where(first, -1, np.where(np.arange(items) < items - last, heads, heads[-1] + 1))
-    within = np.where((group == heads) & as_numbered, 0, -every)
-    return np.lexsort((within, group)).astype(np.int32)
+    number = np.arange(items) - np.searchsorted(heads, heads)
+    if not as_numbered and (number * every).sum() > number.mean() * total:  # more is to do at the end
+        number = -number
+    within = np.where(first | (not as_numbered), -every, number)
+    order = np.lexsort((within, np.where(first, 0, number // programs), np.where(first, -1, heads))).astype(np.int32)
+    ends = order[max(items - last, first.sum()) :]
+    order[len(order) - len(ends) :] = ends[np.argsort(-every[ends], kind="stable")]
+    return order
 
 
 def _of_groups(steps: Any, batch: int, programs: int) -> tuple[Any, int]:

@@ -9,8 +9,6 @@ ROWS, GROUP = 128, 64
 # Queries of a step of the backward kernel by head size: 128 where registers hold as many scores. On an H200, causal
 # attention, windows, fixed and documents with heads of 64 take 2 to 3 % less for it, forward and backward together.
 PARTS = {64: 128, 128: 64}
-# Keys in a block of the lists of the forward kernel, whose tiles are whole blocks; the backward kernel has ROWS.
-BLOCKS = (64, 128)
 # What head sizes are rounded up to.
 SIZES = (64, 128)
 # More tiles on their way hide no more: four at head size 64 and two at 128 keep the tensor cores fed.
@@ -23,6 +21,11 @@ Q_STAGES = 2
 REGISTERS, FETCHING = 240, 24
 # The same where all threads of four warps fetch, by addresses of their own.
 GATHERING = 232, 40
+
+
+def keys_of(block: int) -> int:
+    """Keys of a tile, of which a block of the lists is one or more."""
+    return min(block, ROWS)
 
 
 def padded(size: int) -> int | None:
