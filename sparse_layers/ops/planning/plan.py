@@ -252,8 +252,10 @@ class _Draft:
         own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
         default = own or (self.tuned.blocks[0] if explicit else self.shape)
         grown = max(self.shape) // max(max(shape) for shape in self.tuned.blocks)
-        if grown > 1 and not explicit:  # where lists would be too long, these are as well
-            default = (own[0] * grown, own[1] * grown) if own else self.shape[::-1]
+        if grown > 1 and not explicit and own:  # as the forward's are, where lists would be too long
+            default = own[0] * grown, own[1] * grown
+        elif grown > 1 and not explicit and self.tuned.growth != self.tuned.growth[::-1]:
+            default = self.shape[::-1]
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         return Pass(self.mask.q_order, self.mask.kv_order, self.mask, self.shape, bwd_shape, self.blocks, bwd_blocks)

@@ -297,7 +297,7 @@ def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], k
 
 
 @pytest.mark.parametrize("size", settings.SIZES)
-@pytest.mark.parametrize("block", (settings.GROUP, settings.ROWS))
+@pytest.mark.parametrize("block", settings.BLOCKS)
 def test_settings_fit(size, block):
     stages = settings.stages_of("gathered", size, block)
     step = 2 if block == settings.GROUP else 1  # each of two groups has its own

@@ -615,12 +615,12 @@ def test_pieces(lost):
         return
     assert pieces is not None and order is not None and order.dtype == np.int32
     assert sorted(order) == list(range(batch * len(pieces)))
-    assert np.all(np.diff(pieces[:, 2]) >= 0)  # one query head after the other, and one batch entry
-    heads = order[: -2 * programs] // len(pieces) * len(key_heads) + pieces[order[: -2 * programs] % len(pieces), 2]
+    assert np.all(np.diff(pieces[:, 1]) >= 0)  # one query head after the other, and one batch entry
+    heads = order[: -2 * programs] // len(pieces) * len(key_heads) + pieces[order[: -2 * programs] % len(pieces), 1]
     assert np.all(np.diff(heads) >= 0)
     walked, found = [np.zeros(n, int) for n in counts.ravel()], []
-    for kv_head, block, first, end, skipped, stop in pieces:
-        assert all(key_heads[first:end] == kv_head)
+    for block, first, end, skipped, stop in pieces:
+        assert len({*key_heads[first:end]}) == 1
         parts = [walked[head * 6 + block] for head in range(first, end)]
         parts[-1] = parts[-1][:stop]
         parts[0] = parts[0][skipped:]
@@ -640,30 +640,32 @@ def test_long_lists_of_many_query_heads_are_cut_by_head(group, longest, cut):
     _, pieces = cut_if_it_pays(steps, before, head // group, 4, 132, 20)
     assert (pieces is not None) == cut
     if pieces is not None:
-        _, block, first, end, skipped, stop = pieces.T
+        block, first, end, skipped, stop = pieces.T
         assert np.max((end - 1 - first) * counts[block] + stop - skipped) <= longest
 
 
-def lists_of(masks, length):
+def lists_of(masks, length, queries=128):
     """The lists of the key blocks of the last pass of some masks."""
     chains = [sl.make_plan(mask, length, implementation="triton").chains[0] for mask in masks]
-    return static_candidates([chain[-1].mask for chain in chains], (128, 128), False)[0].sorted(True).lists(True)
+    return static_candidates([chain[-1].mask for chain in chains], (queries, 128), False)[0].sorted(True).lists(True)
 
 
-@pytest.mark.parametrize(("length", "programs"), [(8192, 5), (9000, 132)])
-def test_pieces_of_ranges(monkeypatch, length, programs):
+@pytest.mark.parametrize(("length", "programs", "alike"), [(8192, 5, False), (9000, 132, False), (9000, 132, True)])
+def test_pieces_of_ranges(monkeypatch, length, programs, alike):
     """Each entry of each query head is in one piece, with entries of its range only, and later ranges come first."""
     monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 5)
+    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 5 * 128)
     lists = lists_of([sl.Causal(), sl.Causal() & (sl.Window(64) | sl.Columns(128, 120))], length)
-    kinds, key_heads, batch = np.arange(6) % 2, np.arange(6) // 3, 2
-    order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, 1)
+    kinds, key_heads, batch = np.full(6, 1) if alike else np.arange(6) % 2, np.arange(6) // 3, 2
+    order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, 128, 1)
     assert order is not None and pieces is not None and order.dtype == pieces.dtype == np.int32
-    np.testing.assert_array_equal(order, np.arange(batch * len(pieces)))
+    np.testing.assert_array_equal(order, np.arange(batch * len(pieces) * (6 if alike else 1)))
+    if alike:  # those of head 0
+        pieces = np.concatenate([pieces + np.array([0, head, head, 0, 0]) for head in range(6)])
     walked = np.zeros((6, len(lists.block)), int)
     ranges = []
-    for key_head, block, head, end, skipped, stop in pieces.tolist():
-        assert end == head + 1 and key_head == key_heads[head] and stop > skipped
+    for block, head, end, skipped, stop in pieces.tolist():
+        assert end == head + 1 and stop > skipped
         first, _, last = lists.spans[0, kinds[head], block]
         assert first + stop <= last
         walked[head, first + skipped : first + stop] += 1
@@ -676,7 +678,7 @@ def test_pieces_of_ranges(monkeypatch, length, programs):
         np.testing.assert_array_equal(own, here)
     assert ranges == sorted(ranges)
     nothing = dataclasses.replace(lists, spans=np.zeros_like(lists.spans), block=lists.block[:0])
-    assert cut_by_ranges(nothing, kinds, key_heads, batch, programs, 1) == (None, None)
+    assert cut_by_ranges(nothing, kinds, key_heads, batch, programs, 128, 1) == (None, None)
 
 
 FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
@@ -698,8 +700,23 @@ FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
 def test_lists_are_cut_where_programs_drift_apart(mask, length, heads, is_cut):
     """With one mask of all heads of one batch entry, on 132 multiprocessors, in bfloat16 and with heads of 128."""
     head = np.arange(heads)
-    _, pieces = cut_by_ranges(lists_of([mask], length), 0 * head, head, 1, 132, 128 * 128 * 8)
+    _, pieces = cut_by_ranges(lists_of([mask], length), 0 * head, head, 1, 132, 128, 128 * 8)
     assert (pieces is not None) == is_cut
+
+
+@pytest.mark.parametrize(
+    ("length", "queries", "group", "is_cut"),
+    [(131072, 128, 4, False), (262144, 512, 1, False), (262144, 512, 4, True), (524288, 2048, 1, True)],
+)
+def test_lists_are_cut_where_programs_stray_apart(length, queries, group, is_cut):
+    """Causal lists are nearly of one length; where they are long, programs are soon at different queries."""
+    head = np.arange(4 * group)
+    lists = lists_of([sl.Causal()], length, queries)
+    order, pieces = cut_by_ranges(lists, 0 * head, head // group, 1, 132, queries, 128 * 8)
+    assert (pieces is not None) == is_cut
+    if order is not None and pieces is not None:  # of one head, whatever their number
+        assert len(order) == len(head) * len(pieces) < len(head) * (length // 128) * (length // 16384 + 1) / 2 * 1.2
+        assert np.all((pieces[:, 4] - pieces[:, 3]) * queries <= 16384)
 
 
 def made(blocks, step=1):
@@ -714,15 +731,15 @@ def made(blocks, step=1):
 @pytest.mark.parametrize(
     ("blocks", "step", "held", "is_cut"),
     [
-        (64, 1, 131072, True),
-        (64, 40, 131072, False),  # 13 entries in the mean would be cut into pieces of few
-        (64, 1, 8192, False),  # all fits
-        (1000, 1, 131072, False),  # lists of programs that run together are about as long
+        (64, 1, 1024, True),
+        (64, 40, 1024, False),  # 13 entries in the mean would be cut into pieces of few
+        (64, 1, 64, False),  # all fits
+        (1000, 1, 1024, False),  # lists of programs that run together are about as long
     ],
 )
 def test_what_lists_are_cut_by(blocks, step, held, is_cut):
     head = np.arange(8)
-    _, pieces = cut_by_ranges(made(blocks, step), 0 * head, head, 1, 132, held)
+    _, pieces = cut_by_ranges(made(blocks, step), 0 * head, head, 1, 132, 128, held)
     assert (pieces is not None) == is_cut
 
 
@@ -735,7 +752,7 @@ def test_what_lists_are_cut_by(blocks, step, held, is_cut):
 )
 def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
     monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 1)
+    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 128)
     found, cut = [], schedule.cut_by_ranges
 
     def record(*args):
@@ -746,13 +763,14 @@ def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
     monkeypatch.setattr(link, "cut_by_ranges", record)
     case = Case("ranges", masks, length, heads=(4, 2), batch=2, split=split)
     cases.check(case, case.call("hopper"))
-    assert {held for held, _ in found} == {128 * 64 * (2 + 2 + 4)}  # q, dout and dq
-    assert found[0][1] is not None and launched.count("backward_kernel of pieces") == 1
+    assert {held for held, _ in found} == {64 * (2 + 2 + 4)}  # q, dout and dq
+    cut_here = sum(pieces is not None for _, pieces in found)
+    assert cut_here and launched.count("backward_kernel of pieces") == cut_here
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("size", settings.SIZES)
-@pytest.mark.parametrize("block", (settings.GROUP, settings.ROWS))
+@pytest.mark.parametrize("block", settings.BLOCKS)
 def test_settings_fit(kernel, size, block):
     for part in {settings.GROUP, settings.PARTS[size]}:
         stages = settings.stages_of(kernel, size, block, part)

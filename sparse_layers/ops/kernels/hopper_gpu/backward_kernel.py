@@ -51,6 +51,7 @@ class Backward(NamedTuple):
     PART: int  # queries of a step; a block of the lists has one or more such parts
     STAGES: int  # parts of q and dout that are held or on their way
     ADD: bool  # whether dk and dv are added to what is there
+    TIMES: int  # if more than 1, pieces are those of query head 0, and as many heads have them, one after the other
 
 
 @gluon.jit
@@ -65,7 +66,7 @@ def _heads_of(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
-def _item(order, pieces, A: gl.constexpr, L: gl.constexpr):
+def _item(order, pieces, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
     """What a program has: (batch entry, key head, block, query heads: the first, the end, and a part of their lists).
 
     That part begins so many entries into the list of the first one, and ends so many into that of the last one.
@@ -76,9 +77,12 @@ def _item(order, pieces, A: gl.constexpr, L: gl.constexpr):
         first_own, end_own = _heads_of(kv_head, A)
         return b, kv_head, block, first_own, end_own, (0, 0)
     else:
-        line = pieces + item % L.PIECES * 6
-        part = gl.load(line + 4), gl.load(line + 5)
-        return item // L.PIECES, gl.load(line), gl.load(line + 1), gl.load(line + 2), gl.load(line + 3), part
+        line = pieces + item % L.PIECES * 5
+        more = item // L.PIECES % F.TIMES
+        first_own, end_own = gl.load(line + 1) + more, gl.load(line + 2) + more
+        kv_head = (A.FIRST_HEAD + first_own * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
+        part = gl.load(line + 3), gl.load(line + 4)
+        return item // L.PIECES // F.TIMES, kv_head, gl.load(line), first_own, end_own, part
 
 
 @gluon.jit
@@ -133,7 +137,7 @@ def _producer(descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Fetches k and v, and q and dout, lse and delta of the queries that see them."""
     PARTS: gl.constexpr = Q.TILE // F.PART
-    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L)
+    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L, F)
     for j in gl.static_range(2):
         fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
     n = 0
@@ -260,7 +264,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, order, lists, A:
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
     WIDTH: gl.constexpr = descs[7].block_shape[-1]
-    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L)
+    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L, F)
     row = block * KV.TILE + GROUP * ROWS
     segment = 0
     if A.SEGMENTED:
@@ -307,7 +311,7 @@ def backward_kernel(
     bits,  # int32 [1 + tiles, KV.TILE, Q.TILE / 32]
     q_segments,
     kv_segments,
-    pieces,  # int32 [PIECES, 6], as `schedule.cut_if_it_pays` makes them; any array if there are none
+    pieces,  # int32 [PIECES, 5], as `schedule.cut_if_it_pays` makes them; any array if there are none
     before_q,  # dq, dk and dv of earlier passes, whose places the results take; any array where there are none
     before_k,
     before_v,

@@ -34,7 +34,7 @@ class _Prepared(NamedTuple):
       constants: what it is compiled with, but for ``F``.
       read: its arrays from ``schedule`` or ``order`` to ``kv_segments`` or ``pieces``.
       programs: how many are started.
-      cut: whether items are pieces, which add to dk and dv.
+      times: 0 if items are whole; else how many query heads have the same pieces, which add to dk and dv.
     """
 
     q: Side
@@ -44,7 +44,7 @@ class _Prepared(NamedTuple):
     constants: dict[str, Any]
     read: list[jax.Array]
     programs: int
-    cut: bool
+    times: int
 
 
 def products_begin_from(lse: jax.Array, call: Call) -> jax.Array:
@@ -111,7 +111,8 @@ class HopperLink(Link):
             return "each key is in one list, and plain Triton's kernel then writes each gradient once"
         rows, block = self._blocks(kernel)
         held, walked = (rows, block) if kernel == "forward" else (block, rows)
-        if held != settings.ROWS or (walked % settings.ROWS and (kernel, walked) != ("forward", settings.GROUP)):
+        whole = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
+        if held != settings.ROWS or not whole:
             return f"blocks of {rows} queries and {block} keys are no whole tiles there"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
@@ -174,12 +175,12 @@ class HopperLink(Link):
         earlier = [dq if before is None else before.whole()[0].astype(jnp.float32), None, None]
         # Pieces are added in float32: to what is there or to zeros. dk and dv of only some keys are by row.
         all_keys = kv.order.complete
-        to, exact = (kv.order if all_keys else RowOrder(kv.order.rows)), jnp.float32 if own.cut else key.dtype
+        to, exact = (kv.order if all_keys else RowOrder(kv.order.rows)), jnp.float32 if own.times else key.dtype
         shapes = dq.shape, *((x.shape[0], to.length, *x.shape[2:]) for x in (key, value))
-        there = before_kv.whole() if before_kv is not None and all_keys and (own.cut or rounded_kv) else None
+        there = before_kv.whole() if before_kv is not None and all_keys and (own.times or rounded_kv) else None
         if there is not None:
             earlier[1:] = [x.astype(exact) for x in there]
-        elif own.cut:
+        elif own.times:
             earlier[1:] = [jnp.zeros(shape, exact) for shape in shapes[1:]]
         inputs = [
             self._tiles(query, q.order, own.part),
@@ -194,11 +195,11 @@ class HopperLink(Link):
         results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, exact, exact), strict=True)]
         outputs = [
             self._tiles(results[0], q.order, own.part, 2),
-            *(self._tiles(x, to, settings.GROUP, 1 + own.cut) for x in results[1:]),
+            *(self._tiles(x, to, settings.GROUP, 1 + bool(own.times)) for x in results[1:]),
         ]
         fixed = {
             "DKV": views.side_of(to, kv.tile),
-            "F": Backward(own.part, own.stages, own.cut or there is not None),
+            "F": Backward(own.part, own.stages, own.times > 0 or there is not None, max(1, own.times)),
         }
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
@@ -292,12 +293,13 @@ class HopperLink(Link):
         )
         batches, kinds = found.spans.shape[:2]
         number = 0 if pieces is None else len(pieces)
+        times = 0 if pieces is None else who.shape[0] // (batch * number)
         walk = Walk(batches, kinds, found.group, steps.shape[2], number, lists.chosen)
         sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
         part = self._part(kernel)
         stages = settings.stages_of("backward" if dkv else "forward", self._size, settings.keys_of(kv.tile), part)
         constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
-        return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], who.shape[-1], number > 0)
+        return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], who.shape[-1], times)
 
     def _order(self, kv: Side, lists: BlockLists, steps: Any, before: Any, programs: int) -> tuple[Any, Any]:
         """The order of the backward pass's items, and pieces, if work is cut."""
@@ -308,8 +310,8 @@ class HopperLink(Link):
             heads, members = self._jobs(True, 1)
             key_heads, kinds = members.argmax(0), heads // lists.group % lists.spans.shape[1]
             assert self._size is not None
-            held = settings.ROWS * self._size * 8  # q, dout, and dq in float32
-            order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, held)
+            held = self._size * 8  # q, dout, and dq in float32
+            order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, self._blocks("dkv")[0], held)
             if pieces is not None:
                 return order, pieces
             keys = self.operands.key.shape[1] * self.operands.key.shape[2]

@@ -51,10 +51,11 @@ DRIFT = 8, 64, 0.05
 WAVES = 8
 # Programs walk over the lists of a head from the last queries on. Those that begin together stay together. When shorter
 # lists end, others begin, and then programs are at different queries; and of different heads, where each head has few
-# blocks. If they would read and add to more than twice `CACHED` bytes at a time, lists are cut by ranges of queries.
-# All heads that are worked on at a time have ranges of `CACHED` bytes together, but no range has fewer blocks than
-# that. The gradients of summary columns of 131072 tokens took 38 ms so on an H100, and 83 in whole lists.
-CACHED, SHORTEST_RANGE = 16 << 20, 16
+# blocks. Lists of one length stray apart by one in so many entries of a head, until a head's lists are short again. If
+# programs would read and add to more than twice `CACHED` bytes at a time, lists are cut by ranges of queries. All heads
+# that are worked on at a time have ranges of `CACHED` bytes together, but no range has fewer queries than that. The
+# gradients of summary columns of 131072 tokens took 38 ms so on an H100, and 83 in whole lists.
+CACHED, SHORTEST_RANGE, STRAY = 16 << 20, 2048, 256
 # So many steps an item takes beside its own: to begin, and to store what comes out.
 OWN_STEPS = 1
 # Of lists that are known at run time only, so many rounds at least come from heads that are worked on together, so from
@@ -197,9 +198,9 @@ def cut_if_it_pays(
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """The order of the work in pieces, and these, if that takes less time than in whole items; else None twice.
 
-    A piece is int32 [6]: its key head and block; its query heads, numbered as the pass has them, the first and the end;
-    its first entry in the list of the first of them, and its end in that of the last. Piece p of batch entry b is the
-    item ``b * pieces + p``.
+    A piece is int32 [5]: its block; its query heads, numbered as the pass has them, the first and the end; its first
+    entry in the list of the first of them, and its end in that of the last. Piece p of batch entry b is the item
+    ``b * pieces + p``.
 
     Args:
       steps: of each block, integers [key heads, blocks], alike for all batch entries.
@@ -228,12 +229,12 @@ def cut_if_it_pays(
 
     first, last = head_of(begin), head_of(end - 1)
     at = np.arange(len(job))
-    pieces = np.stack([key_head, block, first, last + 1, begin - passed[at, first], end - passed[at, last]], axis=1)
+    pieces = np.stack([block, first, last + 1, begin - passed[at, first], end - passed[at, last]], axis=1)
     # What the pieces of a query head read stays in the cache, too.
     by_head = np.lexsort((begin - end, first))
     pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
 
-    heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 2]).ravel()
+    heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 1]).ravel()
     order = _in_order(costs, heads, programs, programs, False)
     others = taken(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
     if taken(order, costs, programs) + lost + LEAST_STEPS > others * (1 + drift):
@@ -242,12 +243,13 @@ def cut_if_it_pays(
 
 
 def cut_by_ranges(
-    lists: BlockLists, kinds: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, held: int
-) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    lists: BlockLists, kinds: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, queries: int, held: int
+) -> tuple[Any, np.ndarray] | tuple[None, None]:
     """The order of the work in pieces by ranges of queries, and these, if programs would drift apart; else None twice.
 
     Pieces are as of `cut_if_it_pays`. They come head by head, and of a head range by range, as lists are walked: the
-    last queries first, and of a range the longest pieces.
+    last queries first, and of a range the longest pieces. If all heads have the same list, pieces are those of head 0:
+    piece p of head h and batch entry b is the item ``(b * heads + h) * pieces + p``.
 
     Args:
       lists: of the key blocks, known beforehand, alike for all batch entries.
@@ -255,19 +257,23 @@ def cut_by_ranges(
       key_heads: of each query head, [query heads], ascending.
       batch: number of batch entries.
       programs: how many can run at the same time.
-      held: bytes of q, dout and dq of a block of queries.
+      queries: of a block.
+      held: bytes of q, dout and dq of a query.
     """
-    first, end = (lists.spans[0, ..., i].ravel() for i in (0, 2))
+    first, end = (lists.spans[0, ..., i] for i in (0, 2))
+    entries = (end - first).sum(1)[kinds].sum() / len(np.unique(key_heads)) / programs  # of a program and a key head
+    first, end = first.ravel(), end.ravel()
     some = np.flatnonzero(end > first)  # these follow each other, as all lists do that are known beforehand
     if not len(some):
         return None, None
-    at_a_time, heads = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds)
-    size = max(SHORTEST_RANGE, int(CACHED / (held * at_a_time)))
+    at_a_time, heads, held = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds), held * queries
+    size = max(math.ceil(SHORTEST_RANGE / queries), int(CACHED / (held * at_a_time)))
     if at_a_time >= heads or len(lists.block) < size * len(some):
         return None, None
     reach = np.zeros(len(first), np.int64)
     reach[some] = 1 + np.subtract(*(f.reduceat(lists.block, first[some]) for f in (np.maximum, np.minimum)))
-    if _apart(reach.reshape(len(lists.spans[0]), -1), programs) * at_a_time * held <= 2 * CACHED:
+    apart = _apart(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY
+    if apart * at_a_time * held <= 2 * CACHED:
         return None, None
     line, number = np.repeat(some, (end - first)[some]), lists.block // size
     begin = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(number, prepend=-1))
@@ -275,12 +281,13 @@ def cut_by_ranges(
     part = begin - first[line[begin]]
     steps = np.diff(begin, append=len(line))
     order, pieces = np.lexsort((-steps, -number[begin])), []
-    for head, (own, key_head) in enumerate(zip(kinds, key_heads, strict=True)):
+    alike = bool((kinds == kinds[0]).all())
+    for head, own in enumerate(kinds[:1] if alike else kinds):
         here = order[kind[order] == own]
-        piece = key_head, block[here], head, head + 1, part[here], part[here] + steps[here]
+        piece = block[here], head, head + 1, part[here], part[here] + steps[here]
         pieces.append(np.stack(np.broadcast_arrays(*piece), axis=1))
     pieces = np.concatenate(pieces).astype(np.int32)
-    return np.arange(batch * len(pieces), dtype=np.int32), pieces
+    return jnp.arange(len(pieces) * (heads if alike else batch), dtype=np.int32), pieces
 
 
 def _apart(reach: np.ndarray, programs: int) -> float:
