@@ -255,7 +255,7 @@ class _Draft:
         if grown > 1 and not explicit and own:  # as the forward's are, where lists would be too long
             default = own[0] * grown, own[1] * grown
         elif grown > 1 and not explicit and self.tuned.growth != self.tuned.growth[::-1]:
-            default = self.shape[::-1]
+            default = self.shape[1], self.shape[0]
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         return Pass(self.mask.q_order, self.mask.kv_order, self.mask, self.shape, bwd_shape, self.blocks, bwd_blocks)

@@ -76,8 +76,8 @@ TUNING = {
         list_bytes=960_000,
         largest=2048,
     ),
-    # Its kernels hold 128 rows, and walk over longer blocks in tiles. A pass with fewer than 2.55 times as many blocks of 64 is left to plain Triton,
-    # which is as fast then: measured on an H200, neighbourhoods and windows on grids.
+    # Its kernels hold 128 rows, and walk over longer blocks in tiles. A pass with fewer than 2.55 times as many blocks
+    # of 64 is left to plain Triton, which is as fast then: measured on an H200, neighbourhoods and windows on grids.
     "hopper": dataclasses.replace(
         _TRITON,
         blocks=((64, 64), (128, 128)),

@@ -140,7 +140,7 @@ CASES = [
     Case("long-blocks", sl.Causal(), 700, heads=(4, 2), sizes=(128, 128), batch=1, fwd=(128, 256), bwd=(512, 128)),
     Case("long-blocks-documents", sl.Window(90, 40), 256, segments=(DOCUMENTS, PADDED), fwd=(128, 256), bwd=(256, 128)),
     Case("long-blocks-run-time", FEW, 256, 200, sinks=True, fwd=(128, 256), bwd=(256, 128)),
-    Case("long-blocks-tiles", sl.Grid((40, 16), sl.Window(9, 9)), 640, split=True, batch=1, fwd=(128, 512), bwd=(256, 128)),
+    Case("long-blocks-tiles", sl.Grid((40, 16), sl.Window(9, 9)), 640, split=True, fwd=(128, 512), bwd=(256, 128)),
     Case("cut-long-blocks", FIXED_32, 800, heads=(8, 1), batch=1, split=True, fwd=(128, 256), bwd=(256, 128)),
 ]
 
@@ -521,7 +521,8 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
         best = max(own.sum() / 132, own.max())
         uneven = 1.04 if known else 1.6 if number == 3 else 1.25
         assert makespan(schedule, costs) <= uneven * best + (1 if known else 16), number
-        together, last = 1 if known else -(-251 // blocks), blocks * heads - (LAST[-1] * 132 if known else 0)  # or later
+        together = 1 if known else -(-251 // blocks)
+        last = blocks * heads - (LAST[-1] * 132 if known else 0)  # or later
         far = known & (costs > FAR * costs.mean()) & (costs > LONG * costs.sum() / 132)
         for as_numbered in (False, True):
             order = np.asarray(order_of(given, 1, 132, as_numbered))
