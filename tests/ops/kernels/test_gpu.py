@@ -111,6 +111,8 @@ def random_case(seed: int):
     if maybe(0.25):
         options |= {"granularity": one_of(16, 64, 128), "block": one_of(64, 128), "k": one_of(1, 3)}
         return chosen.Case(str(seed), tuple(masks), q_len, kv_len, scope=one_of("1", "K", "N"), **options)
+    if maybe(0.2):  # blocks of several tiles, as very long sequences have them
+        options |= {"fwd": (128, walked := one_of(256, 512, 1024)), "bwd": (walked, 128)}
     return Case(str(seed), tuple(masks), q_len, kv_len, **options)
 
 
