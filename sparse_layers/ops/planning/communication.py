@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...masks.algebra import EMPTY, And, Blocks, Mask, Not, Or, Shifted, Transposed
-from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
+from ...masks.algebra import EMPTY, And, Mask, Not, Or
+from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .blocks import active_blocks, answers_now
 from .params import BwdParams, FwdParams
 from .plan import PAIRS_PER_ROW, Plan, Wish, is_causal, make_plan, split_costs, splits
 from .platforms import TUNING
-from .views import Reordered, RowOrder
+from .views import Reordered, RowOrder, period_of
 
 # What it costs to receive a row from another device, and one more in the backward pass, in PAIRS_PER_ROW. Between two
 # H200, rows of 32 heads of 128 came at 170 GB/s, two of them in the time of 800 pairs of each head, both ways.
@@ -627,28 +627,3 @@ def _halo(part: Mask, length: int, devices: int, stride: int) -> Neighbors:
 
     left = -(-reach(before, first) // stride) * stride
     return Neighbors(length, devices, left, reach(behind, length - 1 - last), stride)
-
-
-def period_of(mask: Mask) -> int | None:
-    """A number of tokens by which queries and keys may both be moved, and the mask says the same; None if not known.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> period_of(sl.Causal() & (sl.Window(9) | sl.Columns(128, 96))), period_of(sl.Prefix(4))
-      (128, None)
-    """
-    if isinstance(mask, Full | Empty | Causal | Window | Strided | LogSparse):
-        return 1
-    if isinstance(mask, BlockDiagonal):
-        return mask.size
-    if isinstance(mask, Columns):
-        return mask.period
-    if isinstance(mask, And | Or):
-        left, right = period_of(mask.left), period_of(mask.right)
-        return None if left is None or right is None else math.lcm(left, right)
-    if isinstance(mask, Not | Transposed | Shifted):
-        return period_of(mask.mask)
-    if isinstance(mask, Blocks):
-        inner = period_of(mask.mask)
-        return None if inner is None else inner * mask.block
-    return None

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL
 from .blocks import active_blocks, masked_tiles
-from .views import Reordered, RowOrder
+from .views import Reordered, RowOrder, period_of
 
 # What a pair of blocks is: as the states of a grid.
 DEAD, MASKED, FREE = 0, PARTIAL, FULL
@@ -228,15 +228,30 @@ def _static_candidates(masks: tuple[Reordered, ...], shape: tuple[int, int], wit
         row[here], column[here], kind[here] = grid.rows, grid.columns, grid.states
         partial = np.flatnonzero(grid.states == MASKED)
         if with_tiles:
-            tiles = masked_tiles(mask, grid.rows[partial], grid.columns[partial], *shape)
+            rows, columns = grid.rows[partial], grid.columns[partial]
+            first, kinds = _alike(mask, rows, columns, shape)
+            tiles = masked_tiles(mask, rows[first], columns[first], *shape)
             packed = (bits for chunk in tiles for bits in packed_tiles(chunk))
-            tile[0, head, partial] = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
+            found = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
+            tile[0, head, partial] = np.asarray(found, np.int32)[kinds]
         else:
             tile[0, head, partial] = 0
     tiles = None
     if with_tiles:
         tiles = np.frombuffer(b"".join(distinct), np.uint8).reshape(len(distinct), shape[0], -(-shape[1] // 8))
     return Candidates(row, column, kind, tile, None, blocks), tiles
+
+
+def _alike(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """(The first block of each kind, the kind of each block), where those of a kind have the same tile for certain."""
+    period = period_of(mask.mask) if mask.q_order.natural and mask.kv_order.natural else None
+    if period is None:
+        return slice(None), slice(None)
+    q, kv = rows.astype(np.int64) * shape[0], columns.astype(np.int64) * shape[1]
+    last = (q + shape[0] > mask.q_order.rows) | (kv + shape[1] > mask.kv_order.rows)  # beyond are no tokens
+    keys = np.stack([np.where(last, -1 - q, q % period), q - kv])
+    _, first, kinds = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    return first, kinds.ravel()
 
 
 def grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:

@@ -251,10 +251,10 @@ class _Draft:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
         own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
         default = own or (self.tuned.blocks[0] if explicit else self.shape)
-        grown = max(self.shape) // max(max(shape) for shape in self.tuned.blocks)
-        if grown > 1 and not explicit and own:  # as the forward's are, where lists would be too long
+        grown = math.isqrt(math.prod(self.shape) // math.prod(self.tuned.blocks[-1]))
+        if own and not explicit and grown > 1:  # as the forward's are, where lists would be too long
             default = own[0] * grown, own[1] * grown
-        elif grown > 1 and not explicit and self.tuned.growth != self.tuned.growth[::-1]:
+        elif self.tuned.stretch and not explicit and self.shape[1] > self.shape[0]:
             default = self.shape[1], self.shape[0]
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
@@ -299,20 +299,27 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
 
     Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
     """
-    coarse, (more_rows, more_columns) = shape, tuned.growth
-    while math.prod(grid_shape(mask, coarse)) > MAX_CELLS:
-        coarse = more_rows * coarse[0], more_columns * coarse[1]
-    while coarse != shape:
+    shapes = [shape]
+    while math.prod(grid_shape(mask, shapes[-1])) > MAX_CELLS:
+        shapes.append(_grown(shapes[-1], tuned))
+    while len(shapes) > 1:
+        coarse = shapes.pop()
         at_most = len(_grid(mask, coarse).rows) * (math.prod(coarse) // math.prod(shape))
-        finer = coarse[0] // more_rows, coarse[1] // more_columns
         if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
             return shape
-        if not _fits(mask, finer, tuned):
+        if not _fits(mask, shapes[-1], tuned):
+            shapes.append(coarse)
             break
-        coarse = finer
+    coarse = shapes[-1]
     while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
-        coarse = more_rows * coarse[0], more_columns * coarse[1]
+        coarse = _grown(coarse, tuned)
     return coarse
+
+
+def _grown(shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
+    """The next larger block, where lists would be too long."""
+    rows, keys = shape
+    return (rows, 2 * keys) if 2 * keys <= tuned.stretch else (2 * rows, 2 * keys)
 
 
 def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:

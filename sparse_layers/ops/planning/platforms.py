@@ -31,7 +31,7 @@ class Tuning:
       list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
         no limit. Where it is passed, blocks grow, ...
       largest: ... but not beyond this size.
-      growth: what queries and keys of a block are multiplied by where it grows; backward the other way round.
+      stretch: up to so many keys blocks grow along keys alone, and along queries backward; then along both.
       backward: block shape of the backward pass; None for that of the forward pass.
       deterministic: the same of gradients that must not differ from run to run; None for ``backward``.
       capability: the compute capability that a GPU must have, as JAX says it; None for any device.
@@ -48,7 +48,7 @@ class Tuning:
     operation: float = 0.0
     list_bytes: int | None = None
     largest: int | None = None
-    growth: tuple[int, int] = (2, 2)
+    stretch: int = 0
     backward: tuple[int, int] | None = None
     deterministic: tuple[int, int] | None = None
     capability: str | None = None
@@ -82,7 +82,7 @@ TUNING = {
         _TRITON,
         blocks=((64, 64), (128, 128)),
         factors=(1.22, 1.0),
-        growth=(1, 2),
+        stretch=8192,
         backward=None,
         deterministic=_TRITON.backward,
         capability="9.0",

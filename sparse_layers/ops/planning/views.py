@@ -26,14 +26,17 @@ from ...masks.algebra import (
     PARTIAL,
     UNSURE,
     And,
+    Blocks,
     Mask,
     Not,
     Or,
+    Shifted,
+    Transposed,
     cut,
     united,
 )
 from ...masks.grids import Grid, OnGrid, product_grade
-from ...masks.primitives import Columns, Full, Strided, Window
+from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
 
 
 class Axis(NamedTuple):
@@ -409,3 +412,28 @@ def _clipped(order: RowOrder, token: Any) -> Any:
     Not in kernels, which look up no tables but JAX's, and these answer for any index.
     """
     return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
+
+
+def period_of(mask: Mask) -> int | None:
+    """A number of tokens by which queries and keys may both be moved, and the mask says the same; None if not known.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> period_of(sl.Causal() & (sl.Window(9) | sl.Columns(128, 96))), period_of(sl.Prefix(4))
+      (128, None)
+    """
+    if isinstance(mask, Full | Empty | Causal | Window | Strided | LogSparse):
+        return 1
+    if isinstance(mask, BlockDiagonal):
+        return mask.size
+    if isinstance(mask, Columns):
+        return mask.period
+    if isinstance(mask, And | Or):
+        left, right = period_of(mask.left), period_of(mask.right)
+        return None if left is None or right is None else math.lcm(left, right)
+    if isinstance(mask, Not | Transposed | Shifted):
+        return period_of(mask.mask)
+    if isinstance(mask, Blocks):
+        inner = period_of(mask.mask)
+        return None if inner is None else inner * mask.block
+    return None

@@ -122,6 +122,34 @@ def test_tiles_are_kept_once_and_rules_need_none():
     assert lists.static_candidates(masks, (64, 64), False)[1] is None
 
 
+@pytest.mark.parametrize("shape", [(32, 48), (48, 16)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CAUSAL,
+        sl.Shifted(sl.BlockDiagonal(36), 5),
+        sl.Window(40, 9).T,
+        CAUSAL & (sl.Window(50) | sl.Columns(24, 20)),
+        ~sl.Strided(6),
+    ],
+)
+def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
+    """Blocks that are as far from the diagonal, at the same place of the period; not those at the ends."""
+    t, s, made = 610, 590, []
+    masked_tiles = lists.masked_tiles
+
+    def record(mask, rows, *more):
+        made.extend(rows)
+        return masked_tiles(mask, rows, *more)
+
+    monkeypatch.setattr(lists, "masked_tiles", record)
+    found, tiles = lists.static_candidates(natural([mask], t, s), shape, True)
+    assert len(made) < (found.kind == lists.MASKED).sum()
+    for by_key in (False, True):
+        pairs = decoded(found.lists(by_key), by_key, shape, (t, s), unpacked(tiles, shape[1]))
+        np.testing.assert_array_equal(pairs, mask.dense(t, s))
+
+
 def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     t, s, shape = 96, 128, (16, 16)
     rng = np.random.default_rng(0)

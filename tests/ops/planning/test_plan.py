@@ -244,6 +244,19 @@ def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):
     assert draft(sl.Full(), 8192, q_blocksize=128).shape == (128, 128)
 
 
+def test_blocks_for_hopper_grow_along_the_side_that_is_walked(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_CELLS", 1000)
+    dense, plain = draft(sl.Full(), 128 * 64, "hopper"), sl.BwdParams()
+    assert dense.shape == (128, 2048) and dense.finish(plain).bwd_shape == (2048, 128)
+    assert dense.finish(sl.BwdParams(deterministic=True)).bwd_shape == (256, 256)  # by plain Triton, blocks of 64
+    assert dense.finish(sl.BwdParams(q_blocksize=64)).bwd_shape == (64, 64)
+    assert draft(sl.Window(100), 128 * 64, "hopper").finish(plain).bwd_shape == (128, 128)
+    chosen = draft(sl.Full(), 128 * 64, "hopper", q_blocksize=256, kv_blocksize=128)
+    assert chosen.shape == chosen.finish(plain).bwd_shape == (256, 128)
+    monkeypatch.setattr(plans, "MAX_CELLS", 100)  # more rows than that
+    assert draft(sl.Full(), 128 * 65, "hopper").shape == (256, 16384)
+
+
 def test_blocks_for_tpus_follow_the_density():
     size = {width: draft(sl.Causal() & sl.Window(width), 8192, "pallas_tpu").shape[0] for width in (1, 500, 4000)}
     assert size[1] < size[4000] == draft(sl.Causal(), 8192, "pallas_tpu").shape[0] == 1024

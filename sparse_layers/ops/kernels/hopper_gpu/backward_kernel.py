@@ -51,7 +51,7 @@ class Backward(NamedTuple):
     PART: int  # queries of a step; a block of the lists has one or more such parts
     STAGES: int  # parts of q and dout that are held or on their way
     ADD: bool  # whether dk and dv are added to what is there
-    TIMES: int  # if more than 1, pieces are those of query head 0, and as many heads have them, one after the other
+    TIMES: int  # query heads that have the same pieces, one after the other: these say those of the pass's first head
 
 
 @gluon.jit

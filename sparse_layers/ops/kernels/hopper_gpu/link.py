@@ -113,7 +113,12 @@ class HopperLink(Link):
         held, walked = (rows, block) if kernel == "forward" else (block, rows)
         whole = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
         if held != settings.ROWS or not whole:
-            return f"blocks of {rows} queries and {block} keys are no whole tiles there"
+            keys = "64 or a multiple of 128" if kernel == "forward" else "128"
+            queries = "128" if kernel == "forward" else "a multiple of 128"
+            return f"blocks have {queries} queries there and {keys} keys, and these {rows} and {block}"
+        entries = sum(x.fwd_blocks if kernel == "forward" else x.bwd_blocks for x in self.passes)
+        if entries * walked // settings.GROUP >= 1 << 31:
+            return "there are more steps than 32 bits count"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
         for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, settings.keys_of(block))):

@@ -3,7 +3,7 @@
 An item is a head and a block, numbered ``(batch entry * heads + head) * blocks + block``. Heads come one after the
 other, for what they read stays in the cache then.
 
-Forward, programs are started once for each multiprocessor, and each has a list of items, long ones of a head first.
+Forward, programs are started once for each multiprocessor, and each has a list of items, long ones of a region first.
 Each item goes to the program that has least until then. A counter in memory would do that while the kernel runs, and
 did: where six processes shared an H200, whose driver then stops kernels in the middle, 3 % of the calls left an item
 undone. Lists whose lengths are known at run time only are dealt in sweeps over the programs.
@@ -34,7 +34,7 @@ from ..triton_gpu.work import LEAST_STEPS, cut
 LONG, FAR = 1 / 8, 4
 # The last items come longest first, whatever their heads: as many as there are programs, or a multiple of that by which
 # all is done that much earlier.
-LAST, UNEVEN = (1, 2, 4), 0.03
+LAST, UNEVEN = (1, 2, 4, 16, 64), 0.03
 # Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
 # That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
 # of the keys, and if it has all.
@@ -108,9 +108,10 @@ def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as
     """
     items, total = len(every), every.sum()
     first = (every > LONG * total / programs) & (every > FAR * total / items)
-    number = np.arange(items) - np.searchsorted(heads, heads)
-    if not as_numbered and (number * every).sum() > number.mean() * total:  # more is to do at the end
-        number = -number
+    number, size = np.arange(items) - np.searchsorted(heads, heads), np.bincount(heads)
+    late = np.bincount(heads, number * every) * 2 > np.bincount(heads, every) * (size - 1)  # more is to do at the end
+    if not as_numbered:
+        number = np.where(late[heads], (size - 1)[heads] - number, number)
     within = np.where(first | (not as_numbered), -every, number)
     order = np.lexsort((within, np.where(first, 0, number // programs), np.where(first, -1, heads))).astype(np.int32)
     ends = order[max(items - last, first.sum()) :]
@@ -235,7 +236,7 @@ def cut_if_it_pays(
     pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
 
     heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 1]).ravel()
-    order = _in_order(costs, heads, programs, programs, False)
+    order = _in_order(costs, heads, programs, programs, True)  # pieces of a head are numbered by their length
     others = taken(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
     if taken(order, costs, programs) + lost + LEAST_STEPS > others * (1 + drift):
         return None, None
@@ -266,14 +267,15 @@ def cut_by_ranges(
     some = np.flatnonzero(end > first)  # these follow each other, as all lists do that are known beforehand
     if not len(some):
         return None, None
-    at_a_time, heads, held = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds), held * queries
-    size = max(math.ceil(SHORTEST_RANGE / queries), int(CACHED / (held * at_a_time)))
+    at_a_time, heads = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds)
+    of_a_block = held * queries * at_a_time
+    size = max(math.ceil(SHORTEST_RANGE / queries), int(CACHED / of_a_block))
     if at_a_time >= heads or len(lists.block) < size * len(some):
         return None, None
     reach = np.zeros(len(first), np.int64)
     reach[some] = 1 + np.subtract(*(f.reduceat(lists.block, first[some]) for f in (np.maximum, np.minimum)))
     apart = _apart(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY
-    if apart * at_a_time * held <= 2 * CACHED:
+    if apart * of_a_block <= 2 * CACHED:
         return None, None
     line, number = np.repeat(some, (end - first)[some]), lists.block // size
     begin = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(number, prepend=-1))

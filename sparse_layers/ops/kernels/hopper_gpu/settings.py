@@ -9,7 +9,7 @@ ROWS, GROUP = 128, 64
 # Queries of a step of the backward kernel by head size: 128 where registers hold as many scores. On an H200, causal
 # attention, windows, fixed and documents with heads of 64 take 2 to 3 % less for it, forward and backward together.
 PARTS = {64: 128, 128: 64}
-# Keys of a tile. Of ROWS may be a part of a block of the lists, and as many are a tile of the backward kernel.
+# Keys of a tile forward. A block of the lists is one tile, or several of ROWS.
 BLOCKS = (64, 128)
 # What head sizes are rounded up to.
 SIZES = (64, 128)
