@@ -251,11 +251,12 @@ class _Draft:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
         own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
         default = own or (self.tuned.blocks[0] if explicit else self.shape)
-        grown = math.isqrt(math.prod(self.shape) // math.prod(self.tuned.blocks[-1]))
+        (rows, keys), largest = self.shape, self.tuned.blocks[-1]
+        grown = math.isqrt(rows * keys // math.prod(largest))
         if own and not explicit and grown > 1:  # as the forward's are, where lists would be too long
             default = own[0] * grown, own[1] * grown
-        elif self.tuned.stretch and not explicit and self.shape[1] > self.shape[0]:
-            default = self.shape[1], self.shape[0]
+        elif self.tuned.stretch and not explicit and keys > largest[1]:
+            default = keys, max(rows, largest[1])
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
         return Pass(self.mask.q_order, self.mask.kv_order, self.mask, self.shape, bwd_shape, self.blocks, bwd_blocks)

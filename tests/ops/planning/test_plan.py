@@ -253,6 +253,8 @@ def test_blocks_for_hopper_grow_along_the_side_that_is_walked(monkeypatch):
     assert draft(sl.Window(100), 128 * 64, "hopper").finish(plain).bwd_shape == (128, 128)
     chosen = draft(sl.Full(), 128 * 64, "hopper", q_blocksize=256, kv_blocksize=128)
     assert chosen.shape == chosen.finish(plain).bwd_shape == (256, 128)
+    (few,) = sl.make_plan(sl.Full(), 60, 1000, implementation="hopper").chains[0]
+    assert few.fwd_shape == few.bwd_shape == (64, 128)
     monkeypatch.setattr(plans, "MAX_CELLS", 100)  # more rows than that
     assert draft(sl.Full(), 128 * 65, "hopper").shape == (256, 16384)
 

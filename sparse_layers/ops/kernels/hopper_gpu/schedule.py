@@ -261,9 +261,9 @@ def cut_by_ranges(
       queries: of a block.
       held: bytes of q, dout and dq of a query.
     """
-    first, end = (lists.spans[0, ..., i] for i in (0, 2))
-    entries = (end - first).sum(1)[kinds].sum() / len(np.unique(key_heads)) / programs  # of a program and a key head
-    first, end = first.ravel(), end.ravel()
+    # Of a program and a key head.
+    entries = lists.counts[0, ..., 1].sum(1)[kinds].sum() / len(np.unique(key_heads)) / programs
+    first, end = (lists.spans[0, ..., i].ravel() for i in (0, 2))
     some = np.flatnonzero(end > first)  # these follow each other, as all lists do that are known beforehand
     if not len(some):
         return None, None
@@ -289,6 +289,7 @@ def cut_by_ranges(
         piece = block[here], head, head + 1, part[here], part[here] + steps[here]
         pieces.append(np.stack(np.broadcast_arrays(*piece), axis=1))
     pieces = np.concatenate(pieces).astype(np.int32)
+    # By JAX, which counts in the program instead of keeping numbers there, millions of long sequences.
     return jnp.arange(len(pieces) * (heads if alike else batch), dtype=np.int32), pieces
 
 
