@@ -303,15 +303,14 @@ def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple
     shapes = [shape]
     while math.prod(grid_shape(mask, shapes[-1])) > MAX_CELLS:
         shapes.append(_grown(shapes[-1], tuned))
-    while len(shapes) > 1:
-        coarse = shapes.pop()
+    coarse = shapes.pop()
+    while shapes:
         at_most = len(_grid(mask, coarse).rows) * (math.prod(coarse) // math.prod(shape))
         if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
             return shape
         if not _fits(mask, shapes[-1], tuned):
-            shapes.append(coarse)
             break
-    coarse = shapes[-1]
+        coarse = shapes.pop()
     while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
         coarse = _grown(coarse, tuned)
     return coarse

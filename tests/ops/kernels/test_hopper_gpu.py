@@ -322,6 +322,19 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
             assert found == [None]
 
 
+def test_steps_are_counted_in_32_bits(monkeypatch):
+    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
+    plan = sl.make_plan(sl.Causal(), 260, implementation="hopper")
+    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
+    q = jax.ShapeDtypeStruct((1, 260, 2, 64), jnp.bfloat16)
+    (link,) = chain.groups(call, Operands(q, q, q), HopperLink)[0].links
+    (one,) = link.passes
+    for blocks, reason in ((2**30 - 1, None), (2**30, "there are more steps than 32 bits count")):  # two of 64 in each
+        many = dataclasses.replace(link, passes=(dataclasses.replace(one, fwd_blocks=blocks, bwd_blocks=blocks),))
+        assert [many.unserved(kernel) for kernel in ("forward", "dkv")] == [reason] * 2
+
+
 @pytest.mark.parametrize(
     ("mask", "size", "name"),
     [

@@ -91,32 +91,37 @@ def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
         return _of_groups(steps, batch, programs)[0]
     every = steps[np.arange(batch) % len(steps)].ravel()
     heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
-    orders = [_in_order(every, heads, x * programs, programs, as_numbered) for x in LAST]
-    times = [taken(order, every, programs) for order in orders]
+    orders = _in_order(every, heads, [x * programs for x in LAST], programs, as_numbered)
+    times = [taken(orders[0], every, programs)]
+    if times[0] <= (1 + UNEVEN) * (every + OWN_STEPS).sum() / programs:  # no other one is so much sooner
+        return orders[0]
+    times += [taken(order, every, programs) for order in orders[1:]]
     return next(order for order, time in zip(orders, times, strict=True) if time <= (1 + UNEVEN) * min(times))
 
 
-def _in_order(every: np.ndarray, heads: np.ndarray, last: int, programs: int, as_numbered: bool) -> np.ndarray:
-    """The order of items: what is `LONG` and `FAR`, then head by head and region by region, then the last ones.
+def _in_order(
+    every: np.ndarray, heads: np.ndarray, last: list[int], programs: int, as_numbered: bool
+) -> list[np.ndarray]:
+    """Orders of items: what is `LONG` and `FAR`, then head by head and region by region, then the last ones.
 
     Args:
       every: steps of each item.
       heads: of each, ascending.
-      last: how many are the last ones; of them, and of the first, the longest come first.
+      last: for each order, how many are the last ones; of them, and of the first, the longest come first.
       programs: how many can run at the same time.
       as_numbered: see `order_of`.
     """
     items, total = len(every), every.sum()
     first = (every > LONG * total / programs) & (every > FAR * total / items)
-    number, size = np.arange(items) - np.searchsorted(heads, heads), np.bincount(heads)
-    late = np.bincount(heads, number * every) * 2 > np.bincount(heads, every) * (size - 1)  # more is to do at the end
+    number = np.arange(items) - np.searchsorted(heads, heads)
     if not as_numbered:
+        size, done = np.bincount(heads), np.bincount(heads, number * every)
+        late = 2 * done > np.bincount(heads, every) * (size - 1)  # more is to do at the end
         number = np.where(late[heads], (size - 1)[heads] - number, number)
     within = np.where(first | (not as_numbered), -every, number)
     order = np.lexsort((within, np.where(first, 0, number // programs), np.where(first, -1, heads))).astype(np.int32)
-    ends = order[max(items - last, first.sum()) :]
-    order[len(order) - len(ends) :] = ends[np.argsort(-every[ends], kind="stable")]
-    return order
+    begun = [max(items - n, first.sum()) for n in last]
+    return [np.append(order[:n], (end := order[n:])[np.argsort(-every[end], kind="stable")]) for n in begun]
 
 
 def _of_groups(steps: Any, batch: int, programs: int) -> tuple[Any, int]:
@@ -236,7 +241,7 @@ def cut_if_it_pays(
     pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
 
     heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 1]).ravel()
-    order = _in_order(costs, heads, programs, programs, True)  # pieces of a head are numbered by their length
+    (order,) = _in_order(costs, heads, [programs], programs, True)  # pieces of a head are numbered by their length
     others = taken(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
     if taken(order, costs, programs) + lost + LEAST_STEPS > others * (1 + drift):
         return None, None
