@@ -152,6 +152,25 @@ class Candidates:
         block, tile, chosen_by = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
         return BlockLists(spans, block, tile, chosen_by, self.blocks[not by_key], self.group)
 
+    def in_parts(self, parts: int, by_key: bool, states: np.ndarray, minor_blocks: int) -> "Candidates":
+        """The same pairs, where blocks of the minor side are cut; made on the device, for they may be millions.
+
+        Args:
+          parts: of a block; part p of a mask tile is the tile ``tile * parts + p``.
+          by_key: whether queries are the minor side; their last parts come first then, as in `sorted`.
+          states: DEAD, MASKED or FREE for each part, [1 + tiles, parts], first for a tile that lets everything pass.
+          minor_blocks: number of parts that there are; of the last block not all need exist.
+        """
+        major, minor = (self.column, self.row) if by_key else (self.row, self.column)
+        major, minor, kind, tile = (jnp.repeat(x, parts, axis=-1) for x in (major, minor, self.kind, self.tile))
+        part = jnp.tile(np.arange(parts, dtype=np.int32)[:: -1 if by_key else 1], self.kind.shape[-1])
+        minor = minor * parts + part
+        kind = jnp.where((kind == DEAD) | (minor >= minor_blocks), DEAD, jnp.asarray(states)[tile + 1, part])
+        tile = jnp.where(kind == MASKED, tile * parts + part, -1)
+        sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[by_key], minor_blocks)
+        (row, column), blocks = (sides[::-1], numbers[::-1]) if by_key else (sides, numbers)
+        return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
+
     def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
         """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
         a, b = q_ids.at(self.row), kv_ids.at(self.column)

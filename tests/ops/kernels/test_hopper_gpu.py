@@ -99,6 +99,7 @@ def _segments(*lengths):
 
 DOCUMENTS = _segments(100, 130, 26)
 PADDED = np.where(np.arange(256) < 240, DOCUMENTS, -1).astype(np.int32)
+LONGER = _segments(90, 250, 360)[:1]
 RNG = np.random.default_rng(0)
 FEW = jnp.asarray(RNG.random((2, 256, 200)) < 0.02)
 FIXED_32 = sl.preset("sparse_transformer_fixed", stride=32, summary=8)
@@ -137,9 +138,19 @@ CASES = [
     Case("cut-residues", sl.Window(30, 30) | sl.Strided(2) & sl.Prefix(99), 1024, heads=(8, 1), batch=1, split=True),
     # Blocks of which a kernel walks over several tiles.
     Case("long-blocks", sl.Causal(), 700, heads=(4, 2), sizes=(128, 128), batch=1, fwd=(128, 256), bwd=(512, 128)),
-    Case("long-blocks-documents", sl.Window(90, 40), 256, segments=(DOCUMENTS, PADDED), fwd=(128, 256), bwd=(256, 128)),
+    Case("long-blocks-documents", sl.Window(90, 40), 256, segments=(DOCUMENTS, PADDED), fwd=(128, 384), bwd=(768, 128)),
     Case("long-blocks-run-time", FEW, 256, 200, sinks=True, fwd=(128, 256), bwd=(256, 128)),
     Case("long-blocks-tiles", sl.Grid((40, 16), sl.Window(9, 9)), 640, split=True, fwd=(128, 512), bwd=(256, 128)),
+    # With segment ids they are cut into tiles, or as far as powers of two go.
+    Case(
+        "documents-tiles",
+        (sl.Causal(), sl.Window(60)),
+        700,
+        batch=1,
+        segments=(LONGER,) * 2,
+        fwd=(128, 512),
+        bwd=(512, 128),
+    ),
     Case("cut-long-blocks", FIXED_32, 800, heads=(8, 1), batch=1, split=True, fwd=(128, 256), bwd=(256, 128)),
 ]
 

@@ -150,6 +150,31 @@ def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
         np.testing.assert_array_equal(pairs, mask.dense(t, s))
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("masks", [[CAUSAL], [CAUSAL, sl.Window(5, 9), sl.Full(), NONE], [sl.Full()]], ids=len)
+def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, by_key):
+    """Those of keys, or, for lists of key blocks, of queries; of the last block not all parts exist."""
+    lengths, shape, parts = (150, 170), (16, 8), 4
+    coarse = (64, 8) if by_key else (16, 32)
+    whole, tiles = lists.static_candidates(natural(masks, *lengths), coarse, True)
+    tiles = np.concatenate([np.ones((1, *coarse), bool), unpacked(tiles, coarse[1])])
+    tiles = tiles.reshape(-1, parts, *shape) if by_key else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
+    states = np.where(tiles.all((2, 3)), lists.FREE, np.where(tiles.any((2, 3)), lists.MASKED, lists.DEAD))
+    whole = whole.sorted(by_key)
+    cut = whole.in_parts(parts, by_key, states, -(-lengths[not by_key] // shape[not by_key]))
+    found = cut.lists(by_key)
+    wanted, fine = lists.static_candidates(natural(masks, *lengths), shape, True)
+    wanted = wanted.sorted(by_key).lists(by_key)
+    np.testing.assert_array_equal(found.counts, wanted.counts)
+    np.testing.assert_array_equal(found.block[: len(wanted.block)], wanted.block)  # in the same order, too
+    for head, mask in enumerate(masks):
+        pairs = decoded(found, by_key, shape, lengths, tiles[1:].reshape(-1, *shape), head=head)
+        np.testing.assert_array_equal(pairs, mask.dense(*lengths))
+    major = np.asarray(cut.column if by_key else cut.row)[0]
+    for own, bounds in zip(major, whole.starts(by_key) * parts, strict=True):
+        np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
+
+
 def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     t, s, shape = 96, 128, (16, 16)
     rng = np.random.default_rng(0)

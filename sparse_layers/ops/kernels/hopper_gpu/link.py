@@ -15,7 +15,7 @@ from ...planning.views import RowOrder
 from ..call import Call, merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
-from ..triton_gpu.lists import Lists, Side, bits_of
+from ..triton_gpu.lists import Lists, Side, bits_of, lists_of
 from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
@@ -93,6 +93,20 @@ class HopperLink(Link):
             block, granularity = self.call.selection
             return min(settings.ROWS, MOST_PARTS * granularity), block
         return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
+
+    def _cuts(self, kernel: str) -> int:
+        """Into how many parts blocks of several tiles are cut on the device, for documents may begin and end in them.
+
+        That way `settings.MOST_ENTRIES` may be listed, which would be too many to be made beforehand.
+        """
+        if self.operands.segments is None or not self.passes:
+            return 1
+        forward = kernel == "forward"
+        walked = self._blocks(kernel)[forward]
+        longest = max(x.fwd_blocks if forward else x.bwd_blocks for x in self.passes)
+        entries = self.operands.query.shape[0] * len(self.passes) * max(1, longest)
+        most = max(1, settings.MOST_ENTRIES // entries)
+        return math.gcd(max(1, walked // settings.ROWS), 1 << (most.bit_length() - 1))
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""
@@ -251,10 +265,14 @@ class HopperLink(Link):
 
     def _work(self, kernel: str) -> tuple[Side, Side, Lists, Any, Any]:
         """(how queries are cut, and keys, the lists, and by them what `_steps` says, for items [LB, heads, blocks])."""
-        dkv, (rows, block) = kernel == "dkv", self._blocks(kernel)
+        dkv, (rows, block), parts = kernel == "dkv", self._blocks(kernel), self._cuts(kernel)
+        rows, block = (rows // parts, block) if dkv else (rows, block // parts)
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
-        lists = self._lists(major, minor, dkv) if self.also is None else _of_both(self.passes, self.also.passes, q, kv)
+        if self.also is None:
+            lists = lists_of(self.call, self.operands, self.passes, major, minor, dkv, parts)
+        else:
+            lists = _of_both(self.passes, self.also.passes, q, kv)
         steps, before = self._steps([(minor, lists)], dkv, 1)
         return q, kv, lists, steps.reshape(len(steps), -1, major.blocks), before
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import (
+    DEAD,
     FREE,
     MASKED,
     BlockLists,
@@ -115,40 +116,53 @@ class Lists:
         return all(bool((np.bincount(x, minlength=self.lists.minor_blocks) == 1).all()) for x in found)
 
 
-def candidates_of(
-    call: Call, operands: Operands, passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool
-) -> tuple[Candidates, Any]:
-    """The pairs of blocks of a pass without a look at segment ids, and its tiles, as `bits_of` takes them."""
-    if operands.chosen is not None or operands.mask is not None:
-        return run_time_blocks(call, operands, shape, call.masks, True)
-    return _sorted(passes, shape, dkv), None
-
-
 @functools.lru_cache(maxsize=64)
 def _sorted(passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool) -> Candidates:
     """The candidates of masks known beforehand, sorted by the major block."""
     return static_candidates([one.mask for one in passes], shape, True)[0].sorted(dkv)
 
 
-def lists_of(call: Call, operands: Operands, passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
-    """The lists of a pass."""
-    if operands.segments is None and operands.chosen is None and operands.mask is None:
-        return _static_lists(passes, major, minor, dkv)
+def lists_of(
+    call: Call, operands: Operands, passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool, parts: int = 1
+) -> Lists:
+    """The lists of a pass.
+
+    With segment ids, and all else known beforehand, a block of the passes may be ``parts`` blocks of the minor side.
+    """
     q, kv = (minor, major) if dkv else (major, minor)
-    shape = q.block, kv.block
-    candidates, tiles = candidates_of(call, operands, passes, shape, dkv)
+    if operands.chosen is not None or operands.mask is not None:
+        candidates, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
+        bits, starts = bits_of(tiles, major, minor, dkv), candidates.starts(dkv)
+    elif operands.segments is None:
+        return _static_lists(passes, major, minor, dkv)
+    else:
+        candidates, bits, starts = _in_parts(passes, major, minor, dkv, parts)
     if operands.segments is not None:
         extents = (Extents.of(side.order, x, side.block) for side, x in zip((q, kv), operands.segments, strict=True))
         candidates = candidates.with_segments(*extents)
-    given = operands.chosen is None and operands.mask is None
-    bits = _static_bits(passes, major, minor, dkv) if given else bits_of(tiles, major, minor, dkv)
-    parts = 0
-    if call.selection is not None and candidates.chosen_by is not None:
-        parts = call.selection[1]
+    chosen = 0 if call.selection is None or candidates.chosen_by is None else call.selection[1]
     candidates = only_whole(candidates, minor)
-    starts = candidates.starts(dkv)
     lists = candidates.lists(dkv) if starts is None else _compacted(candidates, starts, dkv)
-    return Lists(lists, bits, candidates.longest(dkv), parts)
+    return Lists(lists, bits, candidates.longest(dkv), chosen)
+
+
+def _in_parts(
+    passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool, parts: int
+) -> tuple[Candidates, np.ndarray, np.ndarray | None]:
+    """The candidates of masks known beforehand, sorted by the major block, their bits, and where lists begin.
+
+    Blocks of the masks are ``parts`` of the minor side: they are cut on the device.
+    """
+    whole = dataclasses.replace(minor, block=minor.block * parts, tile=minor.tile * parts)
+    candidates = _sorted(passes, (whole.block, major.block) if dkv else (major.block, whole.block), dkv)
+    bits, starts = _static_bits(passes, major, whole, dkv), candidates.starts(dkv)
+    if parts > 1:
+        bits = bits.reshape(*bits.shape[:2], parts, -1).swapaxes(1, 2)  # [1 + tiles, parts, rows, words]
+        states = np.where((bits == -1).all((2, 3)), FREE, np.where(bits.any((2, 3)), MASKED, DEAD))
+        candidates = candidates.in_parts(parts, dkv, states, minor.blocks)
+        bits = np.concatenate([bits[0, :1], bits[1:].reshape(-1, *bits.shape[2:])])
+        starts = None if starts is None else starts * parts
+    return candidates, bits, starts
 
 
 def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLists:
