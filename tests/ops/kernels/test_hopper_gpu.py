@@ -171,6 +171,15 @@ def test_values_and_gradients(launched, monkeypatch, case):
     assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
 
 
+def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
+    """Of more, blocks are cut into larger parts, over which kernels walk: here into halves."""
+    options = {"batch": 1, "segments": (LONGER[:, :690],) * 2, "fwd": (128, 512), "bwd": (512, 128)}
+    case = Case("few-tiles", (sl.Causal(), sl.Window(60)), 690, **options)
+    monkeypatch.setattr(settings, "MOST_ENTRIES", 50)
+    cases.check(case, case.call("hopper"))
+    assert all("long blocks" in name for name in launched)
+
+
 def test_longer_lists_compile_nothing_anew(monkeypatch, launched):
     call, found = bridge.call, []
 

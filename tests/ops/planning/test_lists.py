@@ -163,7 +163,7 @@ def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, by_key):
     whole = whole.sorted(by_key)
     cut = whole.in_parts(parts, by_key, states, -(-lengths[not by_key] // shape[not by_key]))
     found = cut.lists(by_key)
-    wanted, fine = lists.static_candidates(natural(masks, *lengths), shape, True)
+    wanted, _ = lists.static_candidates(natural(masks, *lengths), shape, True)
     wanted = wanted.sorted(by_key).lists(by_key)
     np.testing.assert_array_equal(found.counts, wanted.counts)
     np.testing.assert_array_equal(found.block[: len(wanted.block)], wanted.block)  # in the same order, too
