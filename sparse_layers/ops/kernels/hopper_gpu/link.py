@@ -95,9 +95,9 @@ class HopperLink(Link):
         return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
 
     def _cuts(self, kernel: str) -> int:
-        """Into how many parts blocks of several tiles are cut on the device, for documents may begin and end in them.
+        """Into how many parts blocks of several tiles are cut, for documents may begin and end within a block.
 
-        That way `settings.MOST_ENTRIES` may be listed, which would be too many to be made beforehand.
+        Lists of so many tiles would be too long to be made beforehand. With segment ids they are made on the device.
         """
         if self.operands.segments is None or not self.passes:
             return 1
