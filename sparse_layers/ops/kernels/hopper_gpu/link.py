@@ -102,11 +102,11 @@ class HopperLink(Link):
         if self.operands.segments is None or not self.passes:
             return 1
         forward = kernel == "forward"
-        walked = self._blocks(kernel)[forward]
-        longest = max(x.fwd_blocks if forward else x.bwd_blocks for x in self.passes)
-        entries = self.operands.query.shape[0] * len(self.passes) * max(1, longest)
-        most = max(1, settings.MOST_ENTRIES // entries)
-        return math.gcd(max(1, walked // settings.ROWS), 1 << (most.bit_length() - 1))
+        tiles = max(1, self._blocks(kernel)[forward] // settings.ROWS)
+        blocks = len(self.passes) * max(x.fwd_blocks if forward else x.bwd_blocks for x in self.passes)
+        # Three numbers of each are kept once, and three for each batch entry.
+        most = settings.LISTED // max(1, 12 * (1 + self.operands.query.shape[0]) * blocks)
+        return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
     def unserved(self, kernel: str) -> str | None:
         """Why these kernels do not do this pass, "forward" or "dkv", or None."""

@@ -11,8 +11,9 @@ ROWS, GROUP = 128, 64
 PARTS = {64: 128, 128: 64}
 # Keys of a tile forward. A block of the lists is one tile, or several of ROWS.
 BLOCKS = (64, 128)
-# Entries of lists that are made on the device, of a tile each where blocks have several. Each takes 24 bytes meanwhile.
-MOST_ENTRIES = 1 << 24
+# Bytes that lists of tiles may take while they are made on the device, in place of lists of blocks of several tiles: of
+# one batch entry and head 24 for each tile. More would be more than k and v of long sequences.
+LISTED = 400 << 20
 # What head sizes are rounded up to.
 SIZES = (64, 128)
 # More tiles on their way hide no more: four at head size 64 and two at 128 keep the tensor cores fed.
