@@ -23,10 +23,12 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops.choosing import choose
+from sparse_layers.ops.kernels.triton_gpu import launch
 from sparse_layers.ops.planning import communication, plan
 from sparse_layers.ops.planning.communication import filled_up, needed, parts_of
 from sparse_layers.ops.planning.platforms import TUNING
 from tests.ops.cases import COMPILER, TINY, oracle
+from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
 
 H = 8
@@ -110,6 +112,8 @@ CASES = {
     "chosen": Case(sl.Causal(), 128, chosen=16),
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
+    "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True),
+    "GPU kernels, folded": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="folded"),
 }
 # Each preset over 2, 4 or 8 devices in turn, by routes as they cost, and of each other three as if only pairs did.
 PRESETS = {
@@ -357,6 +361,7 @@ def check_turns(case, turns):
 
 def main(which):
     """Prints what fails on eight devices."""
+    launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
@@ -375,7 +380,7 @@ def main(which):
         filled_up.cache_clear()
         try:
             if free:
-                options = case.devices, "xla", case.heads[0] // case.heads[1]
+                options = case.devices, case.implementation, case.heads[0] // case.heads[1]
                 length = filled_up(sl.as_masks(case.mask), case.length, *options)
                 found = parts_of(sl.as_masks(case.mask), length, *options)
                 assert re.search(case.by, ", ".join(str(part.route) for part in found)), found
