@@ -15,7 +15,7 @@ from ...planning.views import RowOrder
 from ..call import Call, merged
 from ..triton_gpu import launch
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
-from ..triton_gpu.lists import Lists, Side, bits_of, lists_of
+from ..triton_gpu.lists import Lists, Side, bits_of
 from ..triton_gpu.work import LEAST_STEPS
 from . import bridge, settings, views
 from .backward_kernel import Backward, backward_kernel
@@ -270,7 +270,7 @@ class HopperLink(Link):
         q, kv = Side(self.q_order, rows, rows), Side(self.kv_order, block, block)
         major, minor = (kv, q) if dkv else (q, kv)
         if self.also is None:
-            lists = lists_of(self.call, self.operands, self.passes, major, minor, dkv, parts)
+            lists = self._lists(major, minor, dkv, parts)
         else:
             lists = _of_both(self.passes, self.also.passes, q, kv)
         steps, before = self._steps([(minor, lists)], dkv, 1)

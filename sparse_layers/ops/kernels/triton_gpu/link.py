@@ -232,8 +232,8 @@ class Link:
             bq = tile  # lists as fine as the tiles
         return bq, bkv
 
-    def _lists(self, major: Side, minor: Side, dkv: bool) -> Lists:
-        return lists_of(self.call, self.operands, self.passes, major, minor, dkv)
+    def _lists(self, major: Side, minor: Side, dkv: bool, parts: int = 1) -> Lists:
+        return lists_of(self.call, self.operands, self.passes, major, minor, dkv, parts)
 
     def _prepared(self, kernel: str) -> "_Prepared":
         """What the launch of a kernel needs."""

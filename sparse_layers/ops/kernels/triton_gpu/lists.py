@@ -155,20 +155,19 @@ def _in_parts(
     """
     whole = dataclasses.replace(minor, block=minor.block * parts, tile=minor.tile * parts)
     candidates = _sorted(passes, (whole.block, major.block) if dkv else (major.block, whole.block), dkv)
-    bits, starts = _static_bits(passes, major, whole, dkv), candidates.starts(dkv)
-    if parts > 1:
-        bits, states = _bits_in_parts(passes, major, whole, dkv, parts)
-        candidates = candidates.in_parts(parts, dkv, states, minor.blocks)
-        starts = None if starts is None else starts * parts
-    return candidates, bits, starts
+    starts = candidates.starts(dkv)
+    if parts == 1:
+        return candidates, _static_bits(passes, major, minor, dkv), starts
+    bits, states = _bits_in_parts(passes, major, whole, dkv, parts)
+    return candidates.in_parts(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
 
 
 @functools.lru_cache(maxsize=64)
 def _bits_in_parts(
-    passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool, parts: int
+    passes: tuple[Pass, ...], major: Side, whole: Side, dkv: bool, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The bits of parts of tiles, those of a tile one after the other, and the states that `in_parts` takes."""
-    bits = _static_bits(passes, major, minor, dkv)
+    bits = _static_bits(passes, major, whole, dkv)
     bits = bits.reshape(*bits.shape[:2], parts, -1).swapaxes(1, 2)  # [1 + tiles, parts, rows, words]
     states = np.where((bits == -1).all((2, 3)), FREE, np.where(bits.any((2, 3)), MASKED, DEAD))
     return np.concatenate([bits[0, :1], bits[1:].reshape(-1, *bits.shape[2:])]), states
