@@ -2,8 +2,8 @@
 
 Needs triton, which compiles Gluon to PTX and brings ptxas and nvdisasm. Nothing runs, so there are no times.
 
-    kernel = bridge.compiled(forward, (("q", "*bf16"), ("T", "i32")), (("D", 128),))
-    found = resources(kernel.ptx)
+    kernel = bridge.compile_kernel(forward, ("*bf16", "i32"), {"D": 128}, 90, {"num_warps": 4})
+    found = resources(kernel.asm["ptx"])
     assert found.spill_stores == 0 and not found.warnings and not hazards(found.sass)
 
 A wgmma, HGMMA in SASS, runs on while the instructions after it are executed. It reads its left side from shared memory

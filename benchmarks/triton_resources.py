@@ -30,17 +30,16 @@ import jax
 import jax.numpy as jnp
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import triton_gpu
-from sparse_layers.ops.kernels.triton_gpu import launch, settings
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.triton_gpu import settings
 
 # By compute capability: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
 TARGETS = {
-    number: launch.Device(number, shared_memory, processors)
+    number: hardware.Device(number, shared_memory, processors)
     for number, shared_memory, processors in (
         (80, 166912, 108),
         (86, 101376, 82),
@@ -59,7 +58,6 @@ PATTERNS: dict[str, Any] = {
     "bigbird": sl.preset("bigbird"),
     "full": sl.Full(),
 }
-POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32"}
 TENSOR_CORE = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 
@@ -80,7 +78,7 @@ class Launch:
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
-    device: launch.Device
+    device: hardware.Device
 
     @property
     def key(self) -> tuple:
@@ -147,7 +145,7 @@ class Resources:
 
 
 def launches(
-    device: launch.Device,
+    device: hardware.Device,
     mask: Any,
     lengths: tuple[int, int],
     *,
@@ -205,9 +203,8 @@ def launches(
         selection,
     )
     with (
-        mock.patch.object(launch, "call", call),
-        mock.patch.object(launch, "device", lambda: device),
-        mock.patch.object(launch, "changes_in_place", lambda: True),
+        mock.patch.object(bridge, "call_triton", call),
+        mock.patch.object(hardware, "local_device", lambda: device),
         mock.patch.object(attention, "_jitted_attend", attend),  # what jit keeps would lack launches, or have these
     ):
         jax.eval_shape(op, *operands)
@@ -216,17 +213,9 @@ def launches(
 
 def compiled(one: Launch) -> Any:
     """The kernel, compiled by Triton for the device of its launch."""
-    pointers = iter(one.dtypes)
-    names = one.kernel.arg_names
-    signature = {name: "constexpr" if name in one.constants else POINTERS[next(pointers)] for name in names}
-    source = ASTSource(
-        one.kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in one.constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in one.constants},
-    )
-    options = {"num_warps": one.num_warps, "num_stages": one.num_stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", one.device.capability, 32), options=options)
+    types = [f"*{bridge.TYPES[name]}" for name in one.dtypes]
+    options = {"num_warps": one.num_warps, "num_stages": one.num_stages}
+    return bridge.compile_kernel(one.kernel, types, one.constants, one.device.capability, options)
 
 
 def resources(kernel: Any) -> Resources:

@@ -67,13 +67,12 @@ def triton_kernels_anywhere():
     if jax.default_backend() == "gpu":
         yield
         return
-    from sparse_layers.ops.kernels.triton_gpu import launch
+    from sparse_layers.ops.kernels.gpu import bridge, hardware
     from tests.ops.kernels import triton_interpreter
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "call", triton_interpreter.call)
-        patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
-        patch.setattr(launch, "changes_in_place", lambda: True)
+        patch.setattr(bridge, "call_triton", triton_interpreter.call)
+        patch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
         yield
 
 

@@ -9,8 +9,8 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import reference
-from sparse_layers.ops.kernels.triton_gpu import launch
-from sparse_layers.ops.kernels.triton_gpu.launch import device as true_device  # before a fixture replaces it
+from sparse_layers.ops.kernels.gpu import hardware
+from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
 from sparse_layers.ops.planning import platforms
 from tests.ops.cases import CALLS, CASES, IMPLEMENTATIONS, SMALL, candidates, check, expected, oracle
 from tests.programs import USUAL, largest
@@ -308,7 +308,7 @@ def test_shard_map_with_replicated_operands():
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="is about programs that a CPU exports for others")
 @pytest.mark.parametrize("target", ["tpu", "cuda"])
 def test_programs_for_other_platforms(target, monkeypatch):
-    monkeypatch.setattr(launch, "device", true_device)  # not the interpreter of tests
+    monkeypatch.setattr(hardware, "local_device", true_device)  # not the interpreter of tests
     q, k, v = (jax.ShapeDtypeStruct((3, 1, 256, 2, 128), "bfloat16") for _ in range(3))
 
     def program(implementation=None):

@@ -326,7 +326,7 @@ def check_types(mesh):
 
 def check_hopper(mesh):
     """The kernels for Hopper GPUs see what a device has; with fewer tokens they would compute no gradients."""
-    from sparse_layers.ops.kernels.hopper_gpu import bridge
+    from sparse_layers.ops.kernels.gpu import bridge
     from tests.ops.kernels import gluon_interpreter
 
     def call(kernel, *args):
@@ -334,7 +334,7 @@ def check_hopper(mesh):
         return gluon_interpreter.call(kernel, *args)
 
     names: set[str] = set()
-    bridge.call, bridge.missing = call, lambda: None
+    bridge.call_gluon, bridge.gluon_unsupported = call, lambda: None
     check_case(mesh, Case(CAUSAL, BOTH, (4, 1), DATA, told=SUM, implementation="hopper", tokens=256, dtype="bfloat16"))
     assert names == {"forward_kernel", "backward_kernel"}
 
@@ -382,10 +382,10 @@ ONLY = {
 
 def main(kind):
     """Prints what fails on a mesh of 2 x 4 devices."""
-    from sparse_layers.ops.kernels.triton_gpu import launch
+    from sparse_layers.ops.kernels.gpu import bridge, hardware
     from tests.ops.kernels import triton_interpreter
 
-    launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
+    bridge.call_triton, hardware.local_device = triton_interpreter.call, lambda: hardware.Device(90, 232448, 132)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
     checks = {name: functools.partial(check_case, case=case) for name, case in CASES.items()} | TRANSFORMED | ONLY[kind]
     attention.IMPLEMENTATIONS["cudnn"] = types.SimpleNamespace(

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops.choosing import choose
-from sparse_layers.ops.kernels.triton_gpu import launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import communication, plan
 from sparse_layers.ops.planning.communication import filled_up, needed, parts_of
 from sparse_layers.ops.planning.platforms import TUNING
@@ -362,7 +362,7 @@ def check_turns(case, turns):
 
 def main(which):
     """Prints what fails on eight devices."""
-    launch.call, launch.device = triton_interpreter.call, lambda: launch.Device(90, 232448, 132)
+    bridge.call_triton, hardware.local_device = triton_interpreter.call, lambda: hardware.Device(90, 232448, 132)
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..kernels.triton_gpu import decode, launch
+from ..kernels.triton_gpu import decode
 from ..planning.platforms import candidates, own_arrays, platform
 from .reads import Part
 from .stores import all_heads, rows_of, some_heads
@@ -48,7 +48,6 @@ def steps(cache: "KVCache", query: jax.Array) -> bool:
         and len({*stores}) == len(stores)
         and cache.masks[0].computable
         and attends(cache, query, False)
-        and launch.changes_in_place()
     )
 
 

@@ -15,7 +15,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.triton_gpu import by_key, launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.triton_gpu import by_key
 from tests.ops.cases import compiled
 from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
@@ -98,7 +99,7 @@ def test_whom_it_serves(monkeypatch):
     ):
         params = sl.FwdParams(**fwd), sl.BwdParams(**bwd)  # explicit values win: kernels of this way have none
         assert by_key.serves(dataclasses.replace(call, params=params), operands) == served
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(80, 166912, 108))  # an A100
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(80, 166912, 108))  # an A100
     assert by_key.serves(*call_of(SCATTERED, size=128))
     assert not by_key.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
@@ -117,7 +118,7 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
         ran.clear()
         jax.block_until_ready(step(*arrays(), ids))
         assert kernels <= set(ran) and len({"by_key_kernel", "forward_kernel"} & set(ran)) == 1
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 9000, 132))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 9000, 132))
     assert not by_key.serves(*call_of(SCATTERED))
 
 
@@ -128,14 +129,14 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
         monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
     pieces, rows = set(), set()
 
-    def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
+    def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
         if "W" in constants and constants["Q"].GATHERED:
             rows.add(constants["Q"].ROWS)
             if constants["W"].PIECES:
                 pieces.add(kernel.fn.__name__)
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
-    monkeypatch.setattr(launch, "call", watched)
+    monkeypatch.setattr(bridge, "call_triton", watched)
     ids = np.tile(SCATTERED, (1, 1, 1, 3))[:, :FEW, :1, :k] + np.arange(k) // K * 7
     ids = np.where(np.arange(k) == 0, 0, ids % (S // BLOCK))
     step, other = (

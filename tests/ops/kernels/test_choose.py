@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
-from sparse_layers.ops.kernels.triton_gpu import choose, launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.triton_gpu import choose
 from sparse_layers.scorers import base
 
 BLOCK = 16
@@ -100,11 +101,11 @@ def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
     right = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
     ran = []
 
-    def watched(kernel, *rest, call=launch.call, **options):
+    def watched(kernel, *rest, call=bridge.call_triton, **options):
         ran.append(kernel)
         return call(kernel, *rest, **options)
 
-    monkeypatch.setattr(launch, "call", watched)
+    monkeypatch.setattr(bridge, "call_triton", watched)
     monkeypatch.setattr(base, "platform", lambda: "gpu")
     found = jax.jit(lambda q, k: scorer.select(q, k, ids).ids)(q, k)
     same(found, right)
@@ -126,7 +127,7 @@ def test_who_has_kernels(monkeypatch):
     assert not base._has_kernels(1, 4)
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
         assert base._has_kernels(1, 4)
-    monkeypatch.setattr(launch, "device", lambda: "none")
+    monkeypatch.setattr(hardware, "local_device", lambda: "none")
     assert choose.unsupported(4, 1) == "none"
 
 
@@ -139,7 +140,7 @@ def test_compiles_and_fits(monkeypatch):
         found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, TARGETS[90]))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    monkeypatch.setattr(launch, "call", call)
+    monkeypatch.setattr(bridge, "call_triton", call)
     rule, rows = choose.Rule(128, 16, 0, 1), 131072
     q, pooled = (jax.ShapeDtypeStruct((1, n, 8, 128), "bfloat16") for n in (rows, rows // 128))
     jax.eval_shape(lambda *x: choose.by_products(rule, *x), q, pooled, jax.ShapeDtypeStruct((1, rows), "int32"))

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
-from sparse_layers.ops.kernels.triton_gpu import decode, launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.triton_gpu import decode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +147,7 @@ def test_what_goes_without_the_kernel(monkeypatch):
     assert "257" in str(reason(query=query.update(shape=(4, 8, 257))))
     assert "65" in str(reason(group=65))
     assert "65536" in str(reason(query=query.update(shape=(65536, 8, 64))))
-    monkeypatch.setattr(launch, "device", lambda: "no GPU")
+    monkeypatch.setattr(hardware, "local_device", lambda: "no GPU")
     assert reason() == "no GPU"
 
 
@@ -173,8 +174,8 @@ def test_compiles_and_fits(name, monkeypatch):
         found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, target))
         return [jnp.zeros(x.shape, x.dtype) for x in (*outputs, *(arrays[i] for i in in_place))]
 
-    monkeypatch.setattr(launch, "call", call)
-    monkeypatch.setattr(launch, "device", lambda: target)
+    monkeypatch.setattr(bridge, "call_triton", call)
+    monkeypatch.setattr(hardware, "local_device", lambda: target)
 
     def step(query, token, slots, at, kept, rows):
         reads = [decode.Read(x, x, tuple(range(heads)), row) for x, row in zip(kept, rows, strict=True)]

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from benchmarks.gluon_resources import hazards, overlap, resources
-from sparse_layers.ops.kernels.hopper_gpu import bridge
+from sparse_layers.ops.kernels.gpu import bridge
 
 
 @gluon.jit
@@ -62,8 +62,8 @@ def _products(x, out, n, HOW: gl.constexpr):
 
 @functools.cache
 def _found(how, maxnreg=None):
-    kinds = ("x", "*bf16"), ("out", "*fp32"), ("n", "i32")
-    kernel = bridge.compiled(_products, kinds, (("HOW", how),), maxnreg)
+    options = ("num_warps", 4), ("maxnreg", maxnreg)
+    kernel = bridge.compiled(_products, ("*bf16", "*fp32", "i32"), (("HOW", how),), 90, options)
     return kernel, resources(kernel.ptx)
 
 

@@ -19,8 +19,9 @@ pytest.importorskip("triton", reason="needs triton")
 import sparse_layers as sl
 from sparse_layers.ops.kernels import hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.hopper_gpu import bridge, gathered, settings
-from sparse_layers.ops.kernels.triton_gpu import by_key, launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.hopper_gpu import gathered, settings
+from sparse_layers.ops.kernels.triton_gpu import by_key
 from sparse_layers.ops.planning import platforms
 from tests.ops import cases, test_selections
 from tests.ops.kernels import gluon_interpreter
@@ -34,7 +35,7 @@ def launched(monkeypatch, request):
 
     Unless there is a GPU they are interpreted as on one, in an order of partitions that is each test's own.
     """
-    found, call_gluon, call_triton = [], bridge.call, launch.call
+    found, call_gluon, call_triton = [], bridge.call_gluon, bridge.call_triton
 
     def gluon(kernel, programs, inputs, outputs, constants, *aliases):
         found.append((kernel.fn.__name__, constants))
@@ -47,13 +48,13 @@ def launched(monkeypatch, request):
         found.append((kernel.fn.__name__, constants))
         return call_triton(kernel, grid, arrays, outputs, constants, *more)
 
-    monkeypatch.setattr(bridge, "call", gluon)
-    monkeypatch.setattr(launch, "call", triton)
+    monkeypatch.setattr(bridge, "call_gluon", gluon)
+    monkeypatch.setattr(bridge, "call_triton", triton)
     # As for other tests of these kernels: plans are kept, and those of a length are for all.
     monkeypatch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
     if not ON_GPU:
-        monkeypatch.setattr(bridge, "missing", lambda: None)
-        monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+        monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
+        monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     return found
 
 

@@ -21,7 +21,8 @@ import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.hopper_gpu import bridge, link, schedule, settings
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.hopper_gpu import link, schedule, settings
 from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
@@ -29,7 +30,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     order_of,
 )
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
-from sparse_layers.ops.kernels.triton_gpu import chain, launch
+from sparse_layers.ops.kernels.triton_gpu import chain
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -43,7 +44,7 @@ ON_GPU = jax.default_backend() == "gpu"
 @pytest.fixture
 def launched(monkeypatch):
     """Has the kernels interpreted as on a GPU of 5 multiprocessors, unless there is one; what was launched."""
-    found, launch_kernel = [], bridge.call
+    found, launch_kernel = [], bridge.call_gluon
 
     def call(kernel, *args, **options):
         long = max(side.TILE for side in (args[3]["Q"], args[3]["KV"])) > settings.ROWS
@@ -59,11 +60,11 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(cases, "candidates", candidates)
     monkeypatch.setattr(cases, "_SMALL_TILES", TUNING)
-    monkeypatch.setattr(bridge, "call", call)
+    monkeypatch.setattr(bridge, "call_gluon", call)
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     if not ON_GPU:
-        monkeypatch.setattr(bridge, "missing", lambda: None)
-        monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+        monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
+        monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     return found
 
 
@@ -145,13 +146,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(launched, monkeypatch, case):
-    call = launch.call
+    call = bridge.call_triton
 
     def only_lists(kernel, *args, **options):
         assert case.shared or kernel.fn.__name__ == "compact_kernel"
         return call(kernel, *args, **options)
 
-    monkeypatch.setattr(launch, "call", only_lists)
+    monkeypatch.setattr(bridge, "call_triton", only_lists)
     cases.check(case, case.call("hopper"))
     assert any("backward_kernel of pieces" in name for name in launched) == case.name.startswith("cut")
     assert all(("long blocks" in name) == ("long-blocks" in case.name) for name in launched)
@@ -169,13 +170,13 @@ def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
 
 
 def test_longer_lists_compile_nothing_anew(monkeypatch, launched):
-    call, found = bridge.call, []
+    call, found = bridge.call_gluon, []
 
     def record(kernel, programs, inputs, outputs, constants, aliases):
         found.append((kernel, constants))
         return call(kernel, programs, inputs, outputs, constants, aliases)
 
-    monkeypatch.setattr(bridge, "call", record)
+    monkeypatch.setattr(bridge, "call_gluon", record)
     op = functools.partial(sl.block_sparse_attention, implementation="hopper")
     few = np.abs(np.arange(10)[:, None] - np.arange(10)) <= 1
     many = few | (np.arange(10) == 3)[:, None]  # then one program has that block, and another one of the others more
@@ -230,14 +231,14 @@ def test_blocks_come_as_they_are_numbered_where_neighbours_read_the_same(
     ],
 )
 def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypatch, pattern, kernels, dq):
-    call, found = launch.call, []
+    call, found = bridge.call_triton, []
 
     def record(kernel, grid, arrays, outputs, *more):
         launched.append(kernel.fn.__name__)
         found.append(outputs[0].dtype)
         return call(kernel, grid, arrays, outputs, *more)
 
-    monkeypatch.setattr(launch, "call", record)
+    monkeypatch.setattr(bridge, "call_triton", record)
     plan = dataclasses.replace(cases.candidates(sl.preset(pattern), 512)[-1], implementation="hopper")
 
     def loss(q):
@@ -250,14 +251,14 @@ def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypat
 
 def test_programs_without_work(launched, monkeypatch):
     """While devices exchange queries there are more programs, of which some have nothing to do."""
-    found, call = [], bridge.call
+    found, call = [], bridge.call_gluon
 
     def record(kernel, programs, *more):
         if kernel.fn.__name__ == "forward_kernel":
             found.append(programs)
         return call(kernel, programs, *more)
 
-    monkeypatch.setattr(bridge, "call", record)
+    monkeypatch.setattr(bridge, "call_gluon", record)
     case = Case("causal", sl.Causal(), 270)
     for exchanging in (False, True):
         monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanging=exchanging))
@@ -316,7 +317,7 @@ def test_vmap_and_long_chains(launched):
 def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, options):
     options = {"size": 64, "processors": 5} | options
     size, processors = (options.pop(name) for name in ("size", "processors"))
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, processors))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, processors))
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     plan = sl.make_plan(mask, length, implementation="hopper", **options)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
@@ -331,7 +332,7 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
 
 
 def test_steps_are_counted_in_32_bits(monkeypatch):
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     plan = sl.make_plan(sl.Causal(), 260, implementation="hopper")
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
@@ -361,8 +362,8 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     for module in (attention, cudnn, platforms):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
-    monkeypatch.setattr(bridge, "missing", lambda: None)
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
+    monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
     plan = sl.make_plan(mask, 4096)
     assert plan.implementation == "hopper" and attention.serving(plan, head_size=size)[0] == name
     left = "residue-major order, stride 128, backward: plain Triton, for each key is in one list"
@@ -401,7 +402,7 @@ GLUON = "it needs Gluon, which comes with triton from 3.6 on ("
 )
 def test_versions_that_do_not_fit(monkeypatch, lost, reason):
     """What jaxlib and Triton have in versions that do, here but for one module or name."""
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     monkeypatch.setattr(jaxlib, "gpu_triton", types.SimpleNamespace(create_tma_descriptor_parameter=None))
     if lost:
         monkeypatch.delattr(lost)
@@ -412,16 +413,16 @@ def test_versions_that_do_not_fit(monkeypatch, lost, reason):
 
 
 def test_gpus_and_dtypes_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(bridge, "missing", lambda: None)
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     assert refused("float32") == "it computes in bfloat16 and float16, and query is float32"
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(86, 101376, 5))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(86, 101376, 5))
     assert refused("float16") == "it needs compute capability 9.0, and this GPU has 8.6"
 
 
 @pytest.mark.parametrize("granularity", [16, 64, 128])
 def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granularity):
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, 5))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     plan = sl.make_plan(sl.Causal(), 512, implementation="hopper")
     params = plan.fwd_params, plan.bwd_params
     call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(128, granularity))

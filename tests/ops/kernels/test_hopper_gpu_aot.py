@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.hopper_gpu import bridge, settings
-from sparse_layers.ops.kernels.triton_gpu import launch
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.hopper_gpu import settings
 from sparse_layers.ops.planning import platforms
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -148,10 +148,10 @@ def exported(case, devices):
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(jaxlib, "gpu_triton", recorded, raising=False)
         patch.setattr(bridge, "compiled", compiled)
-        patch.setattr(bridge, "missing", lambda: None)
+        patch.setattr(bridge, "gluon_unsupported", lambda: None)
         patch.setattr(knobs.runtime, "add_stages_inspection_hook", without_ptxas)
-        patch.setattr(launch, "call", nothing)
-        patch.setattr(launch, "device", lambda: launch.Device(90, 232448, 132))
+        patch.setattr(bridge, "call_triton", nothing)
+        patch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
         patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
         program = jax.jit(jax.grad(loss, (0, 1, 2)))
         program = jax.export.export(program, platforms=["cuda"], disabled_checks=[UNPROMISED])(*arrays)

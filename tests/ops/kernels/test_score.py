@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
-from sparse_layers.ops.kernels.triton_gpu import launch, score
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.triton_gpu import score
 from tests.arrays import inputs
 
 SIZES = {"local": 2, "dense_below": 0}
@@ -96,9 +97,9 @@ def test_what_goes_without_the_kernel(monkeypatch):
     assert "fit" in str(score.unsupported(scored._replace(size=80), query, pooled, None))
     assert "129" in str(score.unsupported(scored, query.update(shape=(1, 64, 129, 64)), pooled, None))
     assert "257" in str(score.unsupported(scored, query.update(shape=(1, 64, 16, 257)), pooled, None))
-    monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 1 << 14, 1))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 1 << 14, 1))
     assert "shared memory" in str(score.unsupported(scored, query, pooled, None))
-    monkeypatch.setattr(launch, "device", lambda: "no GPU")
+    monkeypatch.setattr(hardware, "local_device", lambda: "no GPU")
     assert score.unsupported(scored, query, pooled, None) == "no GPU"
 
 
@@ -116,8 +117,8 @@ def test_compiles_and_fits(name, monkeypatch):
         found.append(Launch(kernel, dtypes, constants, num_warps, num_stages, target))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
-    monkeypatch.setattr(launch, "call", call)
-    monkeypatch.setattr(launch, "device", lambda: target)
+    monkeypatch.setattr(bridge, "call_triton", call)
+    monkeypatch.setattr(hardware, "local_device", lambda: target)
     rows, length = 4096, 131072
     q = jax.ShapeDtypeStruct((1, rows, heads[0], 128), "bfloat16")
     pooled = jax.ShapeDtypeStruct((1, scorer.windows(length), heads[1], 128), "bfloat16")

@@ -12,13 +12,15 @@ import types
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
-from sparse_layers.ops.kernels.triton_gpu import chain, launch, settings
-from sparse_layers.ops.kernels.triton_gpu.launch import device as true_device  # before a fixture replaces it
+from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
+from sparse_layers.ops.kernels.triton_gpu import chain, settings
 from sparse_layers.ops.kernels.triton_gpu.link import Link
 from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_of
 from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
@@ -352,7 +354,7 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
     work, sizes = WORKS[name], {"q_blocksize": 16, "kv_blocksize": 16}
     found = []
     for processors, asked in ((1, {}), (10**4, {}), (1, {"num_key_splits": 3}), (1, {"blocksize_keys": 64})):
-        monkeypatch.setattr(launch, "device", lambda: launch.Device(90, 232448, processors))  # noqa: B023
+        monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, processors))  # noqa: B023
         params = sl.FwdParams(**sizes, **asked), sl.BwdParams(**sizes, **asked)
         plan, chosen, mask = None, None, None
         if isinstance(work, np.ndarray):
@@ -400,7 +402,7 @@ def check_work(prepared, dkv):
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
-H200 = launch.Device(90, 232448, 132)
+H200 = hardware.Device(90, 232448, 132)
 KERNELS = ["forward", "dq", "dkv"]
 
 
@@ -442,13 +444,13 @@ def test_settings_fit_the_device(kernel, itemsize, limit):
 
 
 def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
-    small = launch.Device(86, 101376, 84)
+    small = hardware.Device(86, 101376, 84)
     assert settings.misfit(2, (256, 256), DEFAULTS, small) is None
     assert settings.misfit(4, (256, 256), DEFAULTS, H200) is None
     assert "shared memory, and this GPU has 101376" in settings.misfit(4, (256, 256), DEFAULTS, small)
     large = sl.FwdParams(), sl.BwdParams(blocksize_m=256)
     assert "blocksize_m=256" in settings.misfit(2, (256, 256), large, small)
-    monkeypatch.setattr(launch, "device", lambda: small)
+    monkeypatch.setattr(hardware, "local_device", lambda: small)
     q = jnp.zeros((1, 16, 2, 256))
     with pytest.raises(NotImplementedError, match="triton: head sizes of 256 with 4 bytes an element need about"):
         sl.block_sparse_attention(q, q, q, sl.Causal(), implementation="triton")
@@ -528,7 +530,7 @@ def test_extreme_scalars(options):
 
 
 def test_vmap_beyond_the_grid_and_over_nothing(monkeypatch):
-    monkeypatch.setattr(chain, "MOST_BATCH_ENTRIES", 3)
+    monkeypatch.setattr(chain, "MAX_BATCH_ENTRIES", 3)
     q, k, v = (jnp.stack([x, -x, 2 * x]) for x in arrays())
     mapped = jax.vmap(functools.partial(answers, plan=WINDOW))(q, k, v)
     for i in range(3):
@@ -580,12 +582,12 @@ def cut_kernels(monkeypatch):
     """The kernels that are launched for pieces, from now on."""
     found = set()
 
-    def watched(kernel, grid, arrays, outputs, constants, *rest, call=launch.call):
+    def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
         if "W" in constants and constants["W"].PIECES:
             found.add(kernel.fn.__name__.removesuffix("_kernel"))
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
-    monkeypatch.setattr(launch, "call", watched)
+    monkeypatch.setattr(bridge, "call_triton", watched)
     return found
 
 
@@ -729,7 +731,7 @@ def test_calls_that_it_cannot_serve():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about machines without one")
 def test_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(launch, "device", true_device)
+    monkeypatch.setattr(hardware, "local_device", true_device)
     served = "; implementation=None or 'xla' serves this call"
     refused(f"triton: it needs an NVIDIA GPU, and JAX computes on cpu{served}", *arrays(t=8))
 
@@ -737,7 +739,7 @@ def test_without_a_gpu(monkeypatch):
 @pytest.mark.parametrize("capability", ["gfx942", None])
 def test_another_makers_gpu(monkeypatch, capability):
     gpu = types.SimpleNamespace(device_kind="MI300X", local_hardware_id=0, compute_capability=capability)
-    monkeypatch.setattr(launch, "platform", lambda: "gpu")
+    monkeypatch.setattr(hardware, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda **_: [gpu])
     assert true_device() == "it needs an NVIDIA GPU, and JAX computes on MI300X"
 
@@ -761,25 +763,31 @@ class Driver:
         return 0
 
 
+PLUGIN = types.SimpleNamespace(TritonKernelCall=None)
+
+
 @pytest.mark.parametrize(
-    ("capability", "number", "driver", "module", "answer"),
+    ("capability", "number", "driver", "plugin", "answer"),
     [
-        (90, 0, Driver(), types.ModuleType("jax_triton"), launch.Device(90, 232448, 132)),
-        (75, 0, Driver(), types.ModuleType("jax_triton"), "it needs compute capability 8.0, and this GPU has 7.5"),
-        (90, 0, Driver(), None, "it needs jax-triton and triton, the extra 'gpu' installs them"),
-        (90, 0, None, types.ModuleType("jax_triton"), "it needs the CUDA driver library"),
-        (90, 0, Driver(3), types.ModuleType("jax_triton"), "the CUDA driver answered with error 3"),
-        (90, 1, Driver(), types.ModuleType("jax_triton"), "error 101 when asked for attribute 97 of GPU 1"),
+        (90, 0, Driver(), PLUGIN, hardware.Device(90, 232448, 132)),
+        (75, 0, Driver(), PLUGIN, "it needs compute capability 8.0, and this GPU has 7.5"),
+        (90, 0, Driver(), types.SimpleNamespace(), "it needs JAX's CUDA plugin, which the extra 'gpu' installs"),
+        (90, 0, Driver(), None, "it needs triton, which the extra 'gpu' installs"),
+        (90, 0, None, PLUGIN, "it needs the CUDA driver library"),
+        (90, 0, Driver(3), PLUGIN, "the CUDA driver answered with error 3"),
+        (90, 1, Driver(), PLUGIN, "error 101 when asked for attribute 97 of GPU 1"),
     ],
-    ids=["works", "old", "no jax-triton", "no driver", "failing driver", "no such GPU"],
+    ids=["works", "old", "no plugin", "no triton", "no driver", "failing driver", "no such GPU"],
 )
-def test_what_the_device_is(monkeypatch, capability, number, driver, module, answer):
+def test_what_the_device_is(monkeypatch, capability, number, driver, plugin, answer):
     def load(name):
         if driver is None:
             raise OSError(name)
         return driver
 
-    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    if plugin is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(jaxlib, "gpu_triton", plugin, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    found = launch._device.__wrapped__(capability, number)
-    assert found == answer if isinstance(answer, launch.Device) else answer in found
+    found = hardware._properties.__wrapped__(capability, number)
+    assert found == answer if isinstance(answer, hardware.Device) else answer in found

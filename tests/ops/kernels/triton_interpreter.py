@@ -55,7 +55,7 @@ class KernelBug(AssertionError):
 
 
 def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
-    """Launches a kernel as `launch.call` of `triton_gpu` does, but interprets it, wherever JAX computes.
+    """Launches a kernel as `bridge.call_triton` of `triton_gpu` does, but interprets it, wherever JAX computes.
 
     The kernel's parameters are pointers to ``arrays``, then to arrays like ``outputs``, then the ``constants``.
     """

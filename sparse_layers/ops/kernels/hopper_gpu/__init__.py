@@ -2,9 +2,9 @@
 
 The kernels are in `forward_kernel.py` and `backward_kernel.py`, and of blocks that single queries chose the backward
 one in `gathered_kernel.py`, launched by `gathered.py`. What they share is in `tiles.py` and `primitives.py`.
-`views.py` says row orders as boxes of descriptors, `schedule.py` who does what, `settings.py` what fits, and
-`bridge.py` is the way from JAX to a Gluon kernel. `link.py` does one pass of a chain. Chains are those of `triton_gpu`,
-whose kernels also do the passes that these cannot: this package stands on that one.
+`views.py` says row orders as boxes of descriptors, `schedule.py` who does what, and `settings.py` what fits. `link.py`
+does one pass of a chain. Chains are those of `triton_gpu`, whose kernels also do the passes that these cannot: this
+package stands on that one.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
@@ -21,19 +21,18 @@ from ..call import Call, Operands, differentiable_once
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
-    from ..triton_gpu import launch
-    from . import bridge
+    from ..gpu import bridge, hardware
 
     reason = triton_gpu.unsupported(call, operands)
     if reason is not None:
         return reason
-    device = launch.device()
-    assert isinstance(device, launch.Device)
+    device = hardware.local_device()
+    assert isinstance(device, hardware.Device)
     if device.capability != 90:
         return f"it needs compute capability 9.0, and this GPU has {device.capability / 10}"
     if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
-    return bridge.missing()
+    return bridge.gluon_unsupported()
 
 
 def outdone(call: Call, operands: Operands) -> str | None:

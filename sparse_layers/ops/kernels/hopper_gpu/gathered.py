@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ..call import Call, Operands
+from ..gpu import bridge
 from ..triton_gpu import by_key
 from ..triton_gpu.link import Gradients, varying_like
 from ..triton_gpu.lists import Side
 from ..triton_gpu.work import cut
-from . import bridge, settings, views
+from . import settings, views
 from .gathered_kernel import Gathered, gathered_kernel
 from .link import products_begin_from
 from .tiles import Arrays, Walk
@@ -102,7 +103,7 @@ class HopperChoices(by_key.Choices):
             "FETCHING": settings.GATHERING[1],
         }
         aliases = {len(inputs) - 3 + i: i for i in range(3)}
-        dq, *dkv = bridge.call(gathered_kernel, batch * len(work), inputs, outputs, constants, aliases)
+        dq, *dkv = bridge.call_gluon(gathered_kernel, batch * len(work), inputs, outputs, constants, aliases)
         dq, *dkv = (varying_like(query, x) for x in (dq, *dkv))
         return dq.astype(query.dtype), tuple(dkv)
 

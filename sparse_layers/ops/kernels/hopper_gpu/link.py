@@ -13,11 +13,11 @@ from ...planning.lists import MOST_PARTS, BlockLists, Candidates, static_candida
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, merged
-from ..triton_gpu import launch
+from ..gpu import bridge, hardware
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
 from ..triton_gpu.lists import Lists, Side, bits_of
 from ..triton_gpu.work import LEAST_STEPS
-from . import bridge, settings, views
+from . import settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel
 from .schedule import EXACT, cut_by_ranges, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
@@ -278,8 +278,8 @@ class HopperLink(Link):
 
     def _skewed(self) -> bool:
         """Whether the longest item forward takes much longer than a processor's share of all, if known beforehand."""
-        device, operands = launch.device(), self.operands
-        assert isinstance(device, launch.Device)
+        device, operands = hardware.local_device(), self.operands
+        assert isinstance(device, hardware.Device)
         if not all(x is None for x in (operands.segments, operands.mask, operands.chosen)):
             return False
         steps = self._work("forward")[3]
@@ -287,8 +287,8 @@ class HopperLink(Link):
         return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
 
     def _prepared_for(self, kernel: str) -> _Prepared:
-        device = launch.device()
-        assert isinstance(device, launch.Device) and self._size is not None
+        device = hardware.local_device()
+        assert isinstance(device, hardware.Device) and self._size is not None
         dkv, operands, (q, kv, lists, steps, before) = kernel == "dkv", self.operands, self._work(kernel)
         found, batch = lists.lists, operands.query.shape[0]
         if dkv:
@@ -348,5 +348,5 @@ class HopperLink(Link):
         return order_of(steps, batch, programs, alike), None
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
-        found = bridge.call(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)
+        found = bridge.call_gluon(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)
         return [varying_like(self.operands.query, x) for x in found]

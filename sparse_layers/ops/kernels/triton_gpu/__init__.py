@@ -1,10 +1,10 @@
-"""Block-sparse flash attention for NVIDIA GPUs in Triton, called through jax-triton.
+"""Block-sparse flash attention for NVIDIA GPUs in Triton.
 
 Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`,
 `backward_kernel.py` and `by_key_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py`
-strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, `settings.py` has the
-tile sizes, and `launch.py` is the way to the device. For scorers, `score.py` computes how much single queries want each
-block, and `choose.py` chooses. `decode.py` computes what a step of decoding reads of a cache.
+strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, and `settings.py` has
+the tile sizes. For scorers, `score.py` computes how much single queries want each block, and `choose.py` chooses.
+`decode.py` computes what a step of decoding reads of a cache.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
@@ -17,9 +17,10 @@ from ..call import Call, Operands, differentiable_once
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
-    from . import launch, settings
+    from ..gpu import hardware
+    from .settings import misfit, padded_size
 
-    device = launch.device()
+    device = hardware.local_device()
     if isinstance(device, str):
         return device
     if operands.query.dtype == jnp.float64:
@@ -27,11 +28,9 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     if max(sizes) > 256:
         return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
-    if operands.query.shape[0] > launch.MOST_BATCH_ENTRIES:
-        return f"it takes at most {launch.MOST_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
-    return settings.misfit(
-        operands.query.dtype.itemsize, (launch.padded(sizes[0]), launch.padded(sizes[1])), call.params, device
-    )
+    if operands.query.shape[0] > hardware.MAX_BATCH_ENTRIES:
+        return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
+    return misfit(operands.query.dtype.itemsize, (padded_size(sizes[0]), padded_size(sizes[1])), call.params, device)
 
 
 @differentiable_once("triton")

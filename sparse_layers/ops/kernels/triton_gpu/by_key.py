@@ -23,11 +23,11 @@ from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_cand
 from ...planning.params import BwdParams
 from ...planning.views import Axis, RowOrder
 from ..call import Call, Operands, table_of
-from . import launch
+from ..gpu import hardware
 from .by_key_kernel import by_key_kernel
 from .link import FULL_TILE, Gradients, Link, Rows, varying_like
 from .lists import Lists, Side, bits_of, only_whole
-from .settings import choose, shared_memory
+from .settings import choose, padded_size, shared_memory
 
 KERNELS = "by_key", "dqkv"  # as their settings are called
 # How many times what its queries chose a full tile has to walk over, for rows of choices to take less time: in the
@@ -49,8 +49,8 @@ def serves(call: Call, operands: Operands) -> bool:
     together = _together(call, operands)
     if call.selection[1] > 1 or together == 1 or operands.query.shape[1] < 2 * together:
         return False
-    device, choices = launch.device(), Choices(call, operands, 0, 1, ())
-    assert isinstance(device, launch.Device)
+    device, choices = hardware.local_device(), Choices(call, operands, 0, 1, ())
+    assert isinstance(device, hardware.Device)
     settings = {x: choices.settings(x) for x in KERNELS}
     needed = max(shared_memory(x, y, *choices.sizes, device.capability) for x, y in settings.items())
     # The mask of a row of queries is read by words, for as many keys at a time.
@@ -81,7 +81,7 @@ def pays(call: Call, operands: Operands, direction: str) -> jax.Array:
     if direction == "forward":  # a row takes as long however few its keys are
         longer = min(2, max(1, 128 * number / block))
     else:  # tiles of keys take as long, too, where blocks do not fill them
-        longer = number * max(32, launch.padded(block // number)) / block
+        longer = number * max(32, padded_size(block // number)) / block
     return walked > LEAST_WASTE[direction] * longer * _different(ids, columns)
 
 
@@ -292,8 +292,8 @@ class Choices(Link):
     def settings(self, kernel: str):
         """The settings of a kernel, whatever the block."""
         assert self.call.selection is not None
-        device = launch.device()
-        assert isinstance(device, launch.Device)
+        device = hardware.local_device()
+        assert isinstance(device, hardware.Device)
         block = max(32, self.call.selection[0])
         return choose(kernel, *self.sizes, (block, 1 << 16), BwdParams(), device)
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from ...planning.views import RowOrder
 from ..call import Call, Operands, joined, merged, over_batches
+from ..gpu.hardware import MAX_BATCH_ENTRIES
 from . import by_key
-from .launch import MOST_BATCH_ENTRIES
 from .link import Gradients, Link, Rows
 
 
 def forward(call: Call, operands: Operands, link_type: type[Link] = Link) -> tuple[jax.Array, jax.Array]:
     """See `triton_gpu.forward`; ``link_type`` is of what does the passes."""
-    return over_batches(functools.partial(_forward, call, link_type), MOST_BATCH_ENTRIES, operands)
+    return over_batches(functools.partial(_forward, call, link_type), MAX_BATCH_ENTRIES, operands)
 
 
 def backward(
@@ -34,7 +34,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and the types are of what does the work."""
     backward = functools.partial(_backward, call, link_type, choices_type)
-    return over_batches(backward, MOST_BATCH_ENTRIES, operands, *by_query)
+    return over_batches(backward, MAX_BATCH_ENTRIES, operands, *by_query)
 
 
 class _Group(NamedTuple):

@@ -35,16 +35,22 @@ class Rule(NamedTuple):
 
 def unsupported(blocks: int, batch: int) -> str | None:
     """Why these kernels cannot choose among so many blocks in so many batch entries, or None."""
-    from . import launch
+    from ..gpu import hardware
 
-    device = launch.device()
+    device = hardware.local_device()
     if isinstance(device, str):
         return device
     if blocks > MOST_BLOCKS:
         return f"it holds the scores of {MOST_BLOCKS} blocks at most, got {blocks}"
-    if batch > launch.MOST_BATCH_ENTRIES:
-        return f"it takes at most {launch.MOST_BATCH_ENTRIES} batch entries, got {batch}"
+    if batch > hardware.MAX_BATCH_ENTRIES:
+        return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {batch}"
     return None
+
+
+def document_positions(at: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns positions of queries and first tokens of their documents, int32 of one shape, [B or 1, R]."""
+    at, start = jnp.broadcast_arrays(at.astype(jnp.int32), start.astype(jnp.int32))
+    return at, start
 
 
 def by_scores(rule: Rule, scores: jax.Array, at: jax.Array, start: jax.Array) -> jax.Array:
@@ -59,12 +65,11 @@ def by_scores(rule: Rule, scores: jax.Array, at: jax.Array, start: jax.Array) ->
     Returns:
       int32 [B, R, G, count], in any order, -1 behind.
     """
-    from . import launch
     from .choose_kernel import choose_kernel
 
     batch, rows, heads, blocks = scores.shape
     part, shape = (0, rows, _span(blocks)), (batch, rows, heads, blocks)
-    return _launched(choose_kernel, rule, part, shape, (scores, *launch.places(at, start)))
+    return _launched(choose_kernel, rule, part, shape, (scores, *document_positions(at, start)))
 
 
 def by_products(rule: Rule, query: jax.Array, pooled: jax.Array, start: jax.Array) -> jax.Array:
@@ -125,7 +130,7 @@ def _launched(
       arrays: of the kernel; the last but one are the positions, int [B or 1, R].
       **constants: further ones of the kernel.
     """
-    from . import launch
+    from ..gpu import bridge
     from .choose_kernel import Choice
 
     (first, own, span), (batch, rows, heads, blocks) = part, shape
@@ -134,4 +139,6 @@ def _launched(
     choice = Choice(rows, first, own, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, places)
     output = jax.ShapeDtypeStruct((batch, own, heads, rule.count), jnp.int32)
     grid, warps = (heads * -(-own // tile), batch), max(4, 4 * tile * span // SCORES)
-    return launch.call(kernel, grid, arrays, [output], {"C": choice, **constants}, num_warps=warps, num_stages=2)[0]
+    return bridge.call_triton(
+        kernel, grid, arrays, [output], {"C": choice, **constants}, num_warps=warps, num_stages=2
+    )[0]

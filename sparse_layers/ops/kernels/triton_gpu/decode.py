@@ -50,9 +50,9 @@ class Options(NamedTuple):
 
 def unsupported(query: Any, keys: Sequence[Any], values: Sequence[Any], group: int, reads: int) -> str | None:
     """Why `attend` cannot serve queries [..., N, H], with so many query heads of a key head, and reads; or None."""
-    from . import launch
+    from ..gpu import hardware
 
-    device = launch.device()
+    device = hardware.local_device()
     if isinstance(device, str):
         return device
     dtypes = {x.dtype.name for x in (query, *keys, *values)}
@@ -65,8 +65,8 @@ def unsupported(query: Any, keys: Sequence[Any], values: Sequence[Any], group: i
             f"it takes head sizes up to {MOST_SIZE} and {MOST_GROUP} query heads of a key head, got {query.shape[-1]} "
             f"and {values[0].shape[-1]}, {group}"
         )
-    if math.prod(query.shape[:-2]) > launch.MOST_BATCH_ENTRIES:
-        return f"it takes at most {launch.MOST_BATCH_ENTRIES} queries, got {query.shape}"
+    if math.prod(query.shape[:-2]) > hardware.MAX_BATCH_ENTRIES:
+        return f"it takes at most {hardware.MAX_BATCH_ENTRIES} queries, got {query.shape}"
     return None
 
 
@@ -126,11 +126,12 @@ def _launched(
     token: tuple[jax.Array, jax.Array, jax.Array] | None,
 ) -> Sequence[jax.Array]:
     """The results of `attend`, or with a token (keys, values, slots) those of `step`."""
-    from . import launch
+    from ..gpu import bridge, hardware
     from .decode_kernel import Kept, Step, decode_kernel, merge_kernel
+    from .settings import padded_size
 
-    device = launch.device()
-    assert isinstance(device, launch.Device)
+    device = hardware.local_device()
+    assert isinstance(device, hardware.Device)
     (queries, heads, group, size), value_size = query.shape, reads[0].values.shape[-1]
     # Whatever the kernel has to be told is one array, and so one fusion of XLA's.
     told = [jnp.broadcast_to(at.astype(jnp.int32)[:, None, None], (queries, reads[0].rows.shape[1], 1))]
@@ -142,7 +143,7 @@ def _launched(
         Kept(x.keys.shape[1], x.keys.shape[2], begin, x.rows.shape[-1], x.classes)
         for x, begin in zip(reads, first, strict=False)
     )
-    padded, itemsize = (launch.padded(size), launch.padded(value_size)), reads[0].keys.dtype.itemsize
+    padded, itemsize = (padded_size(size), padded_size(value_size)), reads[0].keys.dtype.itemsize
     tile, stages = tile_and_stages(
         group, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
     )
@@ -185,7 +186,7 @@ def _launched(
     partial = out if splits == 1 else jax.ShapeDtypeStruct((*lse.shape, value_size), jnp.float32)
     in_place = range(3, 3 + 2 * len(reads)) if token is not None else ()
     settings: dict[str, Any] = {"constants": {"C": constants}, "num_warps": WARPS}
-    found, logs, *changed = launch.call(
+    found, logs, *changed = bridge.call_triton(
         decode_kernel,
         (splits * heads, queries),
         arrays,
@@ -196,7 +197,7 @@ def _launched(
     )
     if splits > 1:
         grid = (math.prod(shape[:3]),)
-        found = launch.call(merge_kernel, grid, [found, logs], [out], num_stages=1, **settings)[0]
+        found = bridge.call_triton(merge_kernel, grid, [found, logs], [out], num_stages=1, **settings)[0]
     return found, *changed[::2], *changed[1::2]
 
 

@@ -14,11 +14,12 @@ from ...planning.lists import MOST_PARTS, static_candidates
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands
-from . import launch, tiles
+from ..gpu import bridge, hardware
+from . import tiles
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
 from .lists import Lists, Side, kernel_order, lists_of
-from .settings import Settings, choose, pieces_asked, rows_of
+from .settings import Settings, choose, padded_size, pieces_asked, rows_of
 from .work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
 
 # Rows of a tile that keep tensor cores busy.
@@ -197,7 +198,7 @@ class Link:
         kv_heads, sizes = self.operands.key.shape[2], (self.operands.key.shape[-1], self.operands.value.shape[-1])
         outputs = [prepared.output((order.rows, kv_heads, size), rounded and order.natural) for size in sizes]
         outputs.append(prepared.output(dq_shape, True))
-        in_place = before is not None and before.order == order and not rounded and launch.changes_in_place()
+        in_place = before is not None and before.order == order and not rounded
         whole = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None, "IN_PLACE": in_place}
         piece = {"BEFORE": _rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
         earlier = [*gradients, *_arrays(before, 2)]
@@ -208,7 +209,7 @@ class Link:
     def sizes(self) -> tuple[int, tuple[int, int]]:
         """(bytes of an element, padded head sizes of q and k, and of v)."""
         query, value = self.operands.query, self.operands.value
-        return query.dtype.itemsize, (launch.padded(query.shape[-1]), launch.padded(value.shape[-1]))
+        return query.dtype.itemsize, (padded_size(query.shape[-1]), padded_size(value.shape[-1]))
 
     @property
     def _segments(self) -> tuple[jax.Array | None, ...]:
@@ -237,8 +238,8 @@ class Link:
 
     def _prepared(self, kernel: str) -> "_Prepared":
         """What the launch of a kernel needs."""
-        device = launch.device()
-        assert isinstance(device, launch.Device)
+        device = hardware.local_device()
+        assert isinstance(device, hardware.Device)
         dkv, shape, params = kernel == "dkv", self.shape(kernel), self.call.params[kernel != "forward"]
         rows = shape[0] * self.pack
         settings = choose(kernel, *self.sizes, (shape[1], rows) if dkv else (rows, shape[1]), params, device)
@@ -265,8 +266,8 @@ class Link:
 
         ``asked`` is what `pieces_asked` says, the other arguments are fields of `_Prepared`.
         """
-        device = launch.device()
-        assert isinstance(device, launch.Device)
+        device = hardware.local_device()
+        assert isinstance(device, hardware.Device)
         steps, passed = self._steps(walks, dkv, self.pack)
         programs = major.parts * self.operands.query.shape[0] // len(steps)  # that do the same job
         most = None
@@ -405,8 +406,8 @@ class _Prepared:
                 kv_heads,
                 h,
                 hv,
-                launch.padded(h),
-                launch.padded(hv),
+                padded_size(h),
+                padded_size(hv),
                 self.link.call.scale,
                 self.link.call.soft_cap or 0.0,
                 b,
@@ -455,7 +456,7 @@ class _Prepared:
         # A kernel does not look at arrays that its constants rule out: any array stands in for them.
         arrays = [query if x is None else jnp.asarray(x) for x in arrays]
         grid, settings = (programs, query.shape[0]), self.settings
-        results = launch.call(
+        results = bridge.call_triton(
             kernel, grid, arrays, outputs, constants, settings.num_warps, settings.num_stages, in_place
         )
         return [varying_like(query, x) for x in results]

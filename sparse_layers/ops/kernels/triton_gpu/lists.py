@@ -24,7 +24,7 @@ from ...planning.lists import (
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands, run_time_blocks
-from . import launch
+from ..gpu import bridge
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis, Order
 
@@ -187,7 +187,9 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
     outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
     sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
-    spans, block, tile, by = launch.call(compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1)
+    spans, block, tile, by = bridge.call_triton(
+        compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
+    )
     by = None if chosen_by is None else by
     return BlockLists(spans, block, tile, by, candidates.blocks[not dkv], candidates.group)
 

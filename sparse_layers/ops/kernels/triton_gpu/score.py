@@ -51,10 +51,11 @@ class Scored(NamedTuple):
 
 def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
     """Why `by_windows` cannot compute such scores, or None; see there for the arguments. None is a positive scale."""
-    from . import launch
+    from ..gpu import hardware
+    from .settings import padded_size
 
     formula, block, size, stride = scored
-    (*_, heads, features), kv_heads, device = query.shape, pooled.shape[2], launch.device()
+    (*_, heads, features), kv_heads, device = query.shape, pooled.shape[2], hardware.local_device()
     if isinstance(device, str):
         return device
     if formula in (None, Formula.PRODUCT):
@@ -67,7 +68,7 @@ def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: floa
         return f"it takes largest products for largest logits, got scale={scale}"
     if heads > COLUMNS * kv_heads or features > MOST_FEATURES:
         return f"it takes {COLUMNS} query heads of a key head with {MOST_FEATURES} features at most, got {query.shape}"
-    needed = shared_memory(launch.padded(features), 1)
+    needed = shared_memory(padded_size(features), 1)
     return None if needed <= device.shared_memory else f"it needs {needed} bytes of shared memory"
 
 
@@ -99,14 +100,17 @@ def by_windows(
     Returns:
       float32 [B, R, K, blocks] of weights, [B, R, N, blocks] of products.
     """
-    from . import launch
+    from ..gpu import bridge, hardware
+    from .choose import document_positions
     from .score_kernel import Score, score_kernel
+    from .settings import padded_size
 
     formula, block, size, stride = scored
     (batch, rows, heads, features), (_, windows, kv_heads, _) = query.shape, pooled.shape
-    weights, device, (at, start) = formula is not Formula.LARGEST_PRODUCT, launch.device(), launch.places(at, start)
-    assert isinstance(device, launch.Device)
-    group, padded = 1 << (heads // kv_heads - 1).bit_length(), launch.padded(features)
+    weights, device = formula is not Formula.LARGEST_PRODUCT, hardware.local_device()
+    at, start = document_positions(at, start)
+    assert isinstance(device, hardware.Device)
+    group, padded = 1 << (heads // kv_heads - 1).bit_length(), padded_size(features)
     constants = Score(
         ROWS=rows,
         HEADS=heads,
@@ -130,4 +134,4 @@ def by_windows(
     stages = next(n for n in range(most, 0, -1) if n == 1 or shared_memory(padded, n) <= device.shared_memory)
     output = jax.ShapeDtypeStruct((batch, rows, kv_heads if weights else heads, blocks), jnp.float32)
     grid, arrays = (kv_heads * -(-rows // constants.TILE), batch), (query, pooled, at, start)
-    return launch.call(score_kernel, grid, arrays, [output], {"C": constants}, num_warps=4, num_stages=stages)[0]
+    return bridge.call_triton(score_kernel, grid, arrays, [output], {"C": constants}, num_warps=4, num_stages=stages)[0]

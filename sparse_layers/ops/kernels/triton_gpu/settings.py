@@ -1,9 +1,10 @@
 """Tile sizes, warps and pipeline depths of the kernels: the tuned table, and what does not fit made to fit."""
 
 import dataclasses
+import math
 
 from ...planning.params import KernelParams
-from .launch import Device
+from ..gpu.hardware import Device
 from .work import MOST_PIECES
 
 
@@ -59,6 +60,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
 }
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
+
+
+def padded_size(size: int) -> int:
+    """Returns the width of the tile that holds a head size: a power of two, at least 16."""
+    return max(16, 1 << math.ceil(math.log2(size)))
 
 
 def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:

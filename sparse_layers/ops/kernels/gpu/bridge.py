@@ -1,0 +1,261 @@
+"""The bridge from JAX to a kernel: Triton compiles it to PTX, jaxlib assembles and launches that.
+
+It stands on `triton.compile`, on the kernel calls of ``jaxlib.gpu_triton``, and on `jax.ffi.ffi_call`. No GPU is needed
+to compile. JAX prunes, copies and orders the calls as it does those of any other foreign function.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from . import hardware
+
+# Arrays begin at multiples of this number of bytes.
+_ALIGNMENT = 16
+# Triton's names of JAX's dtypes.
+TYPES = {
+    "bool": "i1",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+}
+# The copy engine swizzles rows of this number of bytes, so that tensor cores read a tile without bank conflicts.
+_SWIZZLE = 128
+# The kernels of this name in jaxlib are called by `jax.ffi`.
+TARGET = "triton_kernel_call_ffi"
+
+
+class Tiles(NamedTuple):
+    """An array that a kernel reads or writes in tiles, by a TMA descriptor.
+
+    Attributes:
+      array: the array, or the shape and dtype of an output.
+      shape: the axes that tiles are cut from.
+      strides: elements between neighbours on each axis.
+      box: the size of a tile on each axis.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: Any, box: tuple[int, ...]) -> "Tiles":
+        """Returns tiles of the array's own axes."""
+        return cls(array, array.shape, tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim)), box)
+
+
+class Compiled(NamedTuple):
+    """A kernel in PTX.
+
+    Attributes:
+      name: name of its entry.
+      ptx: the code.
+      num_warps: warps of a program, with those of all partitions.
+      shared: bytes of shared memory of a program.
+      scratch: bytes of global memory that each program needs besides, and their alignment; () for none.
+      descriptors: element type, swizzle and box of each TMA descriptor, as Triton chose them.
+    """
+
+    name: str
+    ptx: str
+    num_warps: int
+    shared: int
+    scratch: tuple[int, ...]
+    descriptors: tuple[dict[str, Any], ...]
+
+
+def gluon_unsupported() -> str | None:
+    """Returns why Gluon kernels cannot be launched with what is installed, None if they can."""
+    try:
+        from jaxlib import gpu_triton
+    except ImportError as error:
+        return f"it needs jaxlib's gpu_triton ({error})"
+    if not hasattr(gpu_triton, "create_tma_descriptor_parameter"):
+        return f"it needs TMA descriptors in jaxlib's CUDA plugin, from 0.11.1 on, and jax is {jax.__version__}"
+    try:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # noqa: F401
+        from triton.experimental.gluon._runtime import GluonASTSource  # noqa: F401
+        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
+    except ImportError as error:
+        return f"it needs Gluon, which comes with triton from 3.6 on ({error})"
+    return None
+
+
+def call_triton(
+    kernel: Any,
+    grid: Sequence[int],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    in_place: Sequence[int] = (),
+) -> Sequence[jax.Array]:
+    """Runs a Triton kernel whose parameters are pointers to the arrays, pointers to the outputs, and the constants.
+
+    Args:
+      kernel: a `triton.jit` function.
+      grid: programs along each axis, of which there are at most three.
+      arrays: the inputs.
+      outputs: shapes and dtypes of the outputs.
+      constants: hashable values of the ``tl.constexpr`` parameters.
+      num_warps: warps of a program.
+      num_stages: stages of the software pipeline.
+      in_place: indices of inputs that the kernel changes. They have no second pointer.
+
+    Returns:
+      The outputs, then the inputs changed ``in_place``. JAX copies these first if they are needed as they were.
+    """
+    results = [*outputs, *(jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in in_place)]
+    aliases = {index: len(outputs) + i for i, index in enumerate(in_place)}
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return _launch(kernel, grid, arrays, [*arrays, *outputs], results, constants, options, aliases)
+
+
+def call_gluon(
+    kernel: Any,
+    programs: int,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    constants: Mapping[str, Any],
+    aliases: Mapping[int, int] | None = None,
+) -> Sequence[jax.Array]:
+    """Runs a Gluon kernel whose parameters are the inputs, the outputs, and the constants.
+
+    Args:
+      kernel: a `gluon.jit` function.
+      programs: number of programs.
+      inputs: arrays, or `Tiles` of arrays.
+      outputs: `jax.ShapeDtypeStruct`, or `Tiles` of such.
+      constants: hashable values of the ``gl.constexpr`` parameters.
+      aliases: index of an input -> index of the output that takes its memory. The kernel gets both pointers.
+    """
+    arrays, results = ([x.array if isinstance(x, Tiles) else x for x in side] for side in (inputs, outputs))
+    parameters = [*inputs, *outputs]
+    return _launch(kernel, (programs,), arrays, parameters, results, constants, {"num_warps": 4}, aliases or {})
+
+
+def compile_kernel(
+    kernel: Any, types: Sequence[str], constants: Mapping[str, Any], capability: int, options: Mapping[str, Any]
+) -> Any:
+    """Compiles a kernel by Triton, which keeps the result on disk, too.
+
+    Args:
+      kernel: a `triton.jit` or `gluon.jit` function.
+      types: Triton's types of the parameters that are not constants, in their order.
+      constants: values of the other parameters, by name.
+      capability: compute capability of the GPU, times 10.
+      options: options of Triton's CUDA compiler, such as num_warps and ptx_version.
+
+    Returns:
+      Triton's `CompiledKernel`.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+
+    remaining, names = iter(types), kernel.arg_names
+    signature = {name: "constexpr" if name in constants else next(remaining) for name in names}
+    constexprs = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    aligned = {(i,): [["tt.divisibility", _ALIGNMENT]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    source = Source(kernel, signature, constexprs, aligned)
+    # Triton is about to change its default for fused multiply-add.
+    target, enabled = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=enabled | dict(options))
+
+
+@functools.lru_cache(maxsize=512)
+def compiled(
+    kernel: Any,
+    types: tuple[str, ...],
+    constants: tuple[tuple[str, Any], ...],
+    capability: int,
+    options: tuple[tuple[str, Any], ...],
+) -> Compiled:
+    """Returns what `compile_kernel` compiles; mappings are given as their items."""
+    result = compile_kernel(kernel, types, dict(constants), capability, dict(options))
+    data = result.metadata
+    return Compiled(
+        data.name,
+        result.asm["ptx"],
+        data.num_warps,
+        data.shared,
+        (data.global_scratch_size, data.global_scratch_align) if data.global_scratch_size else (),
+        tuple(dict(x) for x in data.tensordesc_meta or ()),
+    )
+
+
+def _launch(kernel, grid, arrays, parameters, results, constants, options, aliases) -> Sequence[jax.Array]:
+    """Returns the results of a kernel: ``parameters`` are what its pointers and descriptors lead to, in their order."""
+    from jaxlib import gpu_triton
+
+    device = hardware.local_device()
+    assert isinstance(device, hardware.Device), device
+    options = options | {"ptx_version": device.ptx_version}
+    types, constants = tuple(map(_type, parameters)), tuple(constants.items())
+    code = compiled(kernel, types, constants, device.capability, tuple(options.items()))
+    values, descriptors = [], iter(code.descriptors)
+    for x in parameters:
+        values += (
+            _descriptor(x, next(descriptors))
+            if isinstance(x, Tiles)
+            else [gpu_triton.create_array_parameter(0, _ALIGNMENT)]
+        )
+    binary = gpu_triton.TritonKernel(
+        code.name, code.num_warps, 1, code.shared, code.ptx, "", device.capability, *code.scratch
+    )
+    sizes = (*grid, 1, 1)[:3]
+    message = gpu_triton.TritonKernelCall(binary, *sizes, values).to_proto(code.name, b"")
+    run = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=dict(aliases))
+    return run(*arrays, opaque=zlib.compress(message))
+
+
+def _type(x: Any) -> str:
+    """Returns the type of a kernel's parameter."""
+    if not isinstance(x, Tiles):
+        return f"*{TYPES[x.dtype.name]}"
+    from triton.experimental.gluon import language as gl
+
+    dtype = x.array.dtype
+    swizzle = _SWIZZLE if x.box[-1] * dtype.itemsize >= _SWIZZLE and math.prod(x.box[:-1]) > 1 else 0
+    layout = gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(x.box))
+    return f"tensordesc<{TYPES[dtype.name]}[{', '.join(map(str, x.box))}],{layout!r}>"
+
+
+def _descriptor(tiles: Tiles, chosen: Mapping[str, Any]) -> list[Any]:
+    """Returns the values that a TMA descriptor is made of at launch; see `Compiled.descriptors`."""
+    from jaxlib import gpu_triton
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    descriptor = gpu_triton.create_tma_descriptor_parameter(  # pyright: ignore[reportAttributeAccessIssue]
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST.get(chosen["elem_type"], chosen["elem_type"]),
+        swizzle=chosen["swizzle"],
+        shape=tiles.shape,
+        strides=tiles.strides,
+        block_shape=chosen["block_size"],
+        oob_fill=0,
+    )
+    shape = [gpu_triton.create_scalar_parameter(size, "i32") for size in tiles.shape]
+    strides = [gpu_triton.create_scalar_parameter(stride, "i64") for stride in tiles.strides]
+    return [descriptor, *shape, *strides]

@@ -1,0 +1,73 @@
+"""The GPU that JAX computes on, as kernels have to know it."""
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+from ...planning.platforms import gpu, platform
+from . import assembler
+
+# The second axis of a launch grid counts up to this number.
+MAX_BATCH_ENTRIES = 65535
+# Values of CUdevice_attribute in the CUDA driver's interface.
+_SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT = 97, 16
+
+
+class Device(NamedTuple):
+    """A GPU.
+
+    Attributes:
+      capability: compute capability times 10, 90 for Hopper.
+      shared_memory: bytes of shared memory that one program can have.
+      processors: number of multiprocessors.
+      ptx_version: version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
+    """
+
+    capability: int
+    shared_memory: int
+    processors: int
+    ptx_version: int | None = None
+
+
+def local_device() -> Device | str:
+    """Returns the NVIDIA GPU that JAX computes on, or the reason why kernels cannot run there."""
+    if platform() != "gpu":
+        return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
+    device = gpu()
+    if device is None:
+        return "it needs an NVIDIA GPU at hand, whose kernels it compiles, and JAX finds none"
+    capability = getattr(device, "compute_capability", None)
+    if capability is None or "." not in str(capability):
+        return f"it needs an NVIDIA GPU, and JAX computes on {device.device_kind}"
+    properties = _properties(int(str(capability).replace(".", "")), device.local_hardware_id or 0)
+    if isinstance(properties, str):
+        return properties
+    version = assembler.ptx_version(properties.capability)
+    return version if isinstance(version, str) else properties._replace(ptx_version=version)
+
+
+@functools.cache
+def _properties(capability: int, number: int) -> Device | str:
+    """Returns what the CUDA driver says of its GPU of this number, or why kernels cannot be launched there."""
+    if capability < 80:
+        return f"it needs compute capability 8.0, and this GPU has {capability / 10}"
+    try:
+        import triton  # noqa: F401
+        from jaxlib import gpu_triton
+    except ImportError as error:
+        return f"it needs triton, which the extra 'gpu' installs ({error})"
+    if not hasattr(gpu_triton, "TritonKernelCall"):
+        return "it needs JAX's CUDA plugin, which the extra 'gpu' installs"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"it needs the CUDA driver library ({error})"
+    values = []
+    for attribute in (_SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT):
+        handle, value = ctypes.c_int(), ctypes.c_int()
+        status = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), number)
+        status = status or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+        if status:
+            return f"the CUDA driver answered with error {status} when asked for attribute {attribute} of GPU {number}"
+        values.append(value.value)
+    return Device(capability, *values)
