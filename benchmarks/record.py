@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "libtpu", "jax-triton", "triton", "torch", "nvidia-cudnn-cu13")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "libtpu", "triton", "torch", "nvidia-cudnn-cu13")
 ROOT = pathlib.Path(__file__).parents[1]
 
 

@@ -26,7 +26,7 @@ settings, loaded = dict(jax.config.values), set(sys.modules)
 import sparse_layers
 changed = {name for name, value in jax.config.values.items() if name not in settings or settings[name] != value}
 assert not changed, changed
-for name in ("torch", "triton", "jax_triton", "haiku", "equinox", "matplotlib", "jax.experimental.pallas"):
+for name in ("torch", "triton", "haiku", "equinox", "matplotlib", "jax.experimental.pallas"):
     assert name not in sys.modules, name
 parts = {name for name in sys.modules if name.startswith("sparse_layers.")}
 assert all(name.startswith("sparse_layers.masks") for name in parts), parts

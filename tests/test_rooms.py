@@ -31,7 +31,7 @@ LIBRARIES = {
     "haiku": {""},
     "equinox": set(),
     "triton": {"ops/kernels"},
-    "jax_triton": set(),
+    "jax_triton": set(),  # `ops/kernels/gpu/bridge.py` takes its place
     "jax.experimental.pallas": {"ops/kernels"},
 }
 

@@ -28,6 +28,7 @@ from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
 from ..ops.decoding import fused
 from ..ops.decoding.cache import KVCache
 from ..ops.kernels.call import Call, Operands
+from ..ops.kernels.gpu import assembler, hardware
 from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
@@ -37,7 +38,7 @@ ANSWERS = ("out", "dq", "dk", "dv")
 # Of packages in one row, those that are there are shown.
 _PACKAGES = {
     **{name: (name,) for name in ("sparse-layers", "numpy", "jax", "jaxlib", "flax", "optax")},
-    **{name: (name,) for name in ("jax-triton", "triton", "libtpu")},
+    **{name: (name,) for name in ("triton", "libtpu")},
     "CUDA plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
     "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 }
@@ -50,7 +51,7 @@ _DECODE = ("triton", "xla")
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that matter here, by name.
+    """Returns the versions of Python, of the packages that matter here, and of what GPU kernels are assembled with.
 
     Example:
       >>> from sparse_layers.tools.doctor import versions
@@ -67,6 +68,11 @@ def versions() -> dict[str, str]:
                 continue
             there.append(number if name == label else f"{name} {number}")
         found[label] = ", ".join(there) or "not installed"
+    release, ptxas, gpu = hardware.driver_release(), assembler.find_assembler(), hardware.local_device()
+    found["CUDA driver"] = "not found" if release is None else f"CUDA {release}"
+    found["assembler"] = "no ptxas found" if ptxas is None else str(ptxas)
+    if isinstance(gpu, hardware.Device) and gpu.ptx_version is not None:
+        found["PTX"] = f"{gpu.ptx_version / 10}, which both Triton and the assembler know"
     return found
 
 

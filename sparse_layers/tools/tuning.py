@@ -33,7 +33,7 @@ ROWS = 32
 # Of a result in a notebook: most rows, and most characters of a line.
 _SHOWN, _LINE = 40, 300
 FORMAT = "sparse_layers.tuned 1"
-_PACKAGES = ("sparse-layers", "jax", "jaxlib", "jax-triton", "triton", "libtpu")
+_PACKAGES = ("sparse-layers", "jax", "jaxlib", "triton", "libtpu")
 # Sizes of a call, and their letters.
 _SIZES = {
     "batch": "B",

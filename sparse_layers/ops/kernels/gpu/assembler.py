@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 # XLA passes by older releases, and this one, whose code is wrong.
 _OLDEST, _EXCLUDED = (11, 8, 0), (12, 3, 103)
-# The PTX version that the kernels need, times 10: 8.1 has reductions of vectors, and later GPUs need a version that
-# knows them. Each was tried with the assembler of that release.
+# The PTX version that the kernels need, by the least compute capability, both times 10. 8.1 is the oldest that was
+# tried, with the ptxas of CUDA 12.1; later GPUs need a version that knows them.
 _REQUIRED = {80: 81, 100: 86, 103: 88, 120: 87, 121: 88}
 
 
@@ -61,7 +61,7 @@ def ptx_version(capability: int) -> int | str:
     from triton.backends.nvidia.compiler import get_ptx_version_from_options
 
     known = get_ptx_version_from_options(types.SimpleNamespace(ptx_version=None), capability)
-    required = max(version for least, version in _REQUIRED.items() if least <= capability)
+    required = _REQUIRED[max(least for least in _REQUIRED if least <= capability)]
     install = "install a newer nvidia-cuda-nvcc, or put the folder of a newer ptxas first on PATH"
     assembler = find_assembler()
     if assembler is None:

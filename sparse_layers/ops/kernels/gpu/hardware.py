@@ -46,6 +46,16 @@ def local_device() -> Device | str:
     return version if isinstance(version, str) else properties._replace(ptx_version=version)
 
 
+def driver_release() -> str | None:
+    """Returns the CUDA release that the driver knows, None if there is no driver."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 @functools.cache
 def _properties(capability: int, number: int) -> Device | str:
     """Returns what the CUDA driver says of its GPU of this number, or why kernels cannot be launched there."""
