@@ -21,7 +21,8 @@ from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
 from ..ops.pieces import attend_piece
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, is_causal, make_plan
+from ..ops.planning.causality import is_causal
+from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer

@@ -24,8 +24,9 @@ import numpy as np
 from ...masks.algebra import EMPTY, And, Mask, Not, Or
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .blocks import active_blocks, answers_now
+from .causality import is_causal
 from .params import BwdParams, FwdParams
-from .plan import PAIRS_PER_ROW, Plan, Wish, is_causal, make_plan, split_costs, splits
+from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs, splits
 from .platforms import TUNING
 from .views import Reordered, RowOrder, period_of
 

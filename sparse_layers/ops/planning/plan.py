@@ -203,18 +203,6 @@ def make_plan(
 
 
 @functools.lru_cache(maxsize=256)
-def is_causal(mask: Mask, length: int) -> bool:
-    """Whether no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
-      (True, False)
-    """
-    return not make_plan(mask & Not(Causal()), length).chains[0]
-
-
-@functools.lru_cache(maxsize=256)
 def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
     # By tuning, not by name: implementations that are tuned alike share their chains.
     options = fwd_params, bwd_params, TUNING[implementation]
