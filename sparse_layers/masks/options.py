@@ -13,6 +13,7 @@ import numpy as np
 
 Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
+NaturalOrNone = Natural | None
 LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
 Length = Annotated[int, 1, LONGEST]
 Shape = tuple[Length, ...]  # of a grid: the lengths of its axes
@@ -126,7 +127,9 @@ def parsed_options(what: str, text: str) -> dict[str, Any]:
 
 
 def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
-    """`checked`, for annotations of tuples, too: any sequence is one, and a single value where a tuple must be."""
+    """`checked`, for annotations of tuples and None, too: any sequence is a tuple, and a single value one by itself."""
+    if value is None and type(None) in get_args(hint):
+        return None
     several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[several]

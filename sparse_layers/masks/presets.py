@@ -37,7 +37,7 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
       >>> sl.preset("strided:local_attn_ctx=64")
       Causal() & Strided(stride=64)
       >>> sl.preset("axial:shape=4x6,axes=1")  # rows of an image
-      Grid(shape=(4, 6), axes=(Window(left=0, right=0), Full()), offset=0)
+      Grid(shape=(4, 6), axes=(Window(left=0, right=0), Full()), offset=None)
       >>> sl.preset("stridde")
       Traceback (most recent call last):
       ValueError: preset: unknown name 'stridde', did you mean 'strided' or 'image_strided'? Known: all, axial, ...
@@ -53,8 +53,8 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
         given[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
-    for option, default in preset_options(name).items():
-        if default is None and option not in given:
+    for option, parameter in inspect.signature(make).parameters.items():
+        if parameter.default is parameter.empty and option not in given:
             raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
     return make(**given)
 
@@ -72,7 +72,7 @@ def presets() -> dict[str, str]:
 
 
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
-    """The options of a preset and their defaults, None for one that must be given.
+    """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
 
     Args:
       name: a preset's name.
@@ -85,7 +85,7 @@ def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
       >>> sl.preset_options("streaming")
       {'window': 1024, 'sinks': 4}
       >>> sl.preset_options("windows")
-      {'shape': None, 'size': 7, 'shift': 0, 'offset': 0}
+      {'shape': None, 'size': 7, 'shift': 0, 'offset': None}
     """
     parameters = inspect.signature(_found("preset_options", name)).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in parameters}

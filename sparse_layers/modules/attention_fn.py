@@ -20,8 +20,8 @@ from ..ops.choosing import choose
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
 from ..ops.pieces import attend_piece
-from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.causality import is_causal
+from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection

@@ -24,7 +24,7 @@ from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
-from ...masks.primitives import BlockDiagonal, Causal, Columns, Full, Global, Prefix, Strided
+from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, answers_now
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
