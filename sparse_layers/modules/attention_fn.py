@@ -402,7 +402,7 @@ def make_attention_fn(
     [..., T, heads, size]. Its derivatives are those of `block_sparse_attention`.
 
     Args:
-      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide the heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens.

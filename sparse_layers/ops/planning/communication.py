@@ -393,7 +393,7 @@ def parts_of(
 
     Example:
       >>> import sparse_layers as sl
-      >>> for route, _ in parts_of(sl.as_masks("strided"), 4096, 4, "xla"):
+      >>> for route, _ in parts_of((sl.Causal() & sl.Strided(128),), 4096, 4, "xla"):
       ...     print(route)
       queries and keys, by residue of 128
     """
@@ -446,7 +446,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
 
     Example:
       >>> import sparse_layers as sl
-      >>> filled_up(sl.as_masks("strided"), 5000, 4, "xla"), filled_up(sl.as_masks("sliding_window"), 5000, 4, "xla")
+      >>> filled_up((sl.Causal() & sl.Strided(128),), 5000, 4, "xla"), filled_up((sl.Window(1023),), 5000, 4, "xla")
       (5120, 5000)
     """
     if any(period_of(mask) is None for mask in masks):
