@@ -128,8 +128,8 @@ def parsed_options(what: str, text: str) -> dict[str, Any]:
 
 def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
     """`checked`, for annotations of tuples and None, too: any sequence is a tuple, and a single value one by itself."""
-    if value is None and type(None) in get_args(hint):
-        return None
+    if hint == NaturalOrNone:
+        return value if value is None else checked(what, value, Natural)
     several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[several]

@@ -600,8 +600,7 @@ def _stride_of(wish: Wish) -> int:
 
 def _gathers(wish: Wish) -> bool:
     """Whether a few keys are wanted by queries in natural order."""
-    q_order, kv_order = wish
-    return q_order.natural and not kv_order.natural
+    return wish[0].natural and not wish[1].natural
 
 
 @answers_now()
