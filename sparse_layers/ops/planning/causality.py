@@ -52,7 +52,7 @@ def check_causal(mask: Mask, length: int, name: str, rule: str, otherwise: str =
     pair = look_ahead(mask, length)
     if pair is not None:
         raise ValueError(
-            f"{name}: {rule}, but in {mask!r} query {pair[0]} sees the later key {pair[1]}: write "
+            f"{name}: {rule}, got {mask!r}, where query {pair[0]} sees the later key {pair[1]}: write "
             f"{Causal() & mask!r}{otherwise}"
         )
 
