@@ -25,9 +25,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def _written(value: Any) -> str:
-    """An option's default as a name takes it, and dots where there is none."""
-    if value is None:
+def _written(option: str, value: Any) -> str:
+    """An option's default as a name takes it, and dots for a shape, which has none."""
+    if option == "shape":
         return "..."
     return "x".join(str(x).lower() for x in (value if isinstance(value, tuple) else (value,)))
 
@@ -44,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Example:
       >>> from sparse_layers.__main__ import main
-      >>> main(["show", "strided:local_attn_ctx=2", "--seq-len", "4"])  # doctest: +ELLIPSIS
-      Causal() & Strided(stride=2)
+      >>> main(["show", "streaming:window=2,sinks=1", "--seq-len", "4"])  # doctest: +ELLIPSIS
+      Causal() & (Window(left=1, right=0) | Prefix(size=1))
       ■ · · ·
-      · ■ · ·
-      ■ · ■ ·
-      · ■ · ■
-      allowed pairs: 6 of 16 (37.5000%), 60.0000% of the causal pairs
+      ■ ■ · ·
+      ■ ■ ■ ·
+      ■ · ■ ■
+      allowed pairs: 9 of 16 (56.2500%), 90.0000% of the causal pairs
       ...
     """
     parser = _Parser(prog="sparse-layers", description="Sparsity patterns by name, and what runs on this machine.")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.command == "list":
         for name, summary in presets().items():
-            options = ",".join(f"{option}={_written(value)}" for option, value in preset_options(name).items())
+            options = ",".join(f"{option}={_written(option, value)}" for option, value in preset_options(name).items())
             print(f"{name}{':' if options else ''}{options}\n    {summary}")
         return
     if args.command == "doctor":
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"planning for {args.seq_len} tokens, which may take half a minute", file=sys.stderr, flush=True)
         if args.png:  # first, since the name may be wrong
             draw(mask, args.seq_len, args.png)
-        print(describe(mask, args.seq_len))
+        print(describe(args.preset, args.seq_len))
         if args.png:
             print(f"saved {args.png}")
     except (ValueError, OSError, ImportError) as error:

@@ -55,7 +55,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       value_size: features of one head of values; defaults to key_size.
       model_size: features of the output; defaults to key_size * num_heads.
       name: of the module.
-      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens; shorter ones see the pattern's upper left corner.

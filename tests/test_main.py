@@ -17,7 +17,7 @@ def test_list_names_every_preset_with_its_options(capsys):
         assert any(line.strip() == summary for line in lines)
         heads = [line for line in lines if line.partition(":")[0] == name]
         assert len(heads) == 1
-        # What is printed is what `show` takes, a shape in the place of dots.
+        # What is printed is what `show` takes, with a shape for the dots.
         assert sl.preset(heads[0].replace("...", "24x24x24")) == sl.preset(name, **NEEDED[name])
 
 

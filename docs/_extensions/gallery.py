@@ -118,7 +118,7 @@ def blocks(mask: sl.Mask, length: int) -> int:
 def entry(name: str, summary: str) -> str:
     """What the page says of one preset."""
     given = sl.preset_options(name).items()
-    options = ", ".join(f"`{option}`" if value is None else f"`{option}={value!r}`" for option, value in given)
+    options = ", ".join(f"`{option}`" if option == "shape" else f"`{option}={value!r}`" for option, value in given)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
 ### `{name}`

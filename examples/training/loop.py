@@ -239,8 +239,8 @@ def split_patterns(text: str) -> list[str]:
     """Patterns between commas; a comma before ``key=`` goes on with the options of the pattern before it.
 
     Example:
-      >>> split_patterns("causal,fixed:local_attn_ctx=64,num_verts=2,strided")
-      ['causal', 'fixed:local_attn_ctx=64,num_verts=2', 'strided']
+      >>> split_patterns("causal,fixed:local_attn_ctx=64,num_verts=2,longformer")
+      ['causal', 'fixed:local_attn_ctx=64,num_verts=2', 'longformer']
     """
     return re.split(r",(?!\w+=)", text)
 

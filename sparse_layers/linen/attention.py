@@ -27,7 +27,7 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
 
     Args:
       num_heads: number of query heads N.
-      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len]. Sequences and arrays are kept as the tuple of
         masks that they stand for: the module stays hashable and comparable.

@@ -158,7 +158,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     """The masks that the heads take in turn, from whatever describes them: what every function with a mask takes.
 
     Args:
-      mask: a `Mask`; the name of a preset, with options if any (``"strided:local_attn_ctx=64"``); a numpy bool array
+      mask: a `Mask`; the name of a preset, with options if any (``"sliding_window:window=64"``); a numpy bool array
         [T, S] or [H, T, S]; any object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks;
         or a sequence of these, which the heads take in turn (head h takes entry h % len).
 

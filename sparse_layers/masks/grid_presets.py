@@ -6,7 +6,8 @@ a formula of one axis must hold on each. An option that may differ by axis takes
 look both ways unless a preset says otherwise; ``preset(...) & Causal()`` is causal in raster order.
 
 Tokens before ``offset`` and beyond the grid attend to nothing and are attended by nothing. ``preset(..., offset=n) |
-Global(n)`` is a grid behind n tokens that see all and are seen by all, such as the text before a video.
+Global(n)`` is a grid behind n tokens that see all and are seen by all, such as the text before a video. A sequence with
+more tokens than the grid needs an offset: 1 behind a class token, 0 before padding.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 
 from .algebra import Blocks, Mask, shifted
 from .grids import ColumnMajor, Grid, Neighborhood, Radial
-from .options import Axes, BoolPerAxis, Natural, NaturalPerAxis, Positive, PositivePerAxis, Shape
+from .options import Axes, BoolPerAxis, NaturalOrNone, NaturalPerAxis, Positive, PositivePerAxis, Shape
 from .primitives import BlockDiagonal, Causal, Columns, Full, Strided, Window
 
 
@@ -25,7 +26,7 @@ def neighborhood(
     kernel: PositivePerAxis = 7,
     dilation: PositivePerAxis = 1,
     causal: BoolPerAxis = False,
-    offset: Natural = 0,
+    offset: NaturalOrNone = None,
 ) -> Mask:
     """The ``kernel`` nearest keys on each axis; at an edge the window slides inward (NATTEN, Hassani et al. 2023).
 
@@ -37,7 +38,7 @@ def neighborhood(
       kernel: keys that a query sees on an axis, NATTEN's kernel_size.
       dilation: distance of neighbouring keys on an axis.
       causal: whether keys after the query are hidden on an axis, NATTEN's is_causal.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: kernel * dilation exceeds the length of an axis.
@@ -62,7 +63,9 @@ def neighborhood(
     return Grid(shape, [Neighborhood(*axis) for axis in axes], offset)
 
 
-def sliding_tile(shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxis = 8, offset: Natural = 0) -> Mask:
+def sliding_tile(
+    shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxis = 8, offset: NaturalOrNone = None
+) -> Mask:
     """The ``kernel`` nearest tiles on each axis, whole; at an edge they slide inward (STA, Zhang et al. 2025).
 
     ``0 <= j // tile - clip(i // tile - kernel // 2, 0, m - kernel) < kernel`` with ``m = ceil(n / tile)``. All queries
@@ -72,7 +75,7 @@ def sliding_tile(shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxi
       shape: lengths of the axes.
       kernel: tiles that a query sees on an axis, its own included: odd, or all.
       tile: tokens in a tile on an axis.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: kernel exceeds the tiles of an axis, or is even and not all of them: STA's has a centre.
@@ -98,7 +101,7 @@ def sliding_tile(shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxi
     return Grid(shape, axes, offset)
 
 
-def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, offset: Natural = 0) -> Mask:
+def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, offset: NaturalOrNone = None) -> Mask:
     """The query's own window of ``size`` tokens on each axis, maybe shifted (Swin Transformer, Liu et al. 2021).
 
     ``(i - shift) // size == (j - shift) // size``. That is what Swin's cyclic shift and its mask amount to: windows at
@@ -108,7 +111,7 @@ def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, 
       shape: lengths of the axes.
       size: tokens in a window on an axis, Swin's window_size.
       shift: where the first whole window begins on an axis, less than size; in Swin ``size // 2`` in every other layer.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: shift is not less than size.
@@ -138,7 +141,7 @@ def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, 
     return Grid(shape, [shifted(BlockDiagonal(side), -first % side) for _, side, first in axes], offset)
 
 
-def axial(shape: Shape, axes: Axes = (-2, -1), offset: Natural = 0) -> Mask:
+def axial(shape: Shape, axes: Axes = (-2, -1), offset: NaturalOrNone = None) -> Mask:
     """The query's row, its column, or both: all keys along one of ``axes`` (Axial Transformers, Ho et al. 2019).
 
     ``i == j`` on all axes but one, which is any of axes.
@@ -147,7 +150,7 @@ def axial(shape: Shape, axes: Axes = (-2, -1), offset: Natural = 0) -> Mask:
       shape: lengths of the axes.
       axes: the axes along which a query sees all; negative ones count from the end. Of an image -1 is the query's row,
         -2 its column; of a video -3 is its place in all frames. Several are merged.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: the grid has no such axis.
@@ -175,7 +178,7 @@ def axial(shape: Shape, axes: Axes = (-2, -1), offset: Natural = 0) -> Mask:
     return functools.reduce(operator.or_, (Grid(shape, one, offset) for one in free))
 
 
-def image_strided(shape: Shape, offset: Natural = 0) -> Mask:
+def image_strided(shape: Shape, offset: NaturalOrNone = None) -> Mask:
     """The last row's worth of keys, and the query's column: causal (Child et al. 2019, 'strided' for images).
 
     ``k <= q and (q - k <= row or (q - k) % row == 0)``, as `sparse_transformer_strided` with a row for its stride.
@@ -183,7 +186,7 @@ def image_strided(shape: Shape, offset: Natural = 0) -> Mask:
 
     Args:
       shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: the grid has no rows.
@@ -201,7 +204,7 @@ def image_strided(shape: Shape, offset: Natural = 0) -> Mask:
     return Causal() & (Window(row) | Strided(row)) & Grid((height * row,), Full(), offset)
 
 
-def image_fixed(shape: Shape, summary: Positive = 8, offset: Natural = 0) -> Mask:
+def image_fixed(shape: Shape, summary: Positive = 8, offset: NaturalOrNone = None) -> Mask:
     """The query's own row, and the last ``summary`` keys of each row: causal (Child et al. 2019, 'fixed' for images).
 
     ``k <= q and (q // row == k // row or k % row >= row - summary)``, as `sparse_transformer_fixed` with a row for its
@@ -210,7 +213,7 @@ def image_fixed(shape: Shape, summary: Positive = 8, offset: Natural = 0) -> Mas
     Args:
       shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
       summary: summary tokens at the end of each row, at most all; 8, 16 or 32 in the paper.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: the grid has no rows, or these are shorter than summary.
@@ -228,12 +231,12 @@ def image_fixed(shape: Shape, summary: Positive = 8, offset: Natural = 0) -> Mas
     height, row = _two("image_fixed", shape)
     if summary > row:
         raise ValueError(f"image_fixed: summary={summary} must not exceed the {row} tokens of a row")
-    groups, columns = (shifted(one, -offset % row) for one in (BlockDiagonal(row), Columns(row, row - summary)))
+    groups, columns = (shifted(one, -(offset or 0) % row) for one in (BlockDiagonal(row), Columns(row, row - summary)))
     return Causal() & (groups | columns) & Grid((height * row,), Full(), offset)
 
 
 def spatial_temporal(
-    shape: Shape, multiplier: Positive = 2, block: Positive = 128, offset: Natural = 0
+    shape: Shape, multiplier: Positive = 2, block: Positive = 128, offset: NaturalOrNone = None
 ) -> tuple[Mask, ...]:
     """Spatial heads look at near frames, temporal ones at near places of all (Sparse VideoGen, Xi et al. 2025).
 
@@ -246,7 +249,7 @@ def spatial_temporal(
       shape: lengths of the axes: frames first, then those of a frame.
       multiplier: the reach to each side, in frames' worth of tokens.
       block: tokens in a block, 1 for a reach that is not rounded.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Returns:
       Two masks, for spatial and for temporal heads, that the heads take in turn.
@@ -277,7 +280,7 @@ def spatial_temporal(
     return Grid((frames * places,), near, offset), ColumnMajor(frames, places, near, offset)
 
 
-def radial(shape: Shape, offset: Natural = 0) -> Mask:
+def radial(shape: Shape, offset: NaturalOrNone = None) -> Mask:
     """A window of places that halves as the distance in frames doubles (Radial Attention, Li et al. 2025).
 
     ``(abs(x - y) + 1) * m <= s``, or ``x == y and d % ceil(m / s) == 0``, for a query at place x and the key at place y
@@ -287,7 +290,7 @@ def radial(shape: Shape, offset: Natural = 0) -> Mask:
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.
-      offset: tokens before the grid.
+      offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
       ValueError: shape has one axis only.

@@ -35,7 +35,12 @@ class OnGrid(Mask):
     """Tokens of a row-major grid of some ``shape`` from position ``offset`` on; all others are in no allowed pair."""
 
     shape: tuple[int, ...]
-    offset: int
+    offset: int | None
+
+    @property
+    def start(self) -> int:
+        """Position of the grid's first token: the offset, 0 where none is said."""
+        return self.offset or 0
 
     @property
     def size(self) -> int:
@@ -45,7 +50,7 @@ class OnGrid(Mask):
     def _set_lengths(self, *names: str) -> None:
         """Checks the fields of a mask whose shape is made of such."""
         set_integers(self, 1, *names)
-        set_integers(self, 0, "offset")
+        set_integers(self, 0, "offset", optional=True)
         if self.size > LONGEST:
             what, product = " * ".join(names), " * ".join(map(str, self.shape))
             raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
@@ -60,8 +65,8 @@ class OnGrid(Mask):
 
     def grade(self, q0, q1, k0, k1):
         sides = [list(_boxes(*self._clipped(*ends), self.shape)) for ends in ((q0, q1), (k0, k1))]
-        beyond = (q0 < self.offset) | (q1 >= self.offset + self.size)
-        beyond = beyond | (k0 < self.offset) | (k1 >= self.offset + self.size)
+        beyond = (q0 < self.start) | (q1 >= self.start + self.size)
+        beyond = beyond | (k0 < self.start) | (k1 >= self.start + self.size)
         inside = (
             (exists, self.grade_boxes(q_box, k_box))
             for (q_exists, q_box), (k_exists, k_box) in itertools.product(*sides)
@@ -71,7 +76,7 @@ class OnGrid(Mask):
 
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
-        return np.maximum(first - self.offset, 0), np.minimum(last - self.offset, self.size - 1)
+        return np.maximum(first - self.start, 0), np.minimum(last - self.start, self.size - 1)
 
 
 def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
@@ -100,11 +105,12 @@ class Grid(OnGrid):
 
     Tokens before ``offset`` and beyond the grid attend to nothing and are attended by nothing: a prompt before the
     image that all see, and that sees all, is ``Grid(..., offset=n) | Global(n)``. A sequence may end within the grid.
+    It may have more tokens only if offset says where the grid lies: 1 behind a class token, 0 before padding.
 
     Args:
       shape: lengths of the axes, the slowest first.
       axes: one mask for each axis, or one for all.
-      offset: position of the grid's first token.
+      offset: position of the grid's first token; None for 0 in a sequence without other tokens.
 
     Raises:
       ValueError: shape has no axes, lengths that are no positive integers, or more tokens than a sequence can have;
@@ -135,9 +141,9 @@ class Grid(OnGrid):
 
     shape: tuple[int, ...]
     axes: tuple[Mask, ...]
-    offset: int = 0
+    offset: int | None = None
 
-    def __init__(self, shape: Sequence[int], axes: Mask | Sequence[Mask], offset: int = 0):
+    def __init__(self, shape: Sequence[int], axes: Mask | Sequence[Mask], offset: int | None = None):
         lengths = grid_shape("Grid", shape)
         masks = (axes,) * len(lengths) if isinstance(axes, Mask) else axes
         if not isinstance(masks, Sequence) or not all(isinstance(mask, Mask) for mask in masks):
@@ -151,14 +157,14 @@ class Grid(OnGrid):
             _check_covers(f"Grid: axes[{axis}]", mask, length)
         for name, value in (("shape", lengths), ("axes", tuple(masks)), ("offset", offset)):
             object.__setattr__(self, name, value)
-        set_integers(self, 0, "offset")
+        set_integers(self, 0, "offset", optional=True)
 
     @property
     def computable(self) -> bool:
         return all(mask.computable for mask in self.axes)
 
     def __call__(self, q, k):
-        q, k = q - self.offset, k - self.offset
+        q, k = q - self.start, k - self.start
         allowed, stride = self._inside(q, k), self.size
         for length, mask in zip(self.shape, self.axes, strict=True):
             stride //= length
@@ -193,7 +199,8 @@ class ColumnMajor(OnGrid):
       rows: length of the first axis, which the mask counts fastest.
       columns: length of the last axis, which the tokens count fastest.
       mask: any mask; it is asked about positions below rows * columns.
-      offset: position of the grid's first token. Tokens before and beyond the grid are in no allowed pair.
+      offset: position of the grid's first token, None as in `Grid`. Tokens before and beyond the grid are in no allowed
+        pair.
 
     Raises:
       ValueError: rows or columns is no positive integer, their product more than a sequence can have, offset is
@@ -216,7 +223,7 @@ class ColumnMajor(OnGrid):
     rows: int
     columns: int
     mask: Mask
-    offset: int = 0
+    offset: int | None = None
 
     def __post_init__(self):
         set_masks(self, "mask")
@@ -232,7 +239,7 @@ class ColumnMajor(OnGrid):
         return self.mask.computable
 
     def __call__(self, q, k):
-        q, k = q - self.offset, k - self.offset
+        q, k = q - self.start, k - self.start
         return self._inside(q, k) & self.mask(
             *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
         )
@@ -257,7 +264,8 @@ class Radial(OnGrid):
     Args:
       frames: number of frames.
       places: tokens in a frame.
-      offset: position of the first frame's first token. Tokens before and beyond the frames are in no allowed pair.
+      offset: position of the first frame's first token, None as in `Grid`. Tokens before and beyond the frames are in
+        no allowed pair.
 
     Raises:
       ValueError: frames or places is no positive integer, their product more than a sequence can have, or offset is
@@ -275,7 +283,7 @@ class Radial(OnGrid):
 
     frames: int
     places: int
-    offset: int = 0
+    offset: int | None = None
 
     def __post_init__(self):
         self._set_lengths("frames", "places")
@@ -285,7 +293,7 @@ class Radial(OnGrid):
         return self.frames, self.places
 
     def __call__(self, q, k):
-        q, k = q - self.offset, k - self.offset
+        q, k = q - self.start, k - self.start
         apart = abs(q // self.places - k // self.places), abs(q % self.places - k % self.places)
         return self._inside(q, k) & self._allowed(*apart)
 

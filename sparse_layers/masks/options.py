@@ -13,6 +13,7 @@ import numpy as np
 
 Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
+NaturalOrNone = Natural | None
 LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
 Length = Annotated[int, 1, LONGEST]
 Shape = tuple[Length, ...]  # of a grid: the lengths of its axes
@@ -23,7 +24,7 @@ BoolPerAxis = bool | tuple[bool, ...]
 Axes = int | tuple[int, ...]  # one axis or several, by their numbers
 
 
-_BOOLS = {"true": True, "false": False}  # in a name
+_WORDS = {"true": True, "false": False, "none": None}  # in a name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -102,7 +103,7 @@ def real(value: Any) -> float | None:
 
 
 def parsed_options(what: str, text: str) -> dict[str, Any]:
-    """The options in a name, as a dict; values that are no integers and bools stay strings, which are refused later.
+    """The options in a name, as a dict; values but integers, bools and none stay strings, which are refused later.
 
     Raises:
       ValueError: an option without a value, or twice; ``what`` says of what.
@@ -117,16 +118,18 @@ def parsed_options(what: str, text: str) -> dict[str, Any]:
         if not equals or option in options:
             raise ValueError(f"{what}: options must be option=value,..., each once, got {text!r}")
         words = value.lower().split("x")
-        if not all(word in _BOOLS or word.removeprefix("-").isdecimal() for word in words):
+        if not all(word in _WORDS or word.removeprefix("-").isdecimal() for word in words):
             options[option] = value
             continue
-        values = [_BOOLS[word] if word in _BOOLS else int(word) for word in words]
+        values = [_WORDS[word] if word in _WORDS else int(word) for word in words]
         options[option] = tuple(values) if len(values) > 1 else values[0]
     return options
 
 
 def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
-    """`checked`, for annotations of tuples, too: any sequence is one, and a single value where a tuple must be."""
+    """`checked`, for annotations of tuples and None, too: any sequence is a tuple, and a single value one by itself."""
+    if hint == NaturalOrNone:
+        return value if value is None else checked(what, value, Natural)
     several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     if get_origin(hint) in (Union, types.UnionType):
         hint = get_args(hint)[several]

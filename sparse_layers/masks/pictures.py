@@ -81,7 +81,7 @@ def _extent(mask: Mask) -> int:
     if isinstance(mask, Blocks):
         return mask.block * _extent(mask.mask)
     if isinstance(mask, Grid | ColumnMajor | Radial | Neighborhood):  # these say where they end
-        end = mask.length if isinstance(mask, Neighborhood) else mask.offset + mask.size
+        end = mask.length if isinstance(mask, Neighborhood) else mask.start + mask.size
         return max(8, -(-end // 4))
     fields = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
     fields.pop("seed", None)

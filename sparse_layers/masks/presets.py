@@ -1,4 +1,4 @@
-"""Sparsity patterns by the names and in the units that their systems gave them: ``preset("strided")``.
+"""Sparsity patterns by the names and in the units that their systems gave them: ``preset("streaming")``.
 
 A preset is a docstring plus one expression over the masks of this room. The query at position q attends to the key at
 position k where the formula holds; q and k count tokens from 0. Those of images and videos are in `grid_presets.py`.
@@ -6,10 +6,10 @@ position k where the formula holds; q and k count tokens from 0. Those of images
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from . import grid_presets
-from .algebra import Blocks, Mask
+from .algebra import And, Blocks, Mask
 from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
@@ -34,10 +34,10 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
       >>> import sparse_layers as sl
       >>> sl.preset("sliding_window", window=3)
       Window(left=2, right=0)
-      >>> sl.preset("strided:local_attn_ctx=64")
-      Causal() & Strided(stride=64)
+      >>> sl.preset("sparse_transformer_strided:stride=64")
+      Causal() & (Window(left=64, right=0) | Strided(stride=64))
       >>> sl.preset("axial:shape=4x6,axes=1")  # rows of an image
-      Grid(shape=(4, 6), axes=(Window(left=0, right=0), Full()), offset=0)
+      Grid(shape=(4, 6), axes=(Window(left=0, right=0), Full()), offset=None)
       >>> sl.preset("stridde")
       Traceback (most recent call last):
       ValueError: preset: unknown name 'stridde', did you mean 'strided' or 'image_strided'? Known: all, axial, ...
@@ -53,8 +53,8 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
         given[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
-    for option, default in preset_options(name).items():
-        if default is None and option not in given:
+    for option, parameter in inspect.signature(make).parameters.items():
+        if parameter.default is parameter.empty and option not in given:
             raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
     return make(**given)
 
@@ -64,15 +64,15 @@ def presets() -> dict[str, str]:
 
     Example:
       >>> import sparse_layers as sl
-      >>> sl.presets()["local"]
-      'The last local_attn_ctx keys, the query included (openai/sparse_attention).'
+      >>> sl.presets()["chunked"]
+      'Causal attention within chunks of chunk tokens (Llama 4).'
     """
     lines = {name: (make.__doc__ or "").partition("\n")[0] for name, make in sorted(_PRESETS.items())}
     return {name: line.replace("``", "") for name, line in lines.items()}
 
 
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
-    """The options of a preset and their defaults, None for one that must be given.
+    """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
 
     Args:
       name: a preset's name.
@@ -85,10 +85,31 @@ def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
       >>> sl.preset_options("streaming")
       {'window': 1024, 'sinks': 4}
       >>> sl.preset_options("windows")
-      {'shape': None, 'size': 7, 'shift': 0, 'offset': 0}
+      {'shape': None, 'size': 7, 'shift': 0, 'offset': None}
     """
     parameters = inspect.signature(_found("preset_options", name)).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
+
+
+def half_notes(*patterns: Any) -> list[str]:
+    """Returns a note for each of some patterns that is one of two masks of the Sparse Transformer, equal notes once.
+
+    Args:
+      patterns: presets' names, masks, or anything else. The mask of "local" is also a sliding window, so only its name
+        gets the note.
+
+    Example:
+      >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
+      ["note: 'strided' is one of two masks that the Sparse Transformer combines; 'sparse_transformer_strided' is both"]
+    """
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        if isinstance(pattern, str):
+            names[pattern.partition(":")[0]] = None
+        elif isinstance(pattern, And) and isinstance(pattern.left, Causal) and isinstance(pattern.right, Strided):
+            names["strided"] = None
+    text = "note: {!r} is one of two masks that the Sparse Transformer combines; {!r} is both"
+    return [text.format(name, _HALVES[name]) for name in names if name in _HALVES]
 
 
 def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
@@ -138,9 +159,10 @@ def all_() -> Mask:
 
 
 def local(local_attn_ctx: Positive = 128) -> Mask:
-    """The last ``local_attn_ctx`` keys, the query included (openai/sparse_attention).
+    """The last ``local_attn_ctx`` keys: one of two masks that the Sparse Transformer combines.
 
-    ``k <= q and q - k < local_attn_ctx``.
+    ``k <= q and q - k < local_attn_ctx``: OpenAI's mode (openai/sparse_attention), A1 of Child et al. 2019. The other
+    mask is `strided`; `sparse_transformer_strided` is both, merged.
 
     Args:
       local_attn_ctx: number of keys a query sees.
@@ -159,9 +181,10 @@ def local(local_attn_ctx: Positive = 128) -> Mask:
 
 
 def strided(local_attn_ctx: Positive = 128) -> Mask:
-    """Every ``local_attn_ctx``-th key back from the query (openai/sparse_attention; A2 of Child et al. 2019, strided).
+    """Every ``local_attn_ctx``-th key back, no neighbour: one of two masks that the Sparse Transformer combines.
 
-    ``k <= q and (q - k) % local_attn_ctx == 0``.
+    ``k <= q and (q - k) % local_attn_ctx == 0``: OpenAI's mode (openai/sparse_attention), A2 of Child et al. 2019. The
+    other mask is `local`; `sparse_transformer_strided` is both, merged.
 
     Args:
       local_attn_ctx: the stride in tokens.
@@ -236,7 +259,7 @@ def fixed(
 
 
 def sparse_transformer_strided(stride: Positive = 128) -> Mask:
-    """The last keys and every ``stride``-th one: both heads of 'strided', merged (Child et al. 2019, equation 7).
+    """The last keys and every ``stride``-th one: strided attention, both masks merged (Child et al. 2019, equation 7).
 
     ``k <= q and (q - k <= stride or (q - k) % stride == 0)``.
 
@@ -510,6 +533,9 @@ def bidirectional() -> Mask:
     """
     return Full()
 
+
+# OpenAI's modes that are one of the two masks of a pattern, and the preset that merges both.
+_HALVES = {"local": "sparse_transformer_strided", "strided": "sparse_transformer_strided"}
 
 _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {
     "causal": causal,

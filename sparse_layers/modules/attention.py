@@ -265,7 +265,7 @@ class SparseSelfAttention(SparseAttention):
       out_features: features of the output; defaults to in_features.
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
       head_dim: features of a head, instead of qkv_features.
-      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens.

@@ -20,8 +20,9 @@ from ..ops.choosing import choose
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
 from ..ops.pieces import attend_piece
+from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, is_causal, make_plan
+from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
@@ -401,7 +402,7 @@ def make_attention_fn(
     [..., T, heads, size]. Its derivatives are those of `block_sparse_attention`.
 
     Args:
-      pattern: who attends to whom: a preset's name (``"strided"``, ``"strided:local_attn_ctx=64"``), a mask, a
+      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
         sequence of those that the heads take in turn (head h uses entry h % len; len must divide the heads), or a numpy
         bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
       seq_len: the longest input, in tokens.

@@ -130,6 +130,7 @@ class LoadedLayerOptions(Computation, LayerOptions, total=False):
 class LoadedModelOptions(Computation, FlaxOptions, total=False):
     """What `from_huggingface` hands on to `SparseTransformer`."""
 
+    causal: bool
     dropout_rate: float
     remat: bool
     scan_layers: bool
@@ -353,7 +354,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
             *("use_sinks", "parallel", "remat", "tie_embeddings", "scan_layers"),
-            *("recompute", "is_causal", "broadcast_dropout", "keep_rngs"),
+            *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
         _of(bool),
     ),

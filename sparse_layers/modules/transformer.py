@@ -16,6 +16,7 @@ from flax.typing import Dtype, Initializer
 from ..masks.options import Natural, Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
+from ..ops.planning.causality import check_causal
 from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
 from .attention_fn import Patterns
@@ -41,6 +42,22 @@ def _in_turn(name: str, given: Any, num_layers: int, scan_layers: bool) -> tuple
     return layers
 
 
+def _check_patterns(of_layers: tuple[Any, ...], selection: Any, seq_len: int, causal: bool) -> None:
+    """Refuses patterns that are none, and with ``causal`` those that look ahead."""
+    for layer, pattern in enumerate(of_layers):
+        if as_nsa(pattern) is None:  # which is causal
+            name = "patterns" if len(of_layers) == 1 else f"patterns[{layer}]"
+            masks, _ = masks_and_scorer(pattern, selection, [seq_len], "patterns")
+            for mask in masks if causal else ():
+                check_causal(
+                    mask,
+                    seq_len,
+                    name,
+                    "a language model must not look ahead",
+                    ", or causal=False for an encoder or a prefix LM",
+                )
+
+
 class SparseTransformer(nnx.Module):
     """Tokens to logits: embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
 
@@ -55,6 +72,8 @@ class SparseTransformer(nnx.Module):
       num_layers: number of blocks.
       patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
       seq_len: the longest input, in tokens.
+      causal: True for a language model, whose patterns must not look ahead: it would learn to copy the next token.
+        False for an encoder or a prefix LM, whose patterns may.
       positions: "row_column": two learned tables, added, for the row t // position_stride and the column
         t % position_stride of token t; "learned": one learned table (GPT-2); "rope": rotary embeddings in every layer;
         "none".
@@ -86,7 +105,8 @@ class SparseTransformer(nnx.Module):
     Raises:
       ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column"; sizes
         that are no integers >= 1; a residual_sharding that is no PartitionSpec; an empty tuple of patterns or one
-        longer than num_layers, or with scan_layers one whose length does not divide num_layers; and the layers' own.
+        longer than num_layers, or with scan_layers one whose length does not divide num_layers; with causal, a pattern
+        that looks ahead; and the layers' own.
       TypeError: an unknown argument, patterns that are none, and the layers' own.
 
     Example:
@@ -109,6 +129,7 @@ class SparseTransformer(nnx.Module):
         *,
         patterns: Patterns,
         seq_len: int,
+        causal: bool = True,
         positions: str = "row_column",
         position_stride: int | None = None,
         rope: Rope | Sequence[Rope | None] | None = None,
@@ -133,6 +154,7 @@ class SparseTransformer(nnx.Module):
             features=features,
             num_layers=num_layers,
             seq_len=seq_len,
+            causal=causal,
             positions=positions,
             position_stride=position_stride,
             rope_theta=rope_theta,
@@ -153,9 +175,7 @@ class SparseTransformer(nnx.Module):
         check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
         of_layers = _in_turn("patterns", patterns, num_layers, scan_layers)
-        for pattern in of_layers:
-            if as_nsa(pattern) is None:
-                masks_and_scorer(pattern, options.get("selection"), [seq_len], "patterns")
+        _check_patterns(of_layers, options.get("selection"), seq_len, causal)
         ropes = _in_turn("rope", rope, num_layers, scan_layers)
         for each in ropes:
             check_settings(rope=each)

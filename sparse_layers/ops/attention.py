@@ -138,7 +138,7 @@ def block_sparse_attention(
       query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
       key: [B, S, K, H], same dtype. K divides N: query head n uses key head n // (N / K) (MHA, GQA, MQA).
       value: [B, S, K, Hv], same dtype; Hv may differ from H.
-      plan_or_mask: a `Plan` of `make_plan`; a mask; a preset's name (``"strided:local_attn_ctx=64"``); a sequence of
+      plan_or_mask: a `Plan` of `make_plan`; a mask; a preset's name (``"sliding_window:window=64"``); a sequence of
         these that the heads take in turn (its length divides N); a numpy bool array [T, S], [1, T, S] or [N, T, S]; or
         a JAX bool array of the latter shapes, known at run time only. Query t and key s are at positions t and s: for
         S > T, `Causal` is aligned at the top left. Where the queries are the last of S, write ``Window(None, S - T)``.

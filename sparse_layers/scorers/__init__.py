@@ -7,8 +7,8 @@ from ..masks.algebra import Mask
 from ..masks.options import near
 from ..masks.presets import presets
 from ..masks.primitives import Causal
+from ..ops.planning.causality import check_causal
 from ..ops.planning.mask_info import masks_for
-from ..ops.planning.plan import is_causal
 from .base import Scorer as Scorer
 from .methods import MSA as MSA
 from .methods import NSA as NSA
@@ -98,8 +98,8 @@ def masks_and_scorer(
             f"selection must be None where queries and keys are of two sequences, for {scorer} chooses among blocks of "
             "the past of one"
         )
-    if not all(is_causal(mask, lengths[0]) for mask in masks):
-        raise ValueError(f"{name}: {scorer} chooses among blocks of the past, so it must be causal, got {pattern!r}")
+    for mask in masks:
+        check_causal(mask, lengths[0], name, f"{scorer} chooses among blocks of the past, so it must be causal")
     if scorer.indexed and len({*masks}) > 1:
         raise ValueError(
             f"{name} must be one for all heads, for the index of {scorer} learns for all heads of a key head, got "

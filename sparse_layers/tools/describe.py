@@ -10,6 +10,7 @@ from ..masks.adapters import MaskLike
 from ..masks.counting import count
 from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import cell_size
+from ..masks.presets import half_notes
 from ..masks.primitives import Causal
 from ..ops.attention import serving
 from ..ops.planning.blocks import active_blocks
@@ -89,18 +90,18 @@ def describe(
 
     Example:
       >>> import sparse_layers as sl
-      >>> print(sl.describe("strided", 4096, size=4))  # doctest: +ELLIPSIS
-      Causal() & Strided(stride=128)
+      >>> print(sl.describe("sparse_transformer_strided", 4096, size=4))  # doctest: +ELLIPSIS
+      Causal() & (Window(left=128, right=0) | Strided(stride=128))
       ▪ · · ·
       ▪ ▪ · ·
       ▪ ▪ ▪ ·
       ▪ ▪ ▪ ▪
       one cell = 1024 x 1024 tokens
-      allowed pairs: 67584 of 16777216 (0.4028%), 0.8055% of the causal pairs
+      allowed pairs: 579648 of 16777216 (3.4550%), 6.9083% of the causal pairs
       blocks of 128 x 128 kept: 528 of 1024 (51.56%)
       plan: ...
-      >>> fn = sl.make_attention_fn("strided", 4096)
-      >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("strided", 4096)
+      >>> fn = sl.make_attention_fn("streaming", 4096)
+      >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("streaming", 4096)
       True
       >>> text = sl.describe("sliding_window", 65536, devices=8, size=4)
       >>> print(text.rpartition(2 * chr(10))[2])  # doctest: +ELLIPSIS
@@ -124,7 +125,8 @@ def describe(
         for plan, *_ in plans.values():
             _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
     texts = {which: _text(found, size, block, devices) for which, found in plans.items()}
-    return "\n\n".join(f"{which}:\n" * bool(which) + text for which, text in texts.items())
+    notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))
+    return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
 
 def _block(length: int, block: int | None) -> int:

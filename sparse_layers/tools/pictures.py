@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..masks.adapters import MaskLike
+from ..masks.adapters import MaskLike, as_masks
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
+from ..masks.lengths import grid_starts
 from ..masks.options import Natural, Positive, Shape, checked, checked_by_axis, own_keywords
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
@@ -83,7 +84,7 @@ def _under_headings(drawn: list[str]) -> str:
 
 
 @own_keywords
-def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, offset: int = 0) -> str:
+def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, offset: int | None = None) -> str:
     """Draws the keys that one query sees, each in its place on the grid: ■ seen, · not seen.
 
     The query's own place is ● if it sees itself, ○ if not.
@@ -93,14 +94,15 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
       shape: lengths of the grid's axes, row-major, at most 65536 tokens. Each stretch of the last axis is a line; what
         lies along the axes before the last two, as the frames of a video do, stands side by side.
       query: the query's coordinates, one for each axis.
-      offset: position of the grid's first token.
+      offset: position of the grid's first token; None for that of the mask's own grids, 0 without these.
 
     Returns:
       Lines of places separated by one space, and by three between frames, without a newline at the end. Several masks
       lie one under the other, each below a heading that names its heads.
 
     Raises:
-      ValueError: a number is out of its range, shape holds too many tokens, or query lies not on the grid.
+      ValueError: a number is out of its range, shape holds too many tokens, query lies not on the grid, or offset is
+        not that of the mask's own grids.
       TypeError: mask is no mask.
 
     Example:
@@ -112,9 +114,14 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
       >>> print(sl.grid_picture(sl.Causal() & sl.Window(5), (2, 2, 3), query=(1, 0, 1)))
       · · ■   ■ ● ·
       ■ ■ ■   · · ·
+      >>> near = sl.Grid((3, 4), sl.Window(1, 1), offset=1) | sl.Global(1)  # behind a class token
+      >>> print(sl.grid_picture(near, (3, 4), query=(1, 2)))
+      · ■ ■ ■
+      · ■ ● ■
+      · ■ ■ ■
     """
     shape, query = checked_by_axis("shape", shape, Shape), checked_by_axis("query", query, tuple[Natural, ...])
-    offset = checked("offset", offset, Natural)
+    offset = _grid_offset(as_masks(mask), offset)
     size = math.prod(shape)
     if not shape or size > _TOKENS:
         raise ValueError(f"shape must be lengths of axes, of {_TOKENS} tokens at most, got {shape}")
@@ -130,6 +137,17 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
         frames = signs.reshape(-1, *((1, *shape)[-2:]))
         drawn.append("\n".join("   ".join(" ".join(row) for row in rows) for rows in frames.swapaxes(0, 1)))
     return _under_headings(drawn)
+
+
+def _grid_offset(masks: Sequence[Mask], offset: int | None) -> int:
+    """The offset of the grids of masks, checked if it is given."""
+    starts = set().union(*map(grid_starts, masks))
+    if offset is None and len(starts) <= 1:
+        return next(iter(starts), 0)
+    if offset is None or checked("offset", offset, Natural) not in (starts or {offset}):
+        rule = " or ".join(map(str, sorted(starts)))
+        raise ValueError(f"offset must be where a grid of the mask begins, {rule}, got {offset}")
+    return offset
 
 
 @own_keywords

@@ -85,7 +85,11 @@ def test_neighborhood_of_an_image():
         (lambda: sl.Grid("4x4", sl.Full()), TypeError, "shape must be a sequence of lengths, got '4x4'"),
         (lambda: sl.Grid((4, 4), (sl.Full(),)), ValueError, "axes must be one mask for each of the 2 axes, got 1"),
         (lambda: sl.Grid((4, 4), "causal"), TypeError, "axes must be masks.*got 'causal'"),
-        (lambda: sl.Grid((4, 4), sl.Full(), offset=-1), ValueError, "Grid: offset must be an integer >= 0, got -1"),
+        (
+            lambda: sl.Grid((4, 4), sl.Full(), offset=-1),
+            ValueError,
+            "Grid: offset must be an integer >= 0 or None, got -1",
+        ),
         (lambda: sl.Grid(np.array(4), sl.Full()), TypeError, "shape must be a sequence of lengths, got array"),
         (
             lambda: sl.Grid((4, 6), sl.Neighborhood(6, 3)),
@@ -147,7 +151,7 @@ def test_an_axis_is_not_asked_beyond_its_length():
         def bounds(self, q0, q1, k0, k1):
             return np.where((q0 == q1) & (k0 == k1), 2 * (table[q0] == table[k0]), 1)
 
-    for grid in (sl.Grid((5,), Looked()), sl.Grid((5, 1), (Looked(), sl.Full()))):
+    for grid in (sl.Grid((5,), Looked(), offset=0), sl.Grid((5, 1), (Looked(), sl.Full()), offset=0)):
         assert grid.bounds([0, 3, 9], [0, 4, 20], [2, 2, 0], [2, 3, 4]).tolist() == [2, 1, 0]
         assert sl.make_plan(grid, 300).chains
 

@@ -495,6 +495,25 @@ def test_every_preset_has_defaults_a_summary_and_a_picture(name):
     assert all(option in documentation for option in sl.preset_options(name))
 
 
+@pytest.mark.parametrize("name", ["local", "strided"])
+def test_half_of_a_pattern_says_so_at_once(name):
+    """In `presets`, which the gallery and the command line print, and in `describe`; the merged preset does not."""
+    assert "one of two masks that the Sparse Transformer combines" in sl.presets()[name]
+    assert "`sparse_transformer_strided` is both, merged" in (inspect.getdoc(_PRESETS[name]) or "").split("\n\nArgs")[0]
+    note = f"note: {name!r} is one of two masks"
+    assert sl.describe(f"{name}:local_attn_ctx=4", 32).count(note) == 1
+    assert "note:" not in sl.describe("sparse_transformer_strided:stride=4", 32) + sl.describe("sliding_window", 32)
+
+
+def test_the_mask_of_a_stride_alone_says_so_wherever_it_is():
+    mask = sl.preset("strided", local_attn_ctx=4)
+    fn = sl.make_attention_fn((mask, "causal"), 32)
+    for text in (sl.describe(mask, 32), sl.describe(fn), sl.describe(fn.plan(32))):
+        assert text.count("note: 'strided' is one of two masks") == 1
+    both = sl.preset("strided", local_attn_ctx=4) | sl.preset("local", local_attn_ctx=4)
+    assert "note:" not in sl.describe(both, 32)
+
+
 def test_all_presets_are_there():
     documented = {
         "causal, all, local, strided, fixed",

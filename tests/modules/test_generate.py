@@ -349,7 +349,7 @@ def refusing():
 
 def test_a_pattern_that_is_not_causal_is_refused():
     with pytest.raises(ValueError, match=r"decoding needs a causal one.*Prefix\(size=9\)"):
-        sl.generate(make(patterns="prefix_lm:prefix=9"), [[1]], 3)
+        sl.generate(make(patterns="prefix_lm:prefix=9", causal=False), [[1]], 3)
 
 
 @pytest.mark.parametrize("method", ["prefill", "decode_step"])

@@ -80,7 +80,7 @@ def test_tied_head_is_the_embedding():
 
 
 def test_row_and_column_tables_give_each_token_its_place():
-    model = make(1, sl.Full(), position_stride=6)
+    model = make(1, position_stride=6)
     assert model.row_embedding.embedding.shape == (4, F) and model.column_embedding.embedding.shape == (6, F)
     model.blocks = nnx.List([])
     model.final_norm = lambda x: x
@@ -202,6 +202,15 @@ def test_equal_models_share_one_trace_and_learn():
         ({"patterns": ()}, ["patterns", "got 0"]),
         ({"patterns": ("all",) * 3}, ["patterns", "num_layers=2", "got 3", "nest"]),
         ({"patterns": (("all", "local", "strided"),)}, ["3 entries", "num_heads=2"]),
+        ({"patterns": sl.Window(7) | sl.Global(2)}, ["patterns: a language", "query 0 sees the later key 1"]),
+        (
+            {"patterns": ("local", "prefix_lm:prefix=3")},
+            ["patterns[1]", "query 0 sees the later key 1", "causal=False"],
+        ),
+        ({"patterns": (("local", "bidirectional"),)}, ["patterns", "write Causal() & Full(), or causal=False"]),
+        ({"patterns": np.ones((20, 20), bool), "seq_len": 20}, ["patterns", "Array()", "the later key 1"]),
+        ({"patterns": sl.Window(3, 1), "selection": "moba:block=16,count=2", "causal": False}, ["must be causal"]),
+        ({"causal": "no"}, ["causal", "'no'", "must be true or false"]),
         ({"positions": "sine"}, ["positions", "sine"]),
         ({"positions": "rope", "position_stride": 4}, ["position_stride=4", "row_column", "rope"]),
         ({"position_stride": 0}, ["position_stride", ">= 1", "got 0"]),

@@ -313,7 +313,7 @@ SMALLER = {
     "streaming": {"window": 24, "sinks": 4},
     "prefix_lm": {"prefix": 40},
     "neighborhood": {"shape": (12, 13), "kernel": 5, "causal": (True, False)},
-    "sliding_tile": {"shape": (4, 5, 6), "kernel": (1, 3, 3), "tile": 2},
+    "sliding_tile": {"shape": (4, 5, 6), "kernel": (1, 3, 3), "tile": 2, "offset": 0},
     "windows": {"shape": (12, 13), "size": 5, "shift": 2, "offset": 3},
     "axial": {"shape": (5, 6, 7)},
     "image_strided": {"shape": (16, 10)},

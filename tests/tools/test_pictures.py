@@ -83,6 +83,22 @@ def test_pictures_on_a_grid():
     )
 
 
+def test_pictures_on_a_grid_begin_where_that_of_the_mask_does():
+    near = sl.Grid((3, 4), sl.Window(1, 1), offset=2)
+    alone = sl.grid_picture(sl.Grid((3, 4), sl.Window(1, 1)), (3, 4), (1, 2))
+    for mask in (near, near | sl.Global(2), sl.Causal().T & near | near, sl.Shifted(near, 1), near.T):
+        assert sl.grid_picture(mask, (3, 4), (1, 2)) == alone
+    assert sl.grid_picture(near, (3, 4), (1, 2), offset=2) == alone
+    two = near | sl.Grid((1, 4), sl.Full(), offset=20)
+    assert sl.grid_picture(two, (3, 4), (1, 2), offset=2) == alone
+    for mask, offset, message in (
+        (near, 0, "offset must be where a grid of the mask begins, 2, got 0"),
+        (two, None, "offset must be where a grid of the mask begins, 2 or 20, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sl.grid_picture(mask, (3, 4), (1, 2), offset=offset)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -162,7 +178,8 @@ def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
 
 def test_what_has_plans_is_drawn_by_them():
     patterns = (sl.Window(3), (sl.Causal(), sl.Full()))
-    model = nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, 3, patterns=patterns, seq_len=16, rngs=nnx.Rngs(0)))
+    options = {"patterns": patterns, "causal": False, "seq_len": 16}
+    model = nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, 3, **options, rngs=nnx.Rngs(0)))
     figure, layer = sl.draw(model), sl.draw(model.blocks[1])
     titles = [axes.get_title().split("\n") for axes in (*figure.axes, *layer.axes)]
     assert [" of ".join(title[:-1]) for title in titles[:3]] == [

@@ -57,8 +57,9 @@ def from_huggingface(
       param_dtype: of the parameters; None for that of the file's token embedding.
       rngs: random number generators for dropout: with a dropout_rate, one key of the stream ``dropout`` (or
         ``default``) is drawn, otherwise none; None for ``nnx.Rngs(0)``.
-      **options: all other arguments of `SparseTransformer` that the files do not fix: ``dropout_rate``, ``remat``,
-        ``scan_layers``, ``implementation``, ``selection``, ``use_sinks`` (sinks start at zero), ...
+      **options: all other arguments of `SparseTransformer` that the files do not fix: ``causal`` (False for patterns
+        that look ahead), ``dropout_rate``, ``remat``, ``scan_layers``, ``implementation``, ``selection``, ``use_sinks``
+        (sinks start at zero), ...
 
     Returns:
       A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums, in float32.

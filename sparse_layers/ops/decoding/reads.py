@@ -26,8 +26,9 @@ import numpy as np
 from ...masks.algebra import FULL, PARTIAL, Mask
 from ...masks.primitives import Empty
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
+from ..planning.causality import check_causal
 from ..planning.mask_info import bind, process_mask
-from ..planning.plan import MAX_CELLS, is_causal, splits
+from ..planning.plan import MAX_CELLS, splits
 from ..planning.views import Reordered, RowOrder
 from .stores import Store
 
@@ -124,8 +125,7 @@ def parts(mask: Mask, length: int, max_step: int = 1) -> tuple[Part, ...]:
       >>> [(str(part.store.order), part.reads) for part in parts(mask, 4096)]
       [('natural order', 128), ('gathered tokens 248 to 255 of every 256', 128)]
     """
-    if not is_causal(mask, length):
-        raise ValueError(f"pattern: decoding needs a causal one, but some query of {mask!r} sees a later key")
+    check_causal(mask, length, "pattern", "decoding needs a causal one")
     weighed = []
     for _, groups in splits(mask, length, length):
         if not mask.computable:  # its pairs are known in natural order only, from a table

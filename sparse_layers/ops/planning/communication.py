@@ -24,8 +24,9 @@ import numpy as np
 from ...masks.algebra import EMPTY, And, Mask, Not, Or
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .blocks import active_blocks, answers_now
+from .causality import is_causal
 from .params import BwdParams, FwdParams
-from .plan import PAIRS_PER_ROW, Plan, Wish, is_causal, make_plan, split_costs, splits
+from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs, splits
 from .platforms import TUNING
 from .views import Reordered, RowOrder, period_of
 
@@ -392,7 +393,7 @@ def parts_of(
 
     Example:
       >>> import sparse_layers as sl
-      >>> for route, _ in parts_of(sl.as_masks("strided"), 4096, 4, "xla"):
+      >>> for route, _ in parts_of((sl.Causal() & sl.Strided(128),), 4096, 4, "xla"):
       ...     print(route)
       queries and keys, by residue of 128
     """
@@ -445,7 +446,7 @@ def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation
 
     Example:
       >>> import sparse_layers as sl
-      >>> filled_up(sl.as_masks("strided"), 5000, 4, "xla"), filled_up(sl.as_masks("sliding_window"), 5000, 4, "xla")
+      >>> filled_up((sl.Causal() & sl.Strided(128),), 5000, 4, "xla"), filled_up((sl.Window(1023),), 5000, 4, "xla")
       (5120, 5000)
     """
     if any(period_of(mask) is None for mask in masks):
@@ -599,8 +600,7 @@ def _stride_of(wish: Wish) -> int:
 
 def _gathers(wish: Wish) -> bool:
     """Whether a few keys are wanted by queries in natural order."""
-    q_order, kv_order = wish
-    return q_order.natural and not kv_order.natural
+    return wish[0].natural and not wish[1].natural
 
 
 @answers_now()

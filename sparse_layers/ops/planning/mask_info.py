@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.adapters import as_masks
-from ...masks.algebra import FULL, PARTIAL, And, Array, Mask, Not, Or, Transposed
+from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.lengths import check_lengths
 from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
 from .lists import tiled
@@ -82,7 +83,7 @@ def masks_for(mask: Any, q_len: int, kv_len: int | None = None, name: str | None
     layer calls the masks.
 
     Raises:
-      ValueError: an array's shape differs from the lengths.
+      ValueError: an array's shape differs from the lengths, or they exceed a grid that does not say its offset.
       TypeError: mask describes no mask.
     """
     rule = f"seq_len={q_len} (queries, keys)" if kv_len is None else f"(q_len, kv_len) = {(q_len, kv_len)}"
@@ -94,25 +95,12 @@ def masks_for(mask: Any, q_len: int, kv_len: int | None = None, name: str | None
                 raise ValueError(f"mask: its last two axes must be {rule}, got {tuple(shape)}")
         masks = as_masks(mask)
         for entry in masks:
-            _check_covers(entry, q_len, kv_len)
+            check_lengths(entry, q_len, kv_len)
     except (ValueError, TypeError) as error:
         if name is None:
             raise
         raise type(error)(f"{name}: {error}") from error
     return masks
-
-
-def _check_covers(mask: Mask, q_len: int, kv_len: int) -> None:
-    """Raises ValueError if a mask is, or is combined from, an array that does not know all positions."""
-    if isinstance(mask, Array) and not (q_len <= mask.array.shape[0] and kv_len <= mask.array.shape[1]):
-        raise ValueError(f"mask: an Array must cover {(q_len, kv_len)} positions, got {mask.array.shape}")
-    if isinstance(mask, And | Or):
-        _check_covers(mask.left, q_len, kv_len)
-        _check_covers(mask.right, q_len, kv_len)
-    elif isinstance(mask, Not):
-        _check_covers(mask.mask, q_len, kv_len)
-    elif isinstance(mask, Transposed):
-        _check_covers(mask.mask, kv_len, q_len)
 
 
 def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:

@@ -24,7 +24,7 @@ from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
-from ...masks.primitives import BlockDiagonal, Causal, Columns, Full, Global, Prefix, Strided
+from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, answers_now
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
@@ -200,18 +200,6 @@ def make_plan(
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     checked_implementation(implementation)
     return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
-
-
-@functools.lru_cache(maxsize=256)
-def is_causal(mask: Mask, length: int) -> bool:
-    """Whether no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
-      (True, False)
-    """
-    return not make_plan(mask & Not(Causal()), length).chains[0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -134,10 +134,10 @@ class RowOrder:
     def tiled(cls, length: int, grid: OnGrid, tile: tuple[int, ...], phase: tuple[int, ...]) -> "RowOrder":
         """The tokens of a grid, tile by tile."""
         # The first axis is taken only as far as some of its tokens exist: a sequence may end within the grid.
-        existing = -(-(length - grid.offset) // math.prod(grid.shape[1:]))
+        existing = -(-(length - grid.start) // math.prod(grid.shape[1:]))
         first = max(1, min(grid.shape[0], existing))
         tile = (min(tile[0], first + sum(phase[:1])), *tile[1:])
-        return cls(length, (first, *grid.shape[1:]), tile, offset=grid.offset, phase=phase)
+        return cls(length, (first, *grid.shape[1:]), tile, offset=grid.start, phase=phase)
 
     @property
     def rows(self) -> int:
@@ -402,7 +402,7 @@ class Reordered(Mask):
 
     def _on(self, mask: OnGrid) -> bool:
         """Whether both orders are views of the grid of a mask."""
-        of_grid, orders = (mask.offset, mask.shape[1:]), (self.q_order, self.kv_order)
+        of_grid, orders = (mask.start, mask.shape[1:]), (self.q_order, self.kv_order)
         return all((x.offset, x.shape[1:]) == of_grid and x.shape[0] <= mask.shape[0] for x in orders)
 
 

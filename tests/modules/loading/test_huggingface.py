@@ -358,6 +358,20 @@ def test_patterns_of_the_user_and_the_shape_of_the_model():
     assert sl.from_huggingface(FIXTURES / "llama", seq_len=500).seq_len == 500
 
 
+def test_a_decoder_becomes_an_encoder_only_where_that_is_said():
+    both_ways = ("sliding_window:window=7", "bidirectional", "causal")
+    with pytest.raises(
+        ValueError, match=r"patterns\[1\]: a language model.*query 0 sees the later key 1.*causal=False"
+    ):
+        sl.from_huggingface(FIXTURES / "qwen3", both_ways)
+    with pytest.raises(ValueError, match=r"patterns: a language model"):
+        sl.from_gpt2(FIXTURES / "gpt2", patterns="bidirectional")
+    encoder, tokens = sl.from_huggingface(FIXTURES / "qwen3", both_ways, causal=False), np.arange(9)[None]
+    assert np.abs(run(encoder, tokens) - run(encoder, tokens[:, ::-1])[:, ::-1]).max() > 0
+    changed = np.where(tokens == 8, 20, tokens)
+    assert np.abs(run(encoder, tokens) - run(encoder, changed))[:, 0].max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
 def test_scanned_layers(name):
     plain = sl.from_huggingface(FIXTURES / name)

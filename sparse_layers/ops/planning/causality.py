@@ -1,0 +1,82 @@
+"""Causality of a mask: its formula shows it, or the blocks of ``mask & ~Causal()``, never an array of T x T."""
+
+import functools
+
+import numpy as np
+
+from ...masks.algebra import And, Mask, Not, Or
+from ...masks.primitives import Causal, Empty, LogSparse, Random, Window
+from .blocks import active_blocks, answers_now
+from .plan import Pass, make_plan
+
+
+def is_causal(mask: Mask, length: int) -> bool:
+    """True if no query of a mask sees a later key, in a sequence of ``length`` tokens; exact.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> is_causal(sl.Window(8), 64), is_causal(sl.Window(8, 1), 64)
+      (True, False)
+    """
+    return look_ahead(mask, length) is None
+
+
+@functools.lru_cache(maxsize=256)
+def look_ahead(mask: Mask, length: int) -> tuple[int, int] | None:
+    """Returns a query and a later key that it sees, in a sequence of ``length`` tokens; None if there is no such pair.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> look_ahead(sl.Window(7) | sl.Global(2), 64), look_ahead(sl.Causal() & sl.Global(2), 64)
+      ((0, 1), None)
+    """
+    if _causal_by_formula(mask):
+        return None
+    chain = make_plan(mask & Not(Causal()), length).chains[0]
+    return _first_pair(chain[0]) if chain else None
+
+
+def check_causal(mask: Mask, length: int, name: str, rule: str, otherwise: str = "") -> None:
+    """Refuses a mask in which a query sees a later key.
+
+    Args:
+      mask: any mask.
+      length: tokens of the sequence.
+      name: of the argument that the mask comes from.
+      rule: the reason why it must be causal.
+      otherwise: what may be written instead of a causal mask.
+
+    Raises:
+      ValueError: names the pair, and the causal mask to write.
+    """
+    pair = look_ahead(mask, length)
+    if pair is not None:
+        raise ValueError(
+            f"{name}: {rule}, got {mask!r}, where query {pair[0]} sees the later key {pair[1]}: write "
+            f"{Causal() & mask!r}{otherwise}"
+        )
+
+
+def _causal_by_formula(mask: Mask) -> bool:
+    """True if the operators of a mask show that it is causal at any length; False if they leave it open."""
+    if isinstance(mask, And):
+        return _causal_by_formula(mask.left) or _causal_by_formula(mask.right)
+    if isinstance(mask, Or):
+        return _causal_by_formula(mask.left) and _causal_by_formula(mask.right)
+    if isinstance(mask, Window):
+        return mask.right == 0
+    if isinstance(mask, Random):
+        return mask.size is None
+    return isinstance(mask, Causal | Empty | LogSparse)
+
+
+@answers_now()
+def _first_pair(link: Pass) -> tuple[int, int]:
+    """The first query of a pass's first block that sees a key, and that key, as tokens."""
+    height, width = link.fwd_shape
+    rows, columns = link.padded(link.fwd_shape)
+    grid = active_blocks(link.mask, rows // height, columns // width, height, width)
+    q, k = np.arange(height) + int(grid.rows[0]) * height, np.arange(width) + int(grid.columns[0]) * width
+    by_row = (np.flatnonzero(np.broadcast_to(np.asarray(link.mask(row, k)), k.shape)) for row in q[:, None])
+    row, column = next((row, keys[0]) for row, keys in enumerate(by_row) if keys.size)
+    return int(link.q_order.token(q[row])), int(link.kv_order.token(k[column]))
