@@ -50,7 +50,7 @@ def plans_of(subject: Any) -> dict[str, Planned] | None:
     """
     if isinstance(subject, (*_MASKS, str)):
         return None
-    plans = _plans_of_ours(subject)
+    plans = _plans_of_ours(_unbound(subject))
     return plans if plans is not None else _plans_by_path(subject)
 
 
@@ -66,7 +66,9 @@ def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
         blocks = [_plans_of_ours(subject.blocks[layer % len(subject.blocks)]) for layer in range(subject.num_layers)]
         return None if None in blocks else _grouped(dict(enumerate(blocks)), subject.num_layers)
     attention = dict(_members(subject)).get("attention")  # that of a block
-    return _planned(_unbound(subject)) if attention is None else _plans_of_ours(attention)
+    if attention is None:
+        return _planned(subject)
+    return _planned(_unbound(attention), subject.features)
 
 
 def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
@@ -89,11 +91,14 @@ def _by_plans(entries: dict[Any, dict[str, Planned]]) -> dict[tuple[tuple[str, P
     return turns
 
 
-def _planned(subject: Any) -> dict[str, Planned] | None:
-    """Those of a layer by branch, '' if it has but one, or of an attention function; or None."""
+def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | None:
+    """Those of a layer by branch, '' if it has but one, or of an attention function; or None.
+
+    ``features`` are those of its inputs, if they are known.
+    """
     pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
     groups = subject.num_heads // key_heads if key_heads else 1
-    dtype, head_size = _dtype(subject), _head_size(subject)
+    dtype, head_size = _dtype(subject), _head_size(subject, features)
     settings = groups, _token(subject, dtype, head_size), dtype, head_size
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
         scorers = {"selected": pattern}
@@ -113,9 +118,10 @@ def _dtype(layer: Any) -> str | None:
     return None if dtype is None else jnp.dtype(dtype).name
 
 
-def _head_size(layer: Any) -> int | None:
+def _head_size(layer: Any, features: int | None) -> int | None:
     """Features of a layer's heads; None where these are not known before it has seen inputs."""
-    heads, size, features = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
+    heads, size, projected = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
+    features = projected or features
     return size or (features // heads if heads and features else None)
 
 
@@ -149,10 +155,10 @@ def _walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
     visited, stack = {}, [("", subject)]
     while stack:
         path, value = stack.pop()
-        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-        if is_array or isinstance(value, _LEAVES) or id(value) in visited:
+        if _is_array(type(value)) or isinstance(value, _LEAVES) or id(value) in visited:
             continue
         visited[id(value)] = value  # kept, so that no other object gets its id
+        value = _unbound(value)
         plans = None if isinstance(value, _MASKS) else _plans_of_ours(value)
         yield path, value, plans
         if plans is None and not isinstance(value, _MASKS):
@@ -161,6 +167,11 @@ def _walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
                 for name, member in _members(value)
             ]
             stack += reversed(members)
+
+
+def _is_array(kind: type) -> bool:
+    """True for arrays, and for variables of NNX around them; asks no property of an object."""
+    return hasattr(kind, "shape") and (hasattr(kind, "dtype") or hasattr(kind, "get_raw_value"))
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
