@@ -93,7 +93,7 @@ MISUSES = [
     Misuse("sl.draw(sparse_fn, 16)", ValueError, "q_len", "16", "that of this AttentionFn"),
     Misuse("sl.draw(mask, 8, blocs=True)", TypeError, "draw: unknown argument", "'blocs'", "did you mean 'blocks'?"),
     Misuse("sl.draw(planned, 16)", ValueError, "q_len", "16", "must be None where a plan says it"),
-    Misuse("sl.draw(None)", TypeError, "subject", "NoneType", "must be a mask, or what has a Plan"),
+    Misuse("sl.draw(None)", TypeError, "subject", "NoneType", "must be a mask, or a Plan, layer or model"),
     # tune
     Misuse("tune(mask, -64)", ValueError, "q_len", "-64", "must be an integer >= 1"),
     Misuse("tune(mask, 64, heads=True)", ValueError, "heads", "True", "must be an integer >= 1"),
