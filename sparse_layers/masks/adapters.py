@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import jax.tree_util
 import numpy as np
 
-from .algebra import Array, Mask, answer, set_integers
+from .algebra import Array, Mask, PerHead, answer, set_integers
 from .options import Positive, checked
 from .presets import preset
 
@@ -125,7 +125,7 @@ class MaskMod(Mask):
 
 def from_mask_mod(
     mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
-) -> Mask | tuple[Mask, ...]:
+) -> Mask | PerHead:
     """A mask, or a tuple with one mask a head, from a FlexAttention style ``mask_mod(b, h, q, k)``.
 
     Args:
@@ -151,7 +151,8 @@ def from_mask_mod(
     """
     if heads is None:
         return MaskMod(mask_mod, None, traceable)
-    return tuple(MaskMod(mask_mod, head, traceable) for head in range(checked("from_mask_mod: heads", heads, Positive)))
+    heads = checked("from_mask_mod: heads", heads, Positive)
+    return PerHead(MaskMod(mask_mod, head, traceable) for head in range(heads))
 
 
 def as_masks(mask: Any) -> tuple[Mask, ...]:
@@ -166,7 +167,8 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
       A tuple of masks; of length 1 when all heads share one.
 
     Raises:
-      TypeError: none of these, or an array whose values are not known yet.
+      TypeError: none of these, an array whose values are not known yet, or a mask of a class of your own with a field
+        that cannot be hashed.
       ValueError: an unknown name or option, an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
 
     Example:
@@ -179,6 +181,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
       1
     """
     if isinstance(mask, Mask):
+        _check_fields(mask)
         return (mask,)
     if isinstance(mask, str):
         return as_masks(preset(mask))
@@ -203,3 +206,37 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     if len(shape) == 3 and shape[0]:
         return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
+
+
+def _check_fields(mask: Mask) -> None:
+    """Refuses masks whose fields cannot be hashed and compared: equal masks share one plan.
+
+    Raises:
+      TypeError: names the class, the field and what to write.
+    """
+    kind = type(mask)
+    owner = next(cls for cls in kind.__mro__ if "__eq__" in vars(cls))
+    generated = owner is not object and not vars(owner)["_writes_eq"]
+    for field in dataclasses.fields(mask):
+        value = getattr(mask, field.name)
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Mask):
+                _check_fields(inner)
+        unusable = not isinstance(value, Mask) and field.compare and not _is_hashable(value)
+        if unusable and (generated or not _is_hashable(mask)):
+            raise TypeError(
+                f"{kind.__qualname__}: field {field.name!r} must be hashable, since equal masks share one plan, got "
+                f"{type(value).__name__}: keep a tuple and write np.asarray(self.{field.name}) in the rule, or use "
+                "sl.Array for a bool array [T, S], or decorate the class with @dataclasses.dataclass(frozen=True, "
+                "eq=False), so that a mask equals itself only"
+            )
+    if kind.__hash__ is None:
+        raise TypeError(f"{kind.__qualname__}: a mask must be hashable: write __hash__ beside __eq__, got __eq__ alone")
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -14,6 +14,8 @@ Block lists, the dense oracle, pictures and tests all derive from these two.
 import dataclasses
 import functools
 import hashlib
+import math
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -165,6 +167,13 @@ class Mask:
         jax.tree_util.register_static(cls)  # a value, not a container of arrays, wherever JAX meets it
         if "__call__" in vars(cls):
             cls.__call__ = _answering(vars(cls)["__call__"])
+        if cls.__repr__ is Mask.__repr__:
+            cls.__repr__ = Mask.__repr__  # in the class itself, where dataclasses leave it alone
+        cls._writes_eq = "__eq__" in vars(cls)  # its own, not the one that dataclasses add later
+
+    def __repr__(self) -> str:
+        fields = (field.name for field in dataclasses.fields(self) if field.repr)
+        return f"{type(self).__qualname__}({', '.join(f'{name}={_shown(getattr(self, name))}' for name in fields)})"
 
     @property
     def computable(self) -> bool:
@@ -215,17 +224,25 @@ class Mask:
         """The transpose: ``mask.T(q, k) == mask(k, q)``."""
         return self.mask if isinstance(self, Transposed) else Transposed(self)
 
-    def __and__(self, other: "Mask | np.ndarray") -> "Mask":
-        return And(self, _other(other))
+    @typing.overload
+    def __and__(self, other: "Mask | np.ndarray") -> "Mask": ...
+    @typing.overload
+    def __and__(self, other: "tuple[Mask, ...]") -> "PerHead": ...
+    def __and__(self, other: Any) -> Any:
+        return _combined(And, self, other)
 
-    def __rand__(self, other: "Mask | np.ndarray") -> "Mask":
-        return And(_other(other), self)
+    def __rand__(self, other: Any) -> Any:
+        return _combined(And, other, self)
 
-    def __or__(self, other: "Mask | np.ndarray") -> "Mask":
-        return Or(self, _other(other))
+    @typing.overload
+    def __or__(self, other: "Mask | np.ndarray") -> "Mask": ...
+    @typing.overload
+    def __or__(self, other: "tuple[Mask, ...]") -> "PerHead": ...
+    def __or__(self, other: Any) -> Any:
+        return _combined(Or, self, other)
 
-    def __ror__(self, other: "Mask | np.ndarray") -> "Mask":
-        return Or(_other(other), self)
+    def __ror__(self, other: Any) -> Any:
+        return _combined(Or, other, self)
 
     def __invert__(self) -> "Mask":
         return self.mask if isinstance(self, Not) else Not(self)
@@ -252,16 +269,65 @@ def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _other(operand: Any) -> Mask:
-    """The other operand of ``&`` or ``|``."""
+def _shown(value: Any) -> str:
+    """A field in a mask's repr: arrays by dtype and shape, all else by its own repr."""
+    if hasattr(value, "dtype") and np.ndim(value):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def _operand_mask(operand: Any) -> Mask:
     if isinstance(operand, Mask):
         return operand
     if isinstance(operand, np.ndarray):
         return Array(operand)
     raise TypeError(
-        f"unsupported operand: a mask combines with masks and numpy bool arrays [T, S], got {type(operand).__name__}; "
-        "preset makes one of a name; a JAX array is known at run time only, and goes to block_sparse_attention alone"
+        f"unsupported operand: a mask combines with masks, tuples of masks by head and numpy bool arrays [T, S], got "
+        f"{type(operand).__name__}; preset makes one of a name; a JAX array is known at run time only, and goes to "
+        "block_sparse_attention alone"
     )
+
+
+def _combined(operator: Callable[[Mask, Mask], Mask], left: Any, right: Any) -> Any:
+    """The masks combined: one mask, or head by head if an operand is a tuple of masks that the heads take in turn."""
+    if not isinstance(left, tuple) and not isinstance(right, tuple):
+        return operator(_operand_mask(left), _operand_mask(right))
+    lefts, rights = ([_operand_mask(mask) for mask in (x if isinstance(x, tuple) else (x,))] for x in (left, right))
+    if not lefts or not rights:
+        raise ValueError("unsupported operand: a tuple of masks by head must not be empty, got ()")
+    period = math.lcm(len(lefts), len(rights))
+    return PerHead(operator(lefts[h % len(lefts)], rights[h % len(rights)]) for h in range(period))
+
+
+@jax.tree_util.register_static
+class PerHead(tuple[Mask, ...]):
+    """Masks that the heads take in turn: a tuple that combines head by head with ``&``, ``|`` and ``~``.
+
+    Head h takes entry h % len. Equality and hash are those of the tuple. Two of them combine to as many entries as
+    their lengths' least common multiple.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> (sl.preset("fixed", local_attn_ctx=4, num_verts=2, blocksize=1) | sl.Global(2))[1]
+      (Causal() & (BlockDiagonal(size=4) | Columns(period=4, start=2, stop=3))) | Global(size=2)
+    """
+
+    __array_ufunc__ = None  # numpy leaves ``array & masks`` to the masks
+
+    def __and__(self, other: Any) -> "PerHead":
+        return _combined(And, self, other)
+
+    def __rand__(self, other: Any) -> "PerHead":
+        return _combined(And, other, self)
+
+    def __or__(self, other: Any) -> "PerHead":
+        return _combined(Or, self, other)
+
+    def __ror__(self, other: Any) -> "PerHead":
+        return _combined(Or, other, self)
+
+    def __invert__(self) -> "PerHead":
+        return PerHead(~mask for mask in self)
 
 
 # --- the algebra -----------------------------------------------------------------------------------------------------
@@ -472,7 +538,7 @@ class Array(Mask):
       ■ · ■
     """
 
-    array: np.ndarray = dataclasses.field(repr=False)
+    array: np.ndarray
 
     def __post_init__(self):
         try:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .algebra import And, Blocks, Mask, Or, shifted
+from .algebra import And, Blocks, Mask, Or, PerHead, shifted
 from .options import Natural, Positive, checked, near
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Empty, Full, Global, Prefix, Random, Window
 
@@ -39,7 +39,7 @@ _HINTS: dict[str, Any] = {
 
 def from_deepspeed(
     config: Mapping[str, Any] | str, *, num_heads: int | None = None, seq_len: int | None = None
-) -> Mask | tuple[Mask, ...]:
+) -> Mask | PerHead:
     """The block layouts of DeepSpeed's sparse attention, from the ``sparse_attention`` section of its JSON.
 
     As in DeepSpeed these are layouts of whole blocks: 'unidirectional' hides later *blocks*, never later tokens of the
@@ -103,7 +103,7 @@ def from_deepspeed(
         "bslongformer": lambda h: _bslongformer(c, blocks),
         "local_sliding_window": lambda h: _one_way(c, _sliding(c, blocks)),
     }
-    masks = tuple(Blocks(layouts[c["mode"]](h), c["block"]) for h in range(heads))
+    masks = PerHead(Blocks(layouts[c["mode"]](h), c["block"]) for h in range(heads))
     return masks if len(set(masks)) > 1 else masks[0]
 
 

@@ -11,8 +11,9 @@ from .grids import ColumnMajor, Grid, Neighborhood, Radial
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
 _REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
 COLOURS = {EMPTY: "#f4f4f2", PARTIAL: "#8fb3d9", FULL: "#1f4e8c"}
-# Of a picture in a notebook: most cells and pixels on a side, most tokens, most characters of its title.
-_SIDE, _PIXELS, _LONGEST, _TITLE = 48, 192, 1 << 14, 200
+FORMULA = 200  # most characters of a mask's formula
+# Of a picture in a notebook: most cells and pixels on a side, most tokens.
+_SIDE, _PIXELS, _LONGEST = 48, 192, 1 << 14
 
 
 def cell_size(q_len: int, kv_len: int, size: int) -> int:
@@ -67,7 +68,7 @@ def as_html(mask: Mask) -> str:
       >>> as_html(sl.Causal() & sl.Window(3))[:70]
       '<figure style="margin: 0"><figcaption><code>Causal() &amp; Window(left'
     """
-    formula = shortened(repr(mask), _TITLE)
+    formula = shortened(repr(mask), FORMULA)
     try:
         q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
         picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{svg(cells(mask, q_len, kv_len, _SIDE))}"

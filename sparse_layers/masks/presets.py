@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from . import grid_presets
-from .algebra import And, Blocks, Mask
+from .algebra import And, Blocks, Mask, PerHead
 from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
-def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | tuple[Mask, ...]:
+def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | PerHead:
     """The mask of a pattern that has a name; `presets` lists the names.
 
     Args:
@@ -24,7 +24,8 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
         options that may differ by axis take tuples, in a name ``64x64``.
 
     Returns:
-      A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len).
+      A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len). Both combine with ``&``,
+      ``|`` and ``~``, a tuple head by head.
 
     Raises:
       ValueError: an unknown name or option (the message lists the near ones), a value of the wrong type or range, an
@@ -56,7 +57,8 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
     for option, parameter in inspect.signature(make).parameters.items():
         if parameter.default is parameter.empty and option not in given:
             raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
-    return make(**given)
+    masks = make(**given)
+    return PerHead(masks) if isinstance(masks, tuple) else masks
 
 
 def presets() -> dict[str, str]:

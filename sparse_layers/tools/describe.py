@@ -4,27 +4,26 @@ import math
 from collections.abc import Iterator
 from typing import Any, overload
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..masks.adapters import MaskLike
 from ..masks.counting import count
 from ..masks.options import Positive, checked, own_keywords
-from ..masks.pictures import cell_size
+from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
 from ..ops.attention import serving
-from ..ops.planning.blocks import active_blocks
 from ..ops.planning.communication import Part, Received, Token, bound, filled_up, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import BLOCK, Plan, make_plan
-from ..ops.planning.report import heads, saving
-from ..ops.planning.views import Reordered, RowOrder
+from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.report import dense_pairs, heads, saving
 from ..scorers import NSA, Scorer, scorer_of
+from .advice import advice
 from .pictures import check_size, picture
 from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
-_BLOCKS = 1 << 24  # most blocks of the grid in which kept ones are counted
-_HEAD_SIZE = 128  # features of a head, where they are not known
+_DTYPE, _HEAD_SIZE = "bfloat16", 128  # of heads, where they are not known
 
 
 @overload
@@ -34,13 +33,12 @@ def describe(
     kv_len: int | None = None,
     *,
     size: int = 48,
-    block: int | None = None,
     devices: int = 1,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str: ...
 @overload
-def describe(subject: Any, *, size: int = 48, block: int | None = None, devices: int = 1) -> str: ...
+def describe(subject: Any, *, size: int = 48, devices: int = 1) -> str: ...
 @own_keywords
 def describe(
     subject: Any,
@@ -48,7 +46,6 @@ def describe(
     kv_len: int | None = None,
     *,
     size: int = 48,
-    block: int | None = None,
     devices: int = 1,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
@@ -58,15 +55,15 @@ def describe(
     Args:
       subject: a mask with its lengths, or what knows these by itself. A mask is whatever `as_masks` takes; the others
         are a `Plan`, a layer or block of this package, what `make_attention_fn` returns, or a `SparseTransformer`,
-        whose layers are told one by one, equal ones once. Where a scorer chooses blocks, it says how many pairs that
-        leaves, and to how many more attention would take as much work as scores take: a score is one product, of the
-        scorer's features, and a pair of attention two, of a head's. To find the highest ones is not in it. A scorer by
-        itself is one among all keys of the past, with as many key heads as query heads, of 128 features; of `NSA`, that
-        is the branch "selected", beside which the layer has two more.
+        whose layers are told one by one, equal ones once. In any other model it looks for these in fields, lists and
+        dicts, and names the paths to them; in a Linen module also in what ``setup`` makes. Where a scorer chooses
+        blocks, it says how many pairs that leaves, and to how many more attention would take as much work as scores
+        take: a score is one product, of the scorer's features, and a pair of attention two, of a head's. To find the
+        highest ones is not in it. A scorer by itself is one among all keys of the past, with as many key heads as query
+        heads, of 128 features; of `NSA`, that is the branch "selected", beside which the layer has two more.
       q_len: number of queries, 1 to 1048576, of a mask; None for the others.
       kv_len: number of keys, as q_len, to which it defaults.
       size: most cells on a side of the picture.
-      block: tokens on a side of the blocks that are counted; None for 128, doubled until they are at most 2**24.
       devices: that share each sequence, as by ``query_sharding``. With several it also says by which routes keys come
         to their queries. Of each route, forward and backward, it says what the device receives that receives most, and
         how far the pairs that the busiest device computes exceed the mean. The bound is the least that must be
@@ -80,13 +77,14 @@ def describe(
       Several lines of text, without a newline at the end. Pairs are counted exactly up to 16384 tokens, and beyond that
       where most is clear by closed form, else estimated from 2**24 pairs; the text says which. A plan's costs are in
       (query, key) pairs: what its blocks compute, plus what moving rows and walking block lists is worth. The saving is
-      against the plan of full attention, or of causal attention if the mask is causal.
+      against the plan of full attention, or of causal attention if the mask is causal. Where nothing is saved, it says
+      why, and changes that save by plans of their own. A function or array whose pairs an expression of masks allows,
+      too, is compared with the plan of that.
 
     Raises:
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
-        size, block or devices is less than 1, or block so small that there were more than 2**24 of them; more devices
-        than tokens.
-      TypeError: subject is none of the above.
+        size or devices is less than 1; more devices than tokens.
+      TypeError: subject is none of the above and holds none; says where it looked.
 
     Example:
       >>> import sparse_layers as sl
@@ -96,9 +94,8 @@ def describe(
       ▪ ▪ · ·
       ▪ ▪ ▪ ·
       ▪ ▪ ▪ ▪
-      one cell = 1024 x 1024 tokens
+      rows are queries, columns keys; a cell of 1024 x 1024 tokens: ■ all pairs allowed, ▪ some, · none
       allowed pairs: 579648 of 16777216 (3.4550%), 6.9083% of the causal pairs
-      blocks of 128 x 128 kept: 528 of 1024 (51.56%)
       plan: ...
       >>> fn = sl.make_attention_fn("streaming", 4096)
       >>> sl.describe(fn) == sl.describe(fn.plan(4096)) == sl.describe("streaming", 4096)
@@ -117,46 +114,41 @@ def describe(
         scorer = scorer_of(subject)
         mask = subject if scorer is None else Causal()
         lengths = lengths_of(mask, q_len, kv_len, LONGEST)
-        _block(max(lengths), block)
         plan = make_plan(mask, *lengths, fwd_params=fwd_params, bwd_params=bwd_params)
         plans = {"selected" if isinstance(scorer, NSA) else "": Planned(plan, scorer)}
     else:
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, *_ in plans.values():
-            _block(max(lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)), block)
-    texts = {which: _text(found, size, block, devices) for which, found in plans.items()}
+            lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)
+    texts = {which: _text(planned, size, devices) for which, planned in plans.items()}
     notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
 
-def _block(length: int, block: int | None) -> int:
-    """The side of the blocks that are counted in a sequence of some length."""
-    least = -(-length // math.isqrt(_BLOCKS))
-    if block is None:
-        return max(BLOCK, 1 << (least - 1).bit_length())
-    if checked("block", block, Positive) < least:
-        raise ValueError(
-            f"block must be at least {least} for {length} tokens, where there would be too many, got {block}"
-        )
-    return block
-
-
-def _text(planned: Planned, size: int, block: int | None, devices: int) -> str:
+def _text(planned: Planned, size: int, devices: int) -> str:
     plan = planned.plan
-    side = _block(max(plan.q_len, plan.kv_len), block)
-    alone = "" if planned.scorer is None else ", if nothing is chosen"
-    sections = ["\n".join(_described(plan, h, size, side, alone)) for h in range(len(plan.masks))]
-    name, notes = serving(plan)
-    sections[-1] += f"\nruns here, in bfloat16 with heads of 128: {name!r}"
+    sections = ["\n".join(_described(planned, h, size)) for h in range(len(plan.masks))]
+    name, notes = serving(plan, jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE)
+    sections[-1] += f"\nruns here, {_setting(planned)}: {name!r}"
     text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
     if planned.scorer is not None:
         text += f"\n\n{_chosen(planned.scorer, planned)}"
     return text if devices == 1 else text + "\n\n" + "\n".join(_spread(planned, devices))
 
 
+def _setting(planned: Planned) -> str:
+    """The dtype and head size of a layer, and those that are assumed where it has none."""
+    dtype, size = planned.dtype, planned.head_size
+    if dtype and size:
+        return f"in {dtype} with heads of {size}"
+    if dtype:
+        return f"in {dtype}, assuming heads of {_HEAD_SIZE}"
+    return f"assuming {_DTYPE} with heads of {_HEAD_SIZE}"
+
+
 def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
-    plan, scorer, groups, token, _ = planned
+    plan, scorer, groups, token, *_ = planned
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if devices > length:
         raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")
@@ -246,33 +238,33 @@ def _chosen(scorer: Scorer, planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def _described(plan: Plan, h: int, size: int, block: int, alone: str) -> Iterator[str]:
-    """The lines about one mask of a plan; ``alone`` comes behind the saving."""
+def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
+    """The lines about one mask of a plan."""
+    plan = planned.plan
     mask, q_len, kv_len = plan.masks[h], plan.q_len, plan.kv_len
     if len(plan.masks) > 1:
         yield f"{heads(h, len(plan.masks))}:"
-    yield repr(mask)
+    yield shortened(repr(mask), FORMULA)
     yield picture(mask, q_len, kv_len, size=size)
     cell = cell_size(q_len, kv_len, size)
-    if cell > 1:
-        yield f"one cell = {cell} x {cell} tokens"
+    signs = f"a cell of {cell} x {cell} tokens: ■ all pairs allowed, ▪ some, · none" if cell > 1 else "■ allowed, · not"
+    yield f"rows are queries, columns keys; {signs}"
 
-    found = count(mask, q_len, kv_len)
-    square = min(q_len, kv_len)
-    total, lower = q_len * kv_len, square * (square + 1) // 2 + (q_len - square) * kv_len
-    share = f", {found.pairs / lower:.4%} of the causal pairs" if found.causal else ""
-    estimate = "" if found.looked_at is None else f" (estimated from {found.looked_at} pairs)"
-    yield f"allowed pairs: {found.pairs} of {total} ({found.pairs / total:.4%}){share}{estimate}"
-
-    rows, columns = -(-q_len // block), -(-kv_len // block)
-    inside = Reordered(mask, RowOrder(q_len), RowOrder(kv_len))  # nothing beyond the last token
-    kept = len(active_blocks(inside, rows, columns, block, block).rows)
-    yield f"blocks of {block} x {block} kept: {kept} of {rows * columns} ({kept / (rows * columns):.2%})"
+    counted = count(mask, q_len, kv_len)
+    pairs, total = counted.pairs, q_len * kv_len
+    share = f", {pairs / dense_pairs(plan, True):.4%} of the causal pairs" if counted.causal else ""
+    estimate = "" if counted.looked_at is None else f" (estimated from {counted.looked_at} pairs)"
+    yield f"allowed pairs: {pairs} of {total} ({pairs / total:.4%}){share}{estimate}"
 
     chain, candidates = plan.chains[h], plan.candidates[h]
-    yield f"plan: {len(chain)} pass{'' if len(chain) == 1 else 'es'}"
+    blocks = sum(link.fwd_blocks for link in chain)
+    sizes = f"{len(chain)} pass{'' if len(chain) == 1 else 'es'}, {blocks} block{'' if blocks == 1 else 's'}"
+    yield f"plan: {sizes}, {plan.share(h):.2%} of full attention's"
     for number, link in enumerate(chain, 1):
         yield f"  pass {number}: {link.orders}; {link.blocks}"
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
-    yield f"expected saving{alone}: {saving(plan, h, found.causal)}"
+    alone = "" if planned.scorer is None else ", if nothing is chosen"
+    yield f"expected saving{alone}: {saving(plan, h, counted.causal)}"
+    if planned.scorer is None:
+        yield from (f"  {line}" for line in advice(plan, h, counted))

@@ -1,17 +1,26 @@
 """What `describe` and `draw` are asked about: a mask with its lengths, or what has plans."""
 
 import functools
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ..masks.adapters import as_masks
+from ..masks.algebra import Mask
 from ..masks.options import Length, checked
 from ..ops.planning.communication import Token
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, as_scorer, scorer_of
 
 LONGEST = 1 << 20  # tokens that are planned in seconds, whatever the pattern
+_PACKAGE = __name__.partition(".")[0]
+_PATHS = 8  # most paths in a heading or an error
+_MASKS = Mask, Scorer
+# What holds no layers.
+_LEAVES = (str, bytes, int, float, complex, range, type, type(None), types.ModuleType, types.FunctionType)
 
 
 class Planned(NamedTuple):
@@ -22,6 +31,7 @@ class Planned(NamedTuple):
       scorer: that chooses blocks within it, if one does.
       groups: how many query heads share a key head.
       token: bytes of one token, if heads and their size are known.
+      dtype: the name of the dtype that it computes in, if it is known.
       head_size: features of a head, if they are known.
     """
 
@@ -29,64 +39,194 @@ class Planned(NamedTuple):
     scorer: Scorer | None = None
     groups: int = 1
     token: Token | None = None
+    dtype: str | None = None
     head_size: int | None = None
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
-    """The plans of what has some, by what is to be said of each: '', layers or branches; None of anything else."""
-    if not (hasattr(subject, "blocks") and hasattr(subject, "num_layers")):
+    """The plans of what has some, by what is to be said of each: '', layers, branches or paths; None of anything else.
+
+    A model of a user's own is searched: layers of this package and plans are found in fields, lists and dicts.
+    """
+    if isinstance(subject, (*_MASKS, str)):
+        return None
+    plans = _plans_of_ours(_unbound(subject))
+    return plans if plans is not None else _plans_by_path(subject)
+
+
+def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
+    """Those of a plan, attention function, layer, block or `SparseTransformer`."""
+    if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
+        subject = subject.func
+    if isinstance(subject, Plan):
+        return {"": Planned(subject)}
+    if not any(cls.__module__.partition(".")[0] == _PACKAGE for cls in type(subject).__mro__):
+        return None
+    if hasattr(subject, "blocks") and hasattr(subject, "num_layers"):
+        blocks = [_plans_of_ours(subject.blocks[layer % len(subject.blocks)]) for layer in range(subject.num_layers)]
+        return None if None in blocks else _grouped(dict(enumerate(blocks)), subject.num_layers)
+    attention = dict(_members(subject)).get("attention")  # that of a block
+    if attention is None:
         return _planned(subject)
-    turns: dict[tuple[tuple[str, Planned], ...], list[int]] = {}
-    for layer in range(subject.num_layers):
-        found = _planned(subject.blocks[layer % len(subject.blocks)])
-        if found is None:
-            return None
-        turns.setdefault(tuple(found.items()), []).append(layer)
+    return _planned(_unbound(attention), subject.features)
+
+
+def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
+    """Plans by the layers that have them, equal ones once."""
+    turns = _by_plans(layers)
     plans = {}
-    for found, layers in turns.items():
-        which = f"all {subject.num_layers} layers"
+    for branches, numbers in turns.items():
+        which = f"all {total} layers"
         if len(turns) > 1:
-            which = f"layers {', '.join(map(str, layers))} of {subject.num_layers}"
-        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in found}
+            which = f"layers {', '.join(map(str, numbers))} of {total}"
+        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in branches}
     return plans
 
 
-def _planned(subject: Any) -> dict[str, Planned] | None:
-    """Those of a layer by branch, '' if it has but one, of a block, an attention function or a plan; or None."""
-    if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
-        subject = subject.func
-    subject = getattr(subject, "attention", subject)  # that of a block
-    if isinstance(subject, Plan):
-        return {"": Planned(subject)}
+def _by_plans(entries: dict[Any, dict[str, Planned]]) -> dict[tuple[tuple[str, Planned], ...], list[Any]]:
+    """The keys of entries by their plans: equal plans have one list."""
+    turns: dict[tuple[tuple[str, Planned], ...], list[Any]] = {}
+    for key, plans in entries.items():
+        turns.setdefault(tuple(plans.items()), []).append(key)
+    return turns
+
+
+def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | None:
+    """Those of a layer by branch, '' if it has but one, or of an attention function; or None.
+
+    ``features`` are those of its inputs, if they are known.
+    """
     pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
     groups = subject.num_heads // key_heads if key_heads else 1
-    head_size = _head_size(subject)
-    token = _token(subject, head_size)
+    dtype, head_size = _dtype(subject), _head_size(subject, features)
+    settings = groups, _token(subject, dtype, head_size), dtype, head_size
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
         scorers = {"selected": pattern}
-        return {name: Planned(x, scorers.get(name), groups, token, head_size) for name, x in subject.plans.items()}
+        return {name: Planned(plan, scorers.get(name), *settings) for name, plan in subject.plans.items()}
     plan = getattr(subject, "plan", None)
     if callable(plan) and hasattr(subject, "seq_len"):  # an `AttentionFn`
         plan = plan(subject.seq_len)
     # A layer's function knows its scorer; of a Linen layer, the attributes say it.
     fn = getattr(getattr(subject, "attention_fn", None), "fn", subject)
     scorer = as_scorer(getattr(fn, "selection", None)) or scorer_of(pattern)
-    return {"": Planned(plan, scorer, groups, token, head_size)} if isinstance(plan, Plan) else None
+    return {"": Planned(plan, scorer, *settings)} if isinstance(plan, Plan) else None
 
 
-def _head_size(layer: Any) -> int | None:
+def _dtype(layer: Any) -> str | None:
+    """The dtype that a layer computes in; None of what has no parameters, and computes in that of its inputs."""
+    dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", None)
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+def _head_size(layer: Any, features: int | None) -> int | None:
     """Features of a layer's heads; None where these are not known before it has seen inputs."""
-    heads, size, features = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
+    heads, size, projected = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
+    features = projected or features
     return size or (features // heads if heads and features else None)
 
 
-def _token(layer: Any, size: int | None) -> Token | None:
+def _token(layer: Any, dtype: str | None, size: int | None) -> Token | None:
     """Bytes of one token of a layer's heads of a size, if both are known."""
     heads = getattr(layer, "num_heads", None)
     if not heads or not size:
         return None
-    dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", None) or jnp.float32
-    return Token.of(heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype).itemsize)
+    return Token.of(heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype or "float32").itemsize)
+
+
+# --- models of users' own --------------------------------------------------------------------------------------------
+
+
+def _plans_by_path(subject: Any) -> dict[str, Planned] | None:
+    """The plans in a model's fields by their paths, equal ones once; None if there are none."""
+    layers = {path: plans for path, _, plans in _walk(subject) if plans is not None}
+    plans = {}
+    for branches, paths in _by_plans(layers).items():
+        which = ", ".join(paths[:_PATHS]) + f" and {len(paths) - _PATHS} more" * (len(paths) > _PATHS)
+        plans |= {", ".join(filter(None, (which, branch))): planned for branch, planned in branches}
+    return plans or None
+
+
+def _walk(subject: Any) -> Iterator[tuple[str, Any, dict[str, Planned] | None]]:
+    """Visits an object and all in its fields, lists and dicts, but for what lies within layers of this package.
+
+    Yields:
+      (path, object, its plans if it is of this package), objects once.
+    """
+    visited, stack = {}, [("", subject)]
+    while stack:
+        path, value = stack.pop()
+        if _is_array(type(value)) or isinstance(value, _LEAVES) or id(value) in visited:
+            continue
+        visited[id(value)] = value  # kept, so that no other object gets its id
+        value = _unbound(value)
+        plans = None if isinstance(value, _MASKS) else _plans_of_ours(value)
+        yield path, value, plans
+        if plans is None and not isinstance(value, _MASKS):
+            members = [
+                (f"{path}.{name}" if path and name[0] != "[" else path + name, member)
+                for name, member in _members(value)
+            ]
+            stack += reversed(members)
+
+
+def _is_array(kind: type) -> bool:
+    """True for arrays, and for variables of NNX around them; asks no property of an object."""
+    return hasattr(kind, "shape") and (hasattr(kind, "dtype") or hasattr(kind, "get_raw_value"))
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, by the path from it: entries of a dict or sequence, or fields."""
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", member) for key, member in value.items())
+    elif isinstance(value, Sequence):
+        yield from ((f"[{i}]", member) for i, member in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    else:
+        fields = dict(vars(_set_up(value))) if hasattr(value, "__dict__") else {}
+        slots = (name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()))
+        fields |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        hidden = ("_", "scope") if _is_linen(value) else ("__", "_pytree__")  # how Flax keeps its books
+        yield from ((name, member) for name, member in fields.items() if not name.startswith(hidden))
+
+
+def _is_linen(value: Any) -> bool:
+    return all(hasattr(type(value), name) for name in ("setup", "bind", "clone", "apply"))
+
+
+def _unbound(value: Any) -> Any:
+    """A module of Linen without the call that made it; all else as it is."""
+    return value.clone(parent=None) if _is_linen(value) else value
+
+
+def _set_up(value: Any) -> Any:
+    """A module of Linen with the modules that its ``setup`` makes; all else as it is."""
+    if not _is_linen(value):
+        return value
+    modules = []
+
+    def set_up():
+        modules.append(_unbound(value).bind({}, rngs={"params": jax.random.key(0)}, mutable=True))
+        hasattr(modules[0], "_")  # Linen calls setup where an attribute is missing
+
+    jax.eval_shape(set_up)  # parameters are not made
+    return modules[0]
+
+
+def _looked_at(subject: Any) -> str:
+    """The paths and types of what `_walk` visits, for an error."""
+    visited = [(path, value) for path, value, _ in _walk(subject) if path]
+    names = [f"{path} ({type(value).__name__})" for path, value in visited[:_PATHS]]
+    more = f" and {len(visited) - _PATHS} more" * (len(visited) > _PATHS)
+    text = f"; looked at {', '.join(names)}{more}" if names else "; it has no fields to look at"
+    if any(isinstance(value, Mask) for _, value in visited):
+        text += "; a mask needs a length, describe(mask, q_len)"
+    if any(_is_linen(value) for value in (subject, *(value for _, value in visited))):
+        text += "; layers that a Linen module makes in @nn.compact exist in calls only: describe one by itself"
+    return text
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
@@ -100,8 +240,10 @@ def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> t
         try:
             as_masks(mask)
         except TypeError:
-            kind = type(mask).__name__
-            raise TypeError(f"subject must be a mask, or what has a Plan (a layer, a model), got {kind}") from None
+            raise TypeError(
+                "subject must be a mask, or a Plan, layer or model, or hold such in fields, lists or dicts, got "
+                f"{type(mask).__name__}{_looked_at(mask)}"
+            ) from None
         raise ValueError("q_len must be an integer >= 1 with a mask, which has no length of its own, got None")
     lengths = {"q_len": q_len, "kv_len": q_len if kv_len is None else kv_len}
     for name, length in lengths.items():

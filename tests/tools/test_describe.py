@@ -14,17 +14,75 @@ from tests.tools.cases import MASKS, expected_cells
 SMALL = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
 
 
+def plain(text):
+    """A description without the dtype and head size, which differ by what is described."""
+    return re.sub("runs here, .*:", "runs here:", text)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_describe_counts_pairs_and_blocks(name):
+    """One number of blocks: that of the plan's passes."""
     mask, length = MASKS[name], 150
     dense = mask.dense(length)
-    lines = sl.describe(mask, length, block=16).split("\n")
+    lines = sl.describe(mask, length, fwd_params=SMALL).split("\n")
     pairs = next(line for line in lines if line.startswith("allowed pairs"))
     assert pairs.startswith(f"allowed pairs: {dense.sum()} of {length**2} ({dense.mean():.4%})")
     assert ("of the causal pairs" in pairs) == (not np.any(np.triu(dense, 1)))
-    kept = np.count_nonzero(expected_cells(mask, length, length, 16))
-    assert any(line.startswith(f"blocks of 16 x 16 kept: {kept} of 100 ") for line in lines)
+    (plan,) = [line for line in lines if line.startswith("plan: ")]
+    count, share = re.search(r", (\d+) blocks?, ([\d.]+)% of full attention's$", plan).groups()
+    passes = [int(re.search(r"; (\d+) of", line)[1]) for line in lines if line.startswith("  pass ")]
+    assert int(count) == sum(passes)
+    (chain,) = sl.make_plan(mask, length, fwd_params=SMALL).chains
+    every = [(-(-length // link.fwd_shape[0])) * (-(-length // link.fwd_shape[1])) for link in chain]
+    expected = sum(link.fwd_blocks / blocks for link, blocks in zip(chain, every, strict=True))
+    assert float(share) == pytest.approx(100 * expected, abs=0.01)
+    if [link.orders for link in chain] == ["natural order"]:
+        assert int(count) == np.count_nonzero(expected_cells(mask, length, length, 16))
+    assert not any(
+        "blocks" in line for line in lines if not line.startswith(("plan: ", "  pass ", "  nothing", "  try"))
+    )
     assert sl.picture(mask, length) in "\n".join(lines)
+
+
+def test_describe_explains_its_signs():
+    for length, signs in (
+        (4, "■ allowed, · not"),
+        (1000, "a cell of 32 x 32 tokens: ■ all pairs allowed, ▪ some, · none"),
+    ):
+        lines = sl.describe(sl.Causal(), length).split("\n")
+        assert (
+            lines.index(f"rows are queries, columns keys; {signs}")
+            == 1 + sl.picture(sl.Causal(), length).count("\n") + 1
+        )
+
+
+@pytest.mark.parametrize(
+    "subject, setting",
+    [
+        (sl.Causal(), "assuming bfloat16 with heads of 128"),
+        (sl.make_attention_fn("causal", 64), "assuming bfloat16 with heads of 128"),
+        (linen.SparseSelfAttention(2, pattern="causal", seq_len=64), "in float32, assuming heads of 128"),
+        (
+            linen.SparseSelfAttention(2, pattern="causal", seq_len=64, dtype="float16", head_dim=32),
+            "in float16 with heads of 32",
+        ),
+        (linen.SparseTransformerBlock(4, 64, pattern="causal", seq_len=64), "in float32 with heads of 16"),
+        (linen.NativeSparseAttention(4, head_dim=16, dtype="bfloat16", seq_len=64), "in bfloat16 with heads of 16"),
+    ],
+)
+def test_describe_says_dtype_and_head_size(subject, setting, monkeypatch):
+    asked = []
+
+    def serving(plan, dtype, head_size):
+        asked.append(f"{dtype} {head_size}")
+        return "xla", []
+
+    monkeypatch.setattr("sparse_layers.tools.describe.serving", serving)
+    text = sl.describe(subject, 64) if isinstance(subject, sl.Mask) else sl.describe(subject)
+    said = re.findall("^runs here, (.*): 'xla'$", text, re.M)
+    assert said and set(said) == {setting}
+    dtype, size = re.search(r"(\w*float\w*).* (\d+)$", setting).groups()
+    assert set(asked) == {f"{dtype} {size}"}
 
 
 @pytest.mark.parametrize("length", [100, 300])
@@ -38,7 +96,7 @@ def test_describe_says_what_a_scorer_chooses(length):
         linen.SparseSelfAttention(2, pattern="causal", selection=scorer, seq_len=length),
         sl.make_attention_fn(scorer, length),
     ]
-    texts = {sl.describe(layer, size=4) for layer in layers} | {sl.describe(scorer, length, size=4)}
+    texts = {plain(sl.describe(layer, size=4)) for layer in layers} | {plain(sl.describe(scorer, length, size=4))}
     assert len(texts) == 1
     text = texts.pop()
     assert f"chosen at run time: {scorer!r}" in text and "expected saving, if nothing is chosen: 1.0 times" in text
@@ -93,7 +151,8 @@ def test_describe_reports_the_plan():
     mask = sl.preset("sparse_transformer_strided")
     plan = sl.make_plan(mask, 4096)
     text = sl.describe(mask, 4096)
-    assert "plan: 2 passes" in text and len(plan.chains[0]) == 2
+    assert "plan: 2 passes, 95 blocks, 9.28% of full attention's" in text and len(plan.chains[0]) == 2
+    assert f"{plan.share(0):.2%}" == "9.28%" and "9.3% of what dense attention computes" in repr(plan)
     for link in plan.chains[0]:
         assert f"{link.q_order}; {link.fwd_blocks} of 1024 blocks of 128 x 128" in text
     (chosen, cost), *others = plan.candidates[0]
@@ -104,7 +163,7 @@ def test_describe_reports_the_plan():
     assert "1.0 times less work than causal attention" in sl.describe(sl.Causal(), 500)
     assert "1.0 times less work than full attention" in sl.describe(sl.Full(), 500)
     other = sl.describe(mask, 4096, fwd_params=sl.FwdParams(q_blocksize=64, kv_blocksize=64))
-    assert "blocks of 64 x 64" in other and "blocks of 128 x 128 kept" in other
+    assert "blocks of 64 x 64" in other and "128 x 128" not in other.partition("plan: ")[2]
 
 
 def test_describe_estimates_what_it_cannot_count():
@@ -116,9 +175,10 @@ def test_describe_estimates_what_it_cannot_count():
 
 
 def test_describe_of_other_keys_than_queries():
-    text = sl.describe(sl.Causal(), 100, 300, block=50)
+    blocks = sl.FwdParams(q_blocksize=64, kv_blocksize=64)
+    text = sl.describe(sl.Causal(), 100, 300, fwd_params=blocks)
     assert "allowed pairs: 5050 of 30000 (16.8333%), 100.0000% of the causal pairs" in text
-    assert "blocks of 50 x 50 kept: 3 of 12 (25.00%)" in text and "1.0 times less work than causal" in text
+    assert "plan: 1 pass, 3 blocks, 30.00% of full attention's" in text and "1.0 times less work than causal" in text
     assert sl.picture(sl.Causal(), 100, 300) in text
 
 
@@ -132,8 +192,8 @@ def test_describe_of_layers():
     own = sl.describe(sl.Causal(), 64)
     layer = linen.SparseSelfAttention(2, pattern="causal", seq_len=64)
     block = linen.SparseTransformerBlock(2, 8, pattern="causal", seq_len=64)
-    assert sl.describe(layer) == sl.describe(block) == own
-    assert sl.describe(layer, size=4, block=16) == sl.describe(sl.Causal(), 64, size=4, block=16)
+    assert plain(sl.describe(layer)) == plain(sl.describe(block)) == plain(own)
+    assert plain(sl.describe(layer, size=4)) == plain(sl.describe(sl.Causal(), 64, size=4))
 
 
 def test_describe_reckons_with_the_grouped_heads_of_a_layer():
@@ -214,7 +274,8 @@ def test_devices_in_the_documentation():
 
 def test_describe_of_models():
     patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
-    texts = [sl.describe(pattern, 16) for pattern in patterns]
+    setting = "in float32 with heads of 2"
+    texts = [sl.describe(pattern, 16).replace("assuming bfloat16 with heads of 128", setting) for pattern in patterns]
 
     def model(*layers, **options):
         return nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, *layers, seq_len=16, rngs=nnx.Rngs(0), **options))
@@ -235,7 +296,6 @@ def test_describe_by_head_and_of_nothing():
     "arguments, message",
     [
         (dict(q_len=0), "q_len must be an integer >= 1, got 0"),
-        (dict(q_len=4, block=0), "block must be an integer >= 1, got 0"),
         (dict(q_len=4, size=0), "size must be an integer >= 1, got 0"),
         (dict(q_len=64, devices=1000), "devices must be at most 64, the tokens that they share, got 1000"),
     ],
@@ -243,3 +303,13 @@ def test_describe_by_head_and_of_nothing():
 def test_describe_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         sl.describe(sl.Causal(), **arguments)
+
+
+def test_describe_cuts_long_formulas():
+    mask = sl.Causal()
+    for n in range(40):
+        mask = mask & ~sl.Columns(97, n, n + 1)
+    for text in (sl.describe(mask, 64), repr(sl.make_plan(mask, 64))):
+        assert repr(mask)[:197] + "..." in text and repr(mask)[:198] not in text
+    array = sl.Array(np.tri(64, dtype=bool)) & sl.Window(7)
+    assert sl.describe(array, 64).startswith("Array(array=bool[64, 64]) & Window(left=7, right=0)\n")

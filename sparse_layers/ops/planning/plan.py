@@ -24,6 +24,7 @@ from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
+from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, answers_now
 from .lists import grid_shape
@@ -125,12 +126,15 @@ class Plan:
 
     def __repr__(self):
         lines = [f"Plan of {self.q_len} queries x {self.kv_len} keys for {self.implementation!r}"]
-        for mask, chain in zip(self.masks, self.chains, strict=True):
-            dense = (-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in chain)
-            share = sum(one.fwd_blocks / blocks for one, blocks in zip(chain, dense, strict=True))
-            lines.append(f"{mask!r}: {share:.1%} of what dense attention computes")
+        for h, (mask, chain) in enumerate(zip(self.masks, self.chains, strict=True)):
+            lines.append(f"{shortened(repr(mask), FORMULA)}: {self.share(h):.1%} of what dense attention computes")
             lines += [f"  {one.orders}: {one.blocks}" for one in chain]
         return "\n".join(lines)
+
+    def share(self, h: int) -> float:
+        """The share of the blocks of full attention that the forward passes of mask h compute."""
+        dense = (-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in self.chains[h])
+        return sum(one.fwd_blocks / blocks for one, blocks in zip(self.chains[h], dense, strict=True))
 
     @functools.cached_property
     def sees_itself(self) -> bool:

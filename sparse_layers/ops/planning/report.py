@@ -6,14 +6,14 @@ import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL
 from ...masks.counting import count
-from ...masks.pictures import shortened, svg
+from ...masks.pictures import FORMULA, shortened, svg
 from ...masks.primitives import Causal, Full
 from .lists import static_candidates
 from .plan import Pass, Plan, make_plan
 
-# Of a plan in a notebook: most masks, most cells on a side of a picture, most characters of a formula, and most pairs
-# looked at to find out whether a mask is causal.
-_MASKS, _SIDE, _TITLE, _LOOKS = 8, 48, 200, 1 << 22
+# Of a plan in a notebook: most masks, most cells on a side of a picture, and most pairs looked at to find out whether a
+# mask is causal.
+_MASKS, _SIDE, _LOOKS = 8, 48, 1 << 22
 
 
 def heads(h: int, period: int) -> str:
@@ -21,12 +21,24 @@ def heads(h: int, period: int) -> str:
     return "all heads" if period == 1 else f"heads {h}, {h + period}, ..."
 
 
-def saving(plan: Plan, h: int, causal: bool) -> str:
-    """How much less work a mask's chain is than attention to all keys, or to all up to the query if it is causal."""
-    whole, kind = (Causal(), "causal") if causal else (Full(), "full")
+def dense_plan(plan: Plan, is_causal: bool) -> tuple[Plan, str]:
+    """The plan of causal or full attention at a plan's lengths, with its settings; and which, "causal" or "full"."""
     options = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params, "implementation": plan.implementation}
-    dense = make_plan(whole, plan.q_len, plan.kv_len, **options).candidates[0][0][1]
-    cost = plan.candidates[h][0][1]
+    mask, kind = (Causal(), "causal") if is_causal else (Full(), "full")
+    return make_plan(mask, plan.q_len, plan.kv_len, **options), kind
+
+
+def dense_pairs(plan: Plan, is_causal: bool) -> int:
+    """The pairs that causal or full attention allows at a plan's lengths."""
+    square = min(plan.q_len, plan.kv_len)
+    later = (plan.q_len - square) * plan.kv_len  # of queries beyond the last key
+    return square * (square + 1) // 2 + later if is_causal else plan.q_len * plan.kv_len
+
+
+def saving(plan: Plan, h: int, is_causal: bool) -> str:
+    """How much less work a mask's chain is than attention to all keys, or to all up to the query if it is causal."""
+    reference, kind = dense_plan(plan, is_causal)
+    dense, cost = reference.candidates[0][0][1], plan.candidates[h][0][1]
     text = f"{dense / cost:.1f} times less work than {kind} attention" if cost else "nothing to compute"
     return f"{text} (cost {cost:.3g} against {dense:.3g} pairs)"
 
@@ -50,7 +62,7 @@ def as_html(plan: Plan) -> str:
     """
     lines = []
     for h, mask in enumerate(plan.masks[:_MASKS]):
-        formula = html.escape(shortened(repr(mask), _TITLE))
+        formula = html.escape(shortened(repr(mask), FORMULA))
         causal = count(mask, plan.q_len, plan.kv_len, _LOOKS).causal
         title = f"{heads(h, len(plan.masks))}: <code>{formula}</code><br>{saving(plan, h, causal)}"
         lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')
