@@ -19,7 +19,7 @@ class Windows:
     Args:
       ids: int32 [N], the text's tokens.
       length: tokens that the model reads.
-      prefix: what its tokenizer puts before every text; each window begins with it.
+      prefix: the special tokens that its tokenizer puts before every text; each window begins with them.
 
     Raises:
       Refusal: the text has no such window.
@@ -53,7 +53,9 @@ def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, W
     """The windows to train on and the held-out ones, of different files of a folder or parts of a file.
 
     Args:
-      folder: of the model. With a ``tokenizer.json`` tokens are that tokenizer's; without one they are bytes.
+      folder: of the model. With a ``tokenizer.json`` tokens are that tokenizer's; without one they are bytes. A text is
+        tokenized as a whole, whatever the file says of truncation and padding. Of special tokens that the tokenizer adds,
+        those before a text begin each window; those after it are left out.
       path: as of `data.load`: a file or a folder of text in UTF-8, or "" for this Python's standard library. Of each
         side the first 16 MiB are taken.
       length: tokens that the model reads at once.
@@ -78,10 +80,14 @@ def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, W
     except ImportError as error:
         raise Refusal(f"{file}: to read it, pip install tokenizers") from error
     tokenizer = Tokenizer.from_file(str(file))
-    prefix = tuple(tokenizer.encode("").ids)
+    # Such files keep how their tokenizer was used last: inputs cut to 512 tokens, or padded.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
     def windows(side: np.ndarray) -> Windows:
-        text = side.tobytes().decode(errors="replace")
-        return Windows(np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32), length, prefix)
+        encoded = tokenizer.encode(side.tobytes().decode(errors="replace"))
+        ids, added = np.array(encoded.ids, np.int32), np.array(encoded.special_tokens_mask, bool)
+        begin = int(added.argmin()) if added.size else 0
+        return Windows(ids[~added], length, tuple(ids[:begin].tolist()))
 
     return windows(sides[0]), windows(sides[1])
