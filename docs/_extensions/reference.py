@@ -19,7 +19,7 @@ class _Named:
 
 def _default(value: Any, names: dict[str, Any]) -> Any:
     """A default whose repr can be read; ``names`` are those of the modules that a class is written in."""
-    if not repr(value).startswith("<"):
+    if value is inspect.Parameter.empty or not repr(value).startswith("<"):
         return value
     if isinstance(value, type):
         return _Named(f"{value.__module__.replace('jax.numpy', 'jnp')}.{value.__qualname__}")
@@ -46,7 +46,7 @@ def _signature(app, what, name, obj, options, signature, returns):
 def _property(app, what, name, obj, options, lines):
     """Lets Napoleon take no text before a colon for the type of a property."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]  # an empty comment: it has no colon, and is not shown
 
 
 def setup(app: Any) -> dict[str, bool]:
