@@ -24,7 +24,7 @@ def _default(value: Any, names: dict[str, Any]) -> Any:
     if isinstance(value, type):
         return _Named(f"{value.__module__.replace('jax.numpy', 'jnp')}.{value.__qualname__}")
     names = names | vars(jax.nn.initializers)
-    return _Named(next(name for name, other in names.items() if other is value))
+    return _Named(next(name for name, named in names.items() if named is value))
 
 
 def _signature(app, what, name, obj, options, signature, returns):

@@ -67,9 +67,11 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
     """
     blocks = _blocks(model)
     layers = [_layer_settings(number, block) for number, block in enumerate(blocks)]
-    odd = [i for i, layer in enumerate(layers) if layer != layers[0]]
-    if odd:
-        raise ValueError(f"model: layers must be alike but for patterns and rope, layer {odd[0]} is not as layer 0")
+    differing = [i for i, layer in enumerate(layers) if layer != layers[0]]
+    if differing:
+        raise ValueError(
+            f"model: layers must be alike but for patterns and rope, layer {differing[0]} is not as layer 0"
+        )
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
     tables = (("learned", model.position_embedding), ("row_column", model.row_embedding), ("rope", ropes[0]))
     epsilons = {*layers[0].pop("norm_epsilon"), model.final_norm.epsilon}
@@ -138,10 +140,11 @@ def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The first setting that differs, in words; rotary embeddings have no longest input."""
     for name, value in ours.items():
-        other = theirs[name]
-        near = isinstance(value, float) and isinstance(other, float) and math.isclose(value, other)
-        if value != other and not near and not (name == "seq_len" and ours["positions"] == "rope"):
-            shown = [sorted(x) if isinstance(x, frozenset) else x for x in (value, other)]
+        config_value = theirs[name]
+        floats = isinstance(value, float) and isinstance(config_value, float)
+        is_close = floats and math.isclose(value, config_value)
+        if value != config_value and not is_close and not (name == "seq_len" and ours["positions"] == "rope"):
+            shown = [sorted(x) if isinstance(x, frozenset) else x for x in (value, config_value)]
             return f"{name}, {shown[0]!r} in the model and {shown[1]!r} in config.json"
     return ""
 
@@ -152,8 +155,8 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 def unwritten(model: SparseTransformer, settings: Mapping[str, Any]) -> list[int]:
     """The layers whose patterns are not those of a configuration."""
     patterns = settings["patterns"]
-    said = [_width(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
-    return [layer for layer, width in enumerate(_widths(model)) if width != said[layer]]
+    in_config = [_width(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
+    return [layer for layer, width in enumerate(_widths(model)) if width != in_config[layer]]
 
 
 def _widths(model: SparseTransformer) -> list[float | None]:
@@ -166,14 +169,14 @@ def _width(mask: Any) -> float | None:
     """The window of one mask, see `_widths`."""
     terms = [mask.left, mask.right] if isinstance(mask, And) else [mask]
     windows = [term for term in terms if isinstance(term, Window)]
-    others = [term for term in terms if not isinstance(term, Window)]
-    if any(other != Causal() for other in others) or len(windows) > 1:
+    rest = [term for term in terms if not isinstance(term, Window)]
+    if any(term != Causal() for term in rest) or len(windows) > 1:
         return None
     if not windows:
         return math.inf
     (window,) = windows
     size = math.inf if window.left is None else window.left + 1
-    return size if others or window.right == 0 else None
+    return size if rest or window.right == 0 else None
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -200,7 +203,7 @@ def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict
             "activation_function": "gelu_new",
             "layer_norm_epsilon": ours["norm_epsilon"],
         }
-    said_by = {"attention_bias": "out" in ours["use_bias"], "mlp_bias": "mlp" in ours["use_bias"]}
+    biases = {"attention_bias": "out" in ours["use_bias"], "mlp_bias": "mlp" in ours["use_bias"]}
     words = common | {
         "hidden_size": ours["features"],
         "intermediate_size": ours["mlp_features"],
@@ -211,7 +214,7 @@ def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict
         "max_position_embeddings": ours["seq_len"],
         "rms_norm_eps": ours["norm_epsilon"],
         "hidden_activation" if family.from_one else "hidden_act": "gelu_pytorch_tanh" if family.from_one else "silu",
-        **{word: said_by[word] for word in _BIASES.get(name, ())},
+        **{word: biases[word] for word in _BIASES.get(name, ())},
     }
     if family.from_one:
         scalar = ours["scale"] ** -2

@@ -78,9 +78,9 @@ def to_huggingface(
     _, settings = described(Config(path / "config.json", words))
     params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     places = places_of(model, family, family.prefix, settings["seq_len"])
-    odd = [at for at in params if at not in places or params[at].dtype.name not in _DTYPES]
-    if odd:
-        raise ValueError(f"model: such files hold no {'.'.join(map(str, odd[0]))} of {params[odd[0]].dtype}")
+    unnamed = [at for at in params if at not in places or params[at].dtype.name not in _DTYPES]
+    if unnamed:
+        raise ValueError(f"model: such files hold no {'.'.join(map(str, unnamed[0]))} of {params[unnamed[0]].dtype}")
     layers = unwritten(model, settings)
     if layers:
         pattern = model.blocks[layers[0] % len(model.blocks)].attention.pattern

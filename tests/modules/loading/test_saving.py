@@ -77,17 +77,17 @@ def test_scanned_layers_and_other_dtypes(tmp_path):
     assert (written["eos_token_id"], written["dtype"]) == (3, "float32")
 
 
-NEAR = sl.preset("sliding_window", window=8)
+WINDOW_OF_8 = sl.preset("sliding_window", window=8)
 
 
 WINDOWS = [
-    ("qwen2", (NEAR, NEAR, "causal")),
-    ("qwen3", (sl.Causal(), NEAR)),
+    ("qwen2", (WINDOW_OF_8, WINDOW_OF_8, "causal")),
+    ("qwen3", (sl.Causal(), WINDOW_OF_8)),
     ("gemma2", "causal"),
     ("gemma3_text", (sl.Window(3), "sliding_window:window=4", "all")),
     ("mistral", "causal"),
     ("mistral", sl.Causal() & sl.Window(6, 3)),
-    ("llama", NEAR),  # written as a Mistral
+    ("llama", WINDOW_OF_8),  # written as a Mistral
 ]
 
 
@@ -102,12 +102,12 @@ def test_windows_are_in_the_configuration(name, patterns, tmp_path):
 
 
 UNWRITTEN = [
-    ("llama", (NEAR, "causal"), 2),
+    ("llama", (WINDOW_OF_8, "causal"), 2),
     ("qwen3", ("causal", "strided:local_attn_ctx=8"), 1),
     ("gemma3_text", "strided:local_attn_ctx=8", 3),
     ("olmo2", ("all", "moba:block=16,count=2"), 1),
-    ("gpt2", (("causal", NEAR),), 3),
-    ("qwen2", (NEAR, "sliding_window:window=4", "causal"), 2),
+    ("gpt2", (("causal", WINDOW_OF_8),), 3),
+    ("qwen2", (WINDOW_OF_8, "sliding_window:window=4", "causal"), 2),
 ]
 
 
@@ -127,9 +127,9 @@ def test_models_that_were_not_loaded(tmp_path):
     gpt2 = {"positions": "learned", "mlp": "gelu_tanh", "seq_len": 60, "tie_embeddings": True}
     cases = {
         "llama": rope | {"rope": sl.Rope(5e4, scaling=sl.Llama3Scaling(4.0, 64)), "use_bias": ("mlp",)},
-        "mistral": rope | {"patterns": NEAR},
+        "mistral": rope | {"patterns": WINDOW_OF_8},
         "qwen2": rope | {"use_bias": ("query", "key", "value"), "rope": sl.Rope(scaling=sl.YarnScaling(2.0, 32))},
-        "qwen3": rope | {"normalize_qk": True, "patterns": (NEAR, "causal")},
+        "qwen3": rope | {"normalize_qk": True, "patterns": (WINDOW_OF_8, "causal")},
         "olmo2": rope | {"normalize_qk": "rms_joint", "norm_placement": "post"},
         "gpt2": gpt2 | {"norm_epsilon": 1e-5},
     }
