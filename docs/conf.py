@@ -1,6 +1,5 @@
 """How the site is built: `make docs`."""
 
-import inspect
 import os
 import pathlib
 import sys
@@ -18,6 +17,7 @@ extensions = [
     "explorer",
     "gallery",
     "pages",
+    "reference",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
@@ -36,7 +36,9 @@ myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the texts say shapes and dtypes
-napoleon_numpy_docstring, napoleon_use_rtype, napoleon_use_ivar = False, False, True
+napoleon_numpy_docstring, napoleon_use_rtype = False, False
+# Otherwise only one of the names before a colon is shown, and the rest as its type.
+napoleon_custom_sections = [("Attributes", "params_style")]
 # Notebooks run in each build, and one that fails ends it.
 nb_execution_mode, nb_execution_raise_on_error, nb_execution_timeout = "force", True, 300
 nb_merge_streams = True
@@ -48,17 +50,3 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 # Parts of other pages.
 exclude_patterns = ["_build", "generated/gallery.md", "generated/readme.md"]
-
-
-def _signature(app, what, name, obj, options, signature, returns):
-    """Arguments of a class as its ``__init__`` says them: metaclasses, as those of Flax, tell nothing of them."""
-    if what != "class" or "__init__" not in vars(obj) or "**kwargs" not in (signature or ""):
-        return None
-    _, *parameters = inspect.signature(obj.__init__).parameters.values()
-    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    return str(inspect.Signature(plain)), None
-
-
-def setup(app):
-    """Sphinx asks for it."""
-    app.connect("autodoc-process-signature", _signature)

@@ -1,10 +1,15 @@
 """The built site in a browser: ``make test-docs``, where there is a Chromium (Debian: ``apt-get install chromium``)."""
 
+import html
+import inspect
 import pathlib
+import re
 import shutil
 
 import pytest
 from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports] (of the extra docs)
+
+import sparse_layers as sl
 
 SITE = pathlib.Path(__file__).parent / "_build" / "html"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html"))
@@ -71,3 +76,39 @@ def test_a_query_that_sees_nothing(page):
     page.goto((SITE / "explorer.html").as_uri() + "#compose one&nothing near&nothing far&4096&64")
     assert page.locator("#explorer-pairs").inner_text() == "Such a query sees nothing."
     assert page.locator("#explorer-picture").inner_html() == ""
+
+
+REFERENCE = [name for name in PAGES if name.startswith("api/")]
+PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2013", "''\"\"-", "`")  # quotes and dashes of the pages
+
+
+def words(text):
+    return " ".join(text.translate(PLAIN).split())
+
+
+def reference():
+    pages = [(SITE / name).read_text(encoding="utf-8") for name in REFERENCE]
+    return words(" ".join(html.unescape(re.sub("<[^>]+>", "", page)) for page in pages))
+
+
+def test_signatures_have_no_addresses():
+    assert "kernel_init=default_kernel_init" in reference() and "dtype=jnp.float32" in reference()
+    assert not re.findall(r"<[\w. ]+(?: at 0x\w+| object|'[^']*')>| at 0x", reference())
+
+
+def test_attributes_and_properties_are_whole():
+    seen, attributes, properties = reference(), [], []
+    for name in (name for name in dir(sl) if name[0] != "_" and not inspect.ismodule(getattr(sl, name))):
+        doc = inspect.getdoc(getattr(sl, name)) or ""
+        section = re.search(r"^Attributes:\n((?:  .*\n|\n)*)", doc + "\n", re.M)
+        attributes += re.findall(r"^  (\w[\w, ]*): (.*)", section[1], re.M) if section else []
+        if inspect.isclass(getattr(sl, name)):
+            members = vars(getattr(sl, name)).items()
+            properties += [
+                x.__doc__ for member, x in members if isinstance(x, property) and member[0] != "_" and x.__doc__
+            ]
+    assert len(attributes) > 30 and len(properties) > 5
+    for names, text in attributes:
+        assert f"{names} - {words(text)}" in seen
+    for text in properties:
+        assert words(text.partition("\n\n")[0]) in seen

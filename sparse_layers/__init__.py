@@ -56,6 +56,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import from_nnx as from_nnx
     from .modules import generate as generate
     from .modules import make_attention_fn as make_attention_fn
+    from .modules import to_huggingface as to_huggingface
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.attention import implementations as implementations
     from .ops.decoding.cache import KVCache as KVCache
@@ -107,6 +108,7 @@ _AT_FIRST_USE = {
         "from_nnx",
         "generate",
         "make_attention_fn",
+        "to_huggingface",
     ),
     "ops.attention": ("block_sparse_attention", "implementations"),
     "ops.decoding.cache": ("KVCache",),

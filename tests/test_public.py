@@ -1,4 +1,5 @@
 import ast
+import importlib
 import inspect
 import pathlib
 import pickle
@@ -98,3 +99,11 @@ def test_documentation(name):
     for parameter in parameters(thing):
         assert re.search(rf"^\s+(\w+, )*\**{parameter}(, \w+)*: ", documented, re.M), f"{parameter} is not documented"
     assert "raise ValueError" not in inspect.getsource(thing) or "Raises:" in documented
+
+
+@pytest.mark.parametrize("name", [*sorted(PUBLIC), "linen", "haiku"])
+def test_examples_come_in_by_the_public_door(name):
+    thing = PUBLIC[name] if name in PUBLIC else importlib.import_module(f"sparse_layers.{name}")
+    parts = [thing, *(value for member, value in inspect.getmembers(thing) if not member.startswith("__"))]
+    text = "\n".join(part.__doc__ or "" for part in parts)
+    assert not re.findall(r"(?:>>>|\.\.\.) .*\bsparse_layers\.(?!linen|haiku)\w+.*", text)

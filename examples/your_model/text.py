@@ -19,7 +19,7 @@ class Windows:
     Args:
       ids: int32 [N], the text's tokens.
       length: tokens that the model reads.
-      prefix: what its tokenizer puts before every text; each window begins with it.
+      prefix: the special tokens that its tokenizer puts before every text; each window begins with them.
 
     Raises:
       Refusal: the text has no such window.
@@ -53,7 +53,9 @@ def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, W
     """The windows to train on and the held-out ones, of different files of a folder or parts of a file.
 
     Args:
-      folder: of the model. With a ``tokenizer.json`` tokens are that tokenizer's; without one they are bytes.
+      folder: of the model. With a ``tokenizer.json`` tokens are that tokenizer's; without one they are bytes. A text
+        is tokenized as a whole, whatever the file says of truncation and padding. Of special tokens that the tokenizer
+        adds, those before a text begin each window; those after it are left out.
       path: as of `data.load`: a file or a folder of text in UTF-8, or "" for this Python's standard library. Of each
         side the first 16 MiB are taken.
       length: tokens that the model reads at once.
@@ -64,24 +66,38 @@ def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, W
       FileNotFoundError, ValueError: there is no config.json, or none of that format.
     """
     folder = pathlib.Path(folder)
-    corpus = data.load(path, length)
-    sides = [text.read(0, min(text.size, _LIMIT)) for text in (corpus.train, corpus.heldout)]
     file = folder / "tokenizer.json"
     if not file.is_file():
         vocab_size = Config(folder / "config.json").size("vocab_size")
         if vocab_size not in _BYTES:
             raise Refusal(f"{folder}: there is no tokenizer.json, and a vocabulary of {vocab_size} tokens is not bytes")
-        train, heldout = (Windows(side.astype(np.int32), length) for side in sides)
-        return train, heldout
+        return load_bytes(path, length)
     try:
         from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise Refusal(f"{file}: to read it, pip install tokenizers") from error
     tokenizer = Tokenizer.from_file(str(file))
-    prefix = tuple(tokenizer.encode("").ids)
+    # Such files keep how their tokenizer was used last: inputs cut to 512 tokens, or padded.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
     def windows(side: np.ndarray) -> Windows:
-        text = side.tobytes().decode(errors="replace")
-        return Windows(np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32), length, prefix)
+        encoded = tokenizer.encode(side.tobytes().decode(errors="replace"))
+        ids, added = np.array(encoded.ids, np.int32), np.array(encoded.special_tokens_mask, bool)
+        begin = int(added.argmin()) if added.size else 0
+        return Windows(ids[~added], length, tuple(ids[:begin].tolist()))
 
-    return windows(sides[0]), windows(sides[1])
+    train, heldout = map(windows, _sides(path, length))
+    return train, heldout
+
+
+def load_bytes(path: str, length: int) -> tuple[Windows, Windows]:
+    """The same of a text's bytes, for a model of bytes; path, length and Refusal as of `load`."""
+    train, heldout = (Windows(side.astype(np.int32), length) for side in _sides(path, length))
+    return train, heldout
+
+
+def _sides(path: str, length: int) -> list[np.ndarray]:
+    """The bytes to train on, and the held-out ones."""
+    corpus = data.load(path, length)
+    return [text.read(0, min(text.size, _LIMIT)) for text in (corpus.train, corpus.heldout)]

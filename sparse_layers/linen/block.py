@@ -70,7 +70,9 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
       ...     def __call__(self, x):
       ...         block = linen.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, num_layers=3)
       ...         step = lambda block, x, _: (block(x), None)
-      ...         stack = nn.scan(step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+      ...         names = {nn.PARTITION_NAME: None}  # of the layers' axis, where initializers are partitioned
+      ...         scan = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "metadata_params": names}
+      ...         stack = nn.scan(step, length=3, **scan)
       ...         return stack(block, x, None)[0]
       >>> x = jnp.ones((1, 16, 8))
       >>> variables = Stack().init(jax.random.key(0), x)

@@ -58,6 +58,20 @@ def _check_patterns(of_layers: tuple[Any, ...], selection: Any, seq_len: int, ca
                 )
 
 
+def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
+    """The state of one layer out of that of stacked layers; names of axes lose the first one, too."""
+
+    def layer_variable(variable: nnx.Variable) -> nnx.Variable:
+        variable = jax.tree.map(operator.itemgetter(index), variable)
+        names = variable.get_metadata().get("out_sharding")
+        if names:
+            variable.set_metadata(out_sharding=tuple(names[1:]))
+        variable.remove_axis(0, None)  # the hooks of a user's variable
+        return variable
+
+    return jax.tree.map(layer_variable, stacked, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
 class SparseTransformer(nnx.Module):
     """Tokens to logits: embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
 
@@ -91,7 +105,8 @@ class SparseTransformer(nnx.Module):
       norm_epsilon: added to the variance in all norms.
       scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
         along a first axis: compile time and program size do not grow with the depth. The numbers of
-        patterns and of ropes must divide num_layers.
+        patterns and of ropes must divide num_layers. Partitioned initializers name the axes of one layer, as
+        ("model", None); stacked parameters and their moments get (None, "model", None).
       residual_sharding: how the residual stream [..., T, features] lies on the mesh in force if its axes are Auto, told
         to the partitioner after the embedding and after each block; axes that do not divide are left out. Weights that
         are split along features (FSDP) need it, ``PartitionSpec("data")``, say: left alone, the partitioner may split
@@ -228,7 +243,9 @@ class SparseTransformer(nnx.Module):
         layers = tuple((of_layers[i % len(of_layers)], ropes[i % len(ropes)]) for i in range(turn))
         if scan_layers:
             turns = num_layers // len(layers)
-            self.blocks = nnx.List(nnx.vmap(functools.partial(block, *each))(rngs.split(turns)) for each in layers)
+            # The layers' axis goes before all names of a partitioned initializer.
+            stacked = functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None})
+            self.blocks = nnx.List(stacked(functools.partial(block, *each))(rngs.split(turns)) for each in layers)
         else:
             self.blocks = nnx.List(block(*layers[layer % len(layers)], rngs) for layer in range(num_layers))
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
@@ -288,9 +305,7 @@ class SparseTransformer(nnx.Module):
             return list(self.blocks)
         split = [nnx.split(block) for block in self.blocks]
         turns = range(self.num_layers // len(split))
-        return [
-            nnx.merge(graph, jax.tree.map(operator.itemgetter(turn), state)) for turn in turns for graph, state in split
-        ]
+        return [nnx.merge(graph, _layer_state(state, turn)) for turn in turns for graph, state in split]
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""Misuses of layers, blocks and models, of `generate`, `make_attention_fn` and of the loaders."""
+"""Misuses of layers, blocks and models, of `generate` and `make_attention_fn`."""
 
 import types
 
@@ -89,7 +89,6 @@ def names():
         "linen": linen,
         "linen_lm": LM(),
         "N": N,
-        "dense": nnx.MultiHeadAttention(N, F, decode=False, rngs=nnx.Rngs(0)),
         "fn": sl.make_attention_fn(MASK, 512),
         "x": jnp.ones((2, T, F)),
         "chosen": [sl.Selection(jnp.zeros(shape, int), block=16) for shape in ((8, 1, 1), (2, 3, 1, 1))],
@@ -589,45 +588,6 @@ FN = [
         "(2, 8, 4, 4)",
         "kernels add none to logits",
     ),
+    ("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
 ]
-LOADING = [
-    (
-        "sl.from_nnx(dense, pattern=mask, seq_len=8, num_experts=3)",
-        TypeError,
-        "from_nnx: unknown argument",
-        "'num_experts'",
-        "Known: ",
-    ),
-    (
-        "sl.from_nnx(dense, pattern=mask, seq_len=8, num_heads=3)",
-        ValueError,
-        "num_heads",
-        "the dense layer",
-        "cannot be changed",
-    ),
-    ("sl.from_nnx(3, pattern=mask, seq_len=8)", TypeError, "dense", "got int", "must be a flax.nnx.MultiHeadAttention"),
-    ("sl.from_nnx(dense, pattern=mask, seq_len=8, dtype='x')", ValueError, "dtype", "got 'x'", FLOAT),
-    ("sl.from_linen(3, pattern=mask, seq_len=8)", TypeError, "params", "got int", "must be a mapping"),
-    ("sl.from_linen({}, pattern=mask, seq_len=8)", ValueError, "params", "query.kernel", "missing"),
-    (
-        "sl.from_linen({}, pattern=mask, seq_len=8, use_sink=1)",
-        TypeError,
-        "from_linen: unknown",
-        "'use_sink'",
-        "use_sinks",
-    ),
-    ("sl.from_huggingface(3)", TypeError, "folder", "got int: 3", "must be that of a model"),
-    (
-        "sl.from_huggingface('/nowhere', pattern=mask)",
-        TypeError,
-        "from_huggingface: unknown argument",
-        "'pattern'",
-        "mean 'patterns'?",
-    ),
-    ("sl.from_huggingface('/nowhere', mlp='gelu')", TypeError, "unknown argument", "'mlp'", "Known: "),
-    ("sl.from_huggingface('/nowhere', seq_len=2.0)", ValueError, "seq_len", "got 2.0", INTEGER),
-    ("sl.from_huggingface('/nowhere', param_dtype=jnp.int8)", ValueError, "param_dtype", "int8", FLOAT),
-    ("sl.from_huggingface('/nowhere', rngs=0)", TypeError, "rngs", "got 0", "must be a flax.nnx.Rngs"),
-    Misuse("sl.make_attention_fn('causal', 16, scale=10**400)", ValueError, "scale", "1000", "must be a number"),
-]
-MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN + LOADING]
+MISUSES = [Misuse(*row) for row in SETTINGS + CALLS + GENERATE + FN]

@@ -16,15 +16,13 @@ from flax import nnx
 import sparse_layers as sl
 from examples.your_model import __main__ as script
 from examples.your_model import make
-from examples.your_model.text import Windows, load
+from examples.your_model.text import Windows, load_bytes
 from examples.your_model.training import losses, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "your_model" / "README.md").read_text(encoding="utf-8")
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-SMALL |= {"head_dim": 8, "max_position_embeddings": 32}
-LESS = {"512": "32", "window=64": "window=4", '"sliding_window": 64': '"sliding_window": 4'}
-LESS |= {"near, near, near, near, near, sl": "near, sl", '["sliding_attention"] * 5': '["sliding_attention"]'}
+SMALL = {"features": 16, "mlp_features": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "seq_len": 32}
+LESS = {"512": "32", "window=64": "window=4", "near, near, near, near, near, sl": "near, sl"}
 LESS |= {'"runs/qwen"': '"two"'}  # fewer layers compile sooner
 LESS |= {"STEPS, trained = 200": "STEPS, trained = 4", "[prompt], 60": "[prompt], 8"}
 
@@ -52,11 +50,11 @@ def small(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(make, "load", lambda where, _, length: load(where, str(corpus), length))
+        patch.setattr(make, "load_bytes", lambda _, length: load_bytes(str(corpus), length))
         patch.setattr(make, "train", lambda model, windows, steps, rate, optimizer: (math.nan, math.nan))
         (command,) = [command for command in commands() if command[2:3] == ["examples.your_model.make"]]
         for layers, arguments in ((6, command[3:]), (2, ["two"])):
-            patch.setattr(make, "CONFIG", make.CONFIG | SMALL | {"num_hidden_layers": layers})
+            patch.setattr(make, "SETTINGS", make.SETTINGS | SMALL | {"num_layers": layers})
             assert make.main(arguments) == 0
     return folder
 

@@ -1,6 +1,7 @@
 """Text becomes windows of tokens, by the model's tokenizer or as bytes."""
 
 import json
+import pathlib
 import sys
 import types
 
@@ -46,23 +47,40 @@ def test_bytes_without_a_tokenizer(tmp_path):
         load(folder(tmp_path, 151936), text(tmp_path), 8)
 
 
+class Tokenizer:
+    """Words as tokens, in the manner of the package tokenizers; the file cuts, pads on the left and adds two tokens."""
+
+    def __init__(self):
+        self.truncation, self.padding = 16, 4096
+
+    @classmethod
+    def from_file(cls, path):
+        assert pathlib.Path(path).name == "tokenizer.json"
+        return cls()
+
+    def no_truncation(self):
+        self.truncation = None
+
+    def no_padding(self):
+        self.padding = 0
+
+    def encode(self, text):
+        ids = [int(word) if word.isdigit() else 999 for word in text.split()]
+        ids = ids[: self.truncation and self.truncation - 2]
+        pad = max(0, self.padding - len(ids) - 2)
+        mask = [1] * pad + [1, *[0] * len(ids), 1]
+        return types.SimpleNamespace(ids=[1002] * pad + [1000, *ids, 1001], special_tokens_mask=mask)
+
+
 def test_the_models_tokenizer(tmp_path, monkeypatch):
-    class Tokenizer:
-        """Words as tokens, behind a first token of each text, in the manner of the package tokenizers."""
-
-        @classmethod
-        def from_file(cls, path):
-            assert path == str(tmp_path / "tokenizer.json")
-            return cls()
-
-        def encode(self, text, add_special_tokens=True):
-            ids = [int(word) if word.isdigit() else 999 for word in text.split()]
-            return types.SimpleNamespace(ids=[1000] * add_special_tokens + ids)
-
     monkeypatch.setitem(sys.modules, "tokenizers", types.SimpleNamespace(Tokenizer=Tokenizer))
     learnt, heldout = load(folder(tmp_path, 2000, tokenizer=True), text(tmp_path), 8)
-    assert learnt.ids[:4].tolist() == [0, 999, 1, 999] and 1000 not in learnt.ids
-    assert heldout.spread(2)[:, 0].tolist() == [1000, 1000]
+    number, word = learnt.ids[::2], learnt.ids[1::2]
+    assert len(learnt.ids) > 300 and len(heldout.ids) > 16, "a text is read to its end"
+    np.testing.assert_array_equal(number, np.arange(len(number)))
+    np.testing.assert_array_equal(word, 999)
+    assert {*heldout.ids.tolist()} <= {999, *range(200)}, "neither end tokens nor padding"
+    assert heldout.spread(2)[:, 0].tolist() == [1000, 1000] and 1001 not in heldout.spread(2)
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it was not installed
     with pytest.raises(Refusal, match=r"tokenizer\.json: to read it, pip install tokenizers"):
         load(tmp_path, text(tmp_path), 8)

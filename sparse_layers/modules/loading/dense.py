@@ -46,9 +46,8 @@ def from_nnx(
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
       >>> from flax import nnx
-      >>> from sparse_layers.modules.loading.dense import from_nnx
       >>> dense = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-      >>> sparse = from_nnx(dense, pattern="local:local_attn_ctx=4", seq_len=16)
+      >>> sparse = sl.from_nnx(dense, pattern="local:local_attn_ctx=4", seq_len=16)
       >>> sparse(jnp.ones((1, 16, 8))).shape
       (1, 16, 8)
     """
@@ -138,10 +137,9 @@ def from_linen(
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
       >>> from flax import linen
-      >>> from sparse_layers.modules.loading.dense import from_linen
       >>> x = jnp.ones((1, 16, 8))
       >>> variables = linen.MultiHeadDotProductAttention(num_heads=2).init(jax.random.key(0), x)
-      >>> from_linen(variables["params"], pattern="local:local_attn_ctx=4", seq_len=16)(x).shape
+      >>> sl.from_linen(variables["params"], pattern="local:local_attn_ctx=4", seq_len=16)(x).shape
       (1, 16, 8)
     """
     refuse_fixed(options, _FIXED_BY_LAYER, "the parameters")

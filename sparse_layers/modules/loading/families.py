@@ -55,7 +55,7 @@ class Config:
         return value
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Settings that must have one of these values, of which the first is meant where they are left out.
 _SERVED = {
     "scale_attn_weights": (True,),
@@ -70,9 +70,9 @@ _SERVED = {
     "partial_rotary_factor": (1,),
 }
 # The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers, where ours differ.
-_SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-_NUMBERS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
-_NUMBERS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
+SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+NUMBERS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
+NUMBERS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
 def described(config: Config) -> tuple["Family", dict[str, Any]]:
@@ -89,15 +89,15 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
         config.one_of(name, served, default=served[0])
     settings = family.settings(config)
     count = settings["num_layers"]
-    own = [_SLIDING if family.slides(config, i) else _FULL for i in range(count)]
+    own = [SLIDING if family.slides(config, i) else FULL for i in range(count)]
     kinds = config.get("layer_types") or own
-    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (_FULL, _SLIDING) for kind in kinds):
-        raise ValueError(f"{config.file}: layer_types must be {count} times {_FULL!r} or {_SLIDING!r}, got {kinds}")
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {kinds}")
     if kinds != own and not family.mixes:
         raise ValueError(f"{config.file}: layer_types must be those that this architecture has, {own}, got {kinds}")
     # What layers take in turn, once.
     turn = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
-    windows = {_SLIDING: config.size("sliding_window") - 1} if _SLIDING in kinds else {}
+    windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in kinds else {}
     masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:turn])
     settings["patterns"] = tuple(masks)
     if settings["positions"] == "rope":
@@ -112,12 +112,12 @@ def _rope(config: Config, family: "Family", kind: str) -> Rope:
       ValueError: names the file.
     """
     given, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
-    local = kind == _SLIDING and len(family.thetas) > 1
+    local = kind == SLIDING and len(family.thetas) > 1
     theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    by_kind = isinstance(given, dict) and not {_FULL, _SLIDING}.isdisjoint(given)
+    by_kind = isinstance(given, dict) and not {FULL, SLIDING}.isdisjoint(given)
     if not (isinstance(given.get(kind), dict) if by_kind else not given or len(family.thetas) == 1):
-        raise ValueError(f"{config.file}: rope_parameters must be of {_FULL!r} and of {_SLIDING!r}, got {given!r}")
-    newer = given.get(_FULL) if by_kind else given
+        raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {given!r}")
+    newer = given.get(FULL) if by_kind else given
     if newer and older and _without_theta(newer) != _without_theta(older):
         raise ValueError(f"{config.file}: rope_parameters and rope_scaling must agree, got {given!r} and {older!r}")
     if by_kind:
@@ -150,10 +150,10 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
     Raises:
       ValueError, TypeError: an unknown name or number, or a missing or wrong one.
     """
-    if name not in _SCALINGS:
-        raise ValueError(f"rope_type: {near(name, ['default', *_SCALINGS])}")
-    known = {_NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(_SCALINGS[name])}
-    needed, original = {"factor"}, _NUMBERS["original_length"]
+    if name not in SCALINGS:
+        raise ValueError(f"rope_type: {near(name, ['default', *SCALINGS])}")
+    known = {NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
+    needed, original = {"factor"}, NUMBERS["original_length"]
     if original in known:
         length = given.get(original, config.get("max_position_embeddings"))
         given = given | {original: config.get(original, length)}
@@ -162,7 +162,7 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
     unknown, missing = [x for x in given if x not in known], sorted(needed - {*given})
     if unknown or missing:
         raise ValueError(f"{name!r} {f'has no {some(unknown)}' if unknown else f'needs {some(missing)}'}")
-    make: Any = _SCALINGS[name]
+    make: Any = SCALINGS[name]
     return make(**{known[word]: value for word, value in given.items()})
 
 

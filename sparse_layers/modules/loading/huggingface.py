@@ -95,7 +95,7 @@ def from_huggingface(
       Names, layouts and meanings of settings: the models of Hugging Face's transformers. Formats: safetensors.
     """
     refuse_unknown(from_huggingface, options)
-    path = _path("folder", folder)
+    path = path_of("folder", folder)
     given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check(given, options)
     if not path.is_dir():
@@ -139,7 +139,7 @@ def from_gpt2(
       Radford et al.: Language Models are Unsupervised Multitask Learners, 2019.
     """
     refuse_unknown(from_gpt2, options)
-    place = _path("path", path)
+    place = path_of("path", path)
     given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check(given | {"num_heads": num_heads}, options)
     folder = place if place.is_dir() else place.parent
@@ -154,7 +154,8 @@ def from_gpt2(
     return _loaded(place, config, lambda: files, patterns, options=options, **given)
 
 
-def _path(name: str, path: Any) -> pathlib.Path:
+def path_of(name: str, path: Any) -> pathlib.Path:
+    """The path of a model; raises TypeError for what is no path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be that of a model, got {type(path).__name__}: {path!r}")
     return pathlib.Path(path)

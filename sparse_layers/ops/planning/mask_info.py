@@ -119,8 +119,7 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
 
     Example:
       >>> import sparse_layers as sl
-      >>> from sparse_layers.ops.planning.mask_info import bind, process_mask
-      >>> info, function = process_mask(bind(sl.Causal() & sl.Window(1), 4, 8, 8), (2, 2))
+      >>> info, function = sl.process_mask(sl.bind(sl.Causal() & sl.Window(1), 4, 8, 8), (2, 2))
       >>> info.block_mask[0].tolist(), info.data_next[0].tolist()
       ([[1, 0], [1, 1], [1, 1], [1, 1]], [[0, 0], [0, 1], [1, 2], [2, 3]])
     """
@@ -164,9 +163,8 @@ def process_mask(
       ValueError: the mask is not 3-dimensional or not bool, or a block or shard count does not divide what it divides.
 
     Example:
-      >>> import numpy as np
-      >>> from sparse_layers.ops.planning.mask_info import process_mask
-      >>> info, function = process_mask(np.tril(np.ones((1, 4, 4), bool)), (2, 2))
+      >>> import numpy as np, sparse_layers as sl
+      >>> info, function = sl.process_mask(np.tril(np.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.partial_mask_blocks.tolist(), function
       ([[[1, 0], [2, 1]]], [[[True, False], [True, True]]], None)
     """
@@ -251,9 +249,8 @@ def process_dynamic_mask(
       ValueError: the mask is not 3-dimensional or not bool, or a block or shard count does not divide what it divides.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> from sparse_layers.ops.planning.mask_info import process_dynamic_mask
-      >>> info, _ = process_dynamic_mask(jnp.tril(jnp.ones((1, 4, 4), bool)), (2, 2))
+      >>> import jax.numpy as jnp, sparse_layers as sl
+      >>> info, _ = sl.process_dynamic_mask(jnp.tril(jnp.ones((1, 4, 4), bool)), (2, 2))
       >>> info.block_mask.tolist(), info.mask_next.tolist()
       ([[[1, 0], [2, 1]]], [[[0, 0], [0, 3]]])
     """

@@ -1,0 +1,186 @@
+"""Models are written as Hugging Face writes them: tensor by tensor what its own library wrote."""
+
+import json
+import pathlib
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+import sparse_layers as sl
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+NAMES = sorted(path.name for path in FIXTURES.iterdir())
+# Words of theirs that only mean something beside a tokenizer, in training or in their library.
+LEFT_OUT = {"attention_dropout", "initializer_range", "transformers_version", "use_cache", "pretraining_tp"}
+LEFT_OUT |= {"attn_pdrop", "embd_pdrop", "resid_pdrop", "use_bidirectional_attention", "_sliding_window_pattern"}
+LEFT_OUT |= {"add_cross_attention", "reorder_and_upcast_attn", "scale_attn_weights"}
+LEFT_OUT |= {"scale_attn_by_inverse_layer_idx", "rope_parameters"}
+run = nnx.jit(lambda model, tokens: model(tokens))
+TOKENS = jnp.arange(60)[None]
+
+
+def config(name):
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+def tensors(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    return {key: tensor for file in files for key, tensor in safetensors.numpy.load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_hold_what_those_of_hugging_face_held(name, tmp_path):
+    model = sl.from_huggingface(FIXTURES / name)
+    sl.to_huggingface(model, tmp_path / "new")
+    written, known = json.loads((tmp_path / "new" / "config.json").read_text()), config(name)
+    words = [word for word in known if word not in LEFT_OUT and not word.startswith("summary_")]
+    if not known.get("use_sliding_window", True):
+        words = [word for word in words if word not in ("sliding_window", "max_window_layers")]
+    assert {word: written[word] for word in words} == {word: known[word] for word in words}
+    before, after = tensors(FIXTURES / name), tensors(tmp_path / "new")
+    assert after.keys() == before.keys() - ({"lm_head.weight"} if model.head is None else set())
+    for key, tensor in after.items():
+        assert tensor.dtype == before[key].dtype
+        np.testing.assert_array_equal(tensor.astype(np.float32), before[key].astype(np.float32), err_msg=key)
+    with (tmp_path / "new" / "model.safetensors").open("rb") as file:
+        assert int.from_bytes(file.read(8), "little") % 8 == 0
+    with safetensors.safe_open(tmp_path / "new" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers asks for it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_again_gives_the_same_logits(name, tmp_path):
+    how = {"param_dtype": jnp.float32, "implementation": "reference"}
+    model = sl.from_huggingface(FIXTURES / name, **how)
+    sl.to_huggingface(model, tmp_path)
+    np.testing.assert_array_equal(run(sl.from_huggingface(tmp_path, **how), TOKENS), run(model, TOKENS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_configuration_is_kept(name, tmp_path):
+    sl.to_huggingface(sl.from_huggingface(FIXTURES / name), tmp_path, config=config(name))
+    assert config(name).items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+def test_scanned_layers_and_other_dtypes(tmp_path):
+    model = sl.from_huggingface(FIXTURES / "qwen3", param_dtype=jnp.float32, scan_layers=True)
+    sl.to_huggingface(model, tmp_path, config={"eos_token_id": 3})
+    before, after = tensors(FIXTURES / "qwen3"), tensors(tmp_path)
+    assert {x.dtype for x in after.values()} == {np.dtype(np.float32)}
+    for key, tensor in after.items():
+        np.testing.assert_array_equal(tensor, before[key].astype(np.float32))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["eos_token_id"], written["dtype"]) == (3, "float32")
+
+
+WINDOW_OF_8 = sl.preset("sliding_window", window=8)
+
+
+WINDOWS = [
+    ("qwen2", (WINDOW_OF_8, WINDOW_OF_8, "causal")),
+    ("qwen3", (sl.Causal(), WINDOW_OF_8)),
+    ("gemma2", "causal"),
+    ("gemma3_text", (sl.Window(3), "sliding_window:window=4", "all")),
+    ("mistral", "causal"),
+    ("mistral", sl.Causal() & sl.Window(6, 3)),
+    ("llama", WINDOW_OF_8),  # written as a Mistral
+]
+
+
+@pytest.mark.parametrize(("name", "patterns"), WINDOWS)
+def test_windows_are_in_the_configuration(name, patterns, tmp_path):
+    how = {"implementation": "reference", "param_dtype": jnp.float32}
+    sparse = sl.from_huggingface(FIXTURES / name, patterns, **how)
+    with warnings.catch_warnings(action="error"):
+        sl.to_huggingface(sparse, tmp_path)
+    np.testing.assert_array_equal(run(sl.from_huggingface(tmp_path, **how), TOKENS), run(sparse, TOKENS))
+    assert np.abs(run(sl.from_huggingface(FIXTURES / name, **how), TOKENS) - run(sparse, TOKENS)).max() > 0.01
+
+
+UNWRITTEN = [
+    ("llama", (WINDOW_OF_8, "causal"), 2),
+    ("qwen3", ("causal", "strided:local_attn_ctx=8"), 1),
+    ("gemma3_text", "strided:local_attn_ctx=8", 3),
+    ("olmo2", ("all", "moba:block=16,count=2"), 1),
+    ("gpt2", (("causal", WINDOW_OF_8),), 3),
+    ("qwen2", (WINDOW_OF_8, "sliding_window:window=4", "causal"), 2),
+]
+
+
+@pytest.mark.parametrize(("name", "patterns", "count"), UNWRITTEN)
+def test_patterns_without_words_are_given_again(name, patterns, count, tmp_path):
+    how = {"implementation": "reference", "param_dtype": jnp.float32}
+    sparse = sl.from_huggingface(FIXTURES / name, patterns, **how)
+    with pytest.warns(UserWarning, match=rf"the patterns of {count} layers, first of layer \d: .*from_huggingface"):
+        sl.to_huggingface(sparse, tmp_path)
+    again = sl.from_huggingface(tmp_path, patterns, **how)
+    np.testing.assert_array_equal(run(again, TOKENS), run(sparse, TOKENS))
+
+
+def test_models_that_were_not_loaded(tmp_path):
+    rope = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "use_bias": False, "seq_len": 60, "num_kv_heads": 2}
+    rope["head_init"] = nnx.initializers.normal(1)
+    gpt2 = {"positions": "learned", "mlp": "gelu_tanh", "seq_len": 60, "tie_embeddings": True}
+    cases = {
+        "llama": rope | {"rope": sl.Rope(5e4, scaling=sl.Llama3Scaling(4.0, 64)), "use_bias": ("mlp",)},
+        "mistral": rope | {"patterns": WINDOW_OF_8},
+        "qwen2": rope | {"use_bias": ("query", "key", "value"), "rope": sl.Rope(scaling=sl.YarnScaling(2.0, 32))},
+        "qwen3": rope | {"normalize_qk": True, "patterns": (WINDOW_OF_8, "causal")},
+        "olmo2": rope | {"normalize_qk": "rms_joint", "norm_placement": "post"},
+        "gpt2": gpt2 | {"norm_epsilon": 1e-5},
+    }
+    for name, options in cases.items():
+        model = sl.SparseTransformer(64, 4, 32, 2, **{"patterns": "causal", "rngs": nnx.Rngs(0)} | options)
+        sl.to_huggingface(model, tmp_path / name)
+        assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == name
+        np.testing.assert_allclose(run(sl.from_huggingface(tmp_path / name), TOKENS), run(model, TOKENS), atol=2e-5)
+
+
+def test_what_is_refused(tmp_path):
+    model, new = sl.from_huggingface(FIXTURES / "qwen3"), tmp_path / "new"
+    for change, reason in (
+        ({"intermediate_size": 40}, "mlp_features, 48 in the model and 40 in config.json"),
+        ({"num_key_value_heads": 1}, "num_kv_heads, 2 in the model and 1"),
+        ({"rms_norm_eps": 1e-3}, "norm_epsilon, 1e-06 in the model and 0.001"),
+        ({"model_type": "llama"}, "normalize_qk, 'rms' in the model and False"),
+        ({"tie_word_embeddings": False}, "tie_embeddings, True in the model and False"),
+    ):
+        words = config("qwen3") | change
+        with pytest.raises(
+            ValueError, match=f"^config must be the model's, but differs in {words['model_type']}: {reason}"
+        ):
+            sl.to_huggingface(model, new, config=words)
+    with pytest.raises(ValueError, match="model_type: 'qwen4'"):
+        sl.to_huggingface(model, new, config={"model_type": "qwen4"})
+    with pytest.raises(ValueError, match=r"such files hold no blocks\.0\.attention\.sinks"):
+        sl.to_huggingface(sl.from_huggingface(FIXTURES / "qwen3", use_sinks=True), new)
+    with pytest.raises(ValueError, match="seq_len, 64 in the model and 128"):
+        sl.to_huggingface(sl.from_huggingface(FIXTURES / "gpt2", seq_len=64), new, config=config("gpt2"))
+    kind = {"patterns": "causal", "seq_len": 16, "rngs": nnx.Rngs(0)}
+    for options, reason in (
+        ({}, r"gpt2: positions, 'row_column' in the model.*; olmo2: positions"),
+        ({"parallel": True, "positions": "learned", "mlp": "gelu_tanh"}, "gpt2: parallel, True in the model and False"),
+        ({"make_mlp": lambda rngs: jnp.tanh}, "layer 0 has an MLP of make_mlp"),
+        (
+            {"patterns": sl.NSA(block=16, count=4, pool_size=16, pool_stride=16, sliding=16)},
+            "layer 0 has NativeSparseAttention",
+        ),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            sl.to_huggingface(sl.SparseTransformer(11, 2, 16, 2, **kind | options), new)
+    assert not new.exists(), "refused before anything is written"
+
+
+def test_nothing_is_overwritten(tmp_path):
+    model = sl.from_huggingface(FIXTURES / "qwen3")
+    (tmp_path / "notes.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(FileExistsError, match=r"folder must be new or empty.*name another one, or remove"):
+            sl.to_huggingface(model, path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    sl.to_huggingface(model, tmp_path / "empty")
