@@ -256,7 +256,7 @@ def _generate(how, arrays, tokens, lengths, stops, sampling):
 
     made = jnp.zeros((how.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
     count, token, _, made = jax.lax.while_loop(goes_on, step, (1, token, caches, made))
-    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token).T
+    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token[None]).T
 
 
 def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
@@ -313,7 +313,7 @@ def _chosen(how, logits, count, sampling, keys):
 
 
 def _ended(token, stops):
-    return (token[:, None] == stops).any(-1)
+    return (token[:, None] == stops[None]).any(-1)
 
 
 def sample(

@@ -434,6 +434,7 @@ class SparseTransformer(nnx.Module):
             # A negative row would be counted from the end, and the last row of a table may have columns to spare.
             there = (positions >= 0) & (positions < self.seq_len)
             positions = jnp.where(there, positions, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+            positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - positions.ndim)))
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         if self.row_embedding is not None and self.column_embedding is not None:
