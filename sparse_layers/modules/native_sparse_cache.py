@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.primitives import Causal, Window
+from ..masks.serialization import register_node
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import NSA
 
 
+@register_node
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["recent", "windows", "blocks", "near"],

@@ -392,7 +392,7 @@ class SparseTransformer(nnx.Module):
         if positions is not None:
             check_positions(positions, tokens.shape)
         position = checked_positions(position, len(tokens), self.seq_len, count)
-        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)
+        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
         x, new = self._embed(tokens, places if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position, positions=positions)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
 from ..masks.presets import presets
+from ..masks.serialization import register_value
 from ..ops.kernels.call import accumulator
 from ..ops.kernels.triton_gpu import choose, score
 from ..ops.planning.platforms import candidates, own_arrays, platform
@@ -75,6 +76,7 @@ class Scorer(abc.ABC):
 
     def __init_subclass__(cls, name: str | None = None, **options: Any):
         super().__init_subclass__(**options)
+        register_value(cls)
         if "scores" in vars(cls):
             cls.formula = vars(cls).get("formula")
         if name is None:

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
 from ...masks.options import Length, Natural, Positive, checked, own_keywords
+from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
     checked_array,
@@ -33,6 +34,7 @@ from .stores import rows_of, some_heads
 Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
+@register_node
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "pooled"],

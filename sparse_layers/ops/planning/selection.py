@@ -11,11 +11,13 @@ import numpy as np
 from ...masks.algebra import Mask
 from ...masks.options import Natural, Positive, checked, own_keywords, whole
 from ...masks.primitives import Empty
+from ...masks.serialization import register_node
 
 GRANULARITIES = (1, 16, 64, 128)
 
 
 @own_keywords
+@register_node
 @jax.tree_util.register_pytree_with_keys_class
 class Selection:
     """The key blocks that queries look at, chosen at run time: ``selection=`` of `block_sparse_attention`.
