@@ -90,7 +90,9 @@ def test_imports_run_downward(path):
             if here == "masks":
                 allowed = {"numpy", "jax.errors", "jax.export", "jax.tree_util"}
                 known = name in allowed or name.partition(".")[0] in sys.stdlib_module_names
-                assert known, "values know numpy, and of JAX what makes them static in pytrees and exports, and what its errors are"
+                assert known, (
+                    "values know numpy, and of JAX its errors and what makes them static in pytrees and exports"
+                )
             continue
         there = room(source(name))
         assert there == here or FLOOR[there] < FLOOR[here], f"{here or 'the root'} imports {name}"

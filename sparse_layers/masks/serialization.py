@@ -1,4 +1,4 @@
-"""Masks, scorers and sizes as JSON and back: what a program of `jax.export` says of caches and selections beside arrays.
+"""Masks, scorers and sizes as JSON and back: what a program of `jax.export` holds of caches beside their arrays.
 
 The JSON holds names of classes and their fields, never pickles: reading it calls constructors of classes that are
 defined already, and imports nothing.
@@ -113,7 +113,7 @@ def _value(plain: Any) -> Any:
 
 def _unwritable(owner: str, value: Any, reason: str) -> TypeError:
     return TypeError(
-        f"{owner}: an exported program cannot hold {value!r}, for {reason}; export a function of jax.tree.leaves(x), which "
-        "makes x of them inside by jax.tree.unflatten(jax.tree.structure(x), leaves), or take a mask made of those of "
-        "sparse_layers, as sl.Array(mask.dense(T))"
+        f"{owner}: an exported program cannot hold {value!r}, for {reason}; export a function of jax.tree.leaves(x), "
+        "which makes x of them inside by jax.tree.unflatten(jax.tree.structure(x), leaves), or take a mask that is "
+        "made of those of sparse_layers, as sl.Array(mask.dense(T))"
     )
