@@ -1,5 +1,5 @@
 """WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy, and of JAX
-only what makes them static in pytrees and what its errors are.
+only what makes them static in pytrees and exports, and what its errors are.
 
 A new pattern is one class in `primitives.py`, in `grids.py` if tokens have coordinates, or, if others can be combined
 to it, one docstring and expression in `presets.py` or `grid_presets.py`; masks of another library are read in

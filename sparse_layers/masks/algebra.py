@@ -24,6 +24,7 @@ import jax.tree_util
 import numpy as np
 
 from .options import LONGEST, Positive, checked, whole
+from .serialization import register_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 # Inside this package a grade has a fourth value: 'PARTIAL as far as the closed form can tell'. Whoever needs the exact
@@ -165,6 +166,7 @@ class Mask:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         jax.tree_util.register_static(cls)  # a value, not a container of arrays, wherever JAX meets it
+        register_mask(cls)
         if "__call__" in vars(cls):
             cls.__call__ = _answering(vars(cls)["__call__"])
         if cls.__repr__ is Mask.__repr__:

@@ -87,7 +87,8 @@ def checked_prompts(inputs: jax.Array, lengths: Any, start: int = 0) -> tuple[ja
         raise ValueError(f"inputs must have shape [B, T, {inputs.shape[-1]}], got {inputs.shape}")
     lengths = checked_lengths(lengths, len(inputs), start + inputs.shape[1])
     # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-    return jnp.where(start + jnp.arange(inputs.shape[1])[:, None] < lengths[:, None, None], inputs, 0), lengths
+    place = start + jnp.arange(inputs.shape[1])[None, :, None]
+    return jnp.where(place < lengths[:, None, None], inputs, 0), lengths
 
 
 class JointRMSNorm(nnx.RMSNorm):
@@ -576,7 +577,7 @@ class SparseSelfAttention(SparseAttention):
         tokens = inputs[:, None] if inputs.ndim == 2 else inputs
         position = checked_positions(position, len(tokens), self.seq_len, tokens.shape[1])
         if positions is None:
-            positions = position[:, None] + jnp.arange(tokens.shape[1])
+            positions = position[:, None] + jnp.arange(tokens.shape[1])[None]
         elif inputs.ndim == 2:
             positions = positions[:, None]
 

@@ -66,7 +66,7 @@ def _index_loss(query, key, index_query, index_key, plan, scale, options) -> jax
     options = options | {"logits_soft_cap": None}
     _, lse = block_sparse_attention(index_query, index_key, index_key[..., :8], plan, return_lse=True, **options)
     alive = lse > -jnp.inf
-    return jnp.where(alive, lse - wanted, 0).sum() / jnp.maximum(alive.sum(), 1)
+    return jnp.where(alive, lse - wanted, 0).sum() / jnp.maximum(alive.sum(dtype=lse.dtype), 1)
 
 
 @dataclasses.dataclass(frozen=True)

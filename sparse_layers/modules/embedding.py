@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..ops.kernels.call import accumulator
+
 # Above, a product with one-hot rows costs more than adding up rows one by one.
 _FEW = 1024
 
@@ -51,7 +53,7 @@ def _rows_fwd(dtype, table, tokens):
 def _rows_bwd(dtype, residuals, gradient):
     table, tokens = residuals
     # As `jnp.take` reads them: negative ones count from the end. Small types cannot hold the number of rows.
-    tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
+    tokens = tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
     hot = jax.nn.one_hot(jnp.where(tokens < 0, tokens + len(table), tokens), len(table), dtype=gradient.dtype)
     over = tuple(range(tokens.ndim))
     # Zeros and ones times bfloat16 are exact; those times float32 are with the highest precision only.
@@ -60,7 +62,7 @@ def _rows_bwd(dtype, residuals, gradient):
         gradient,
         ((over, over), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.promote_types(jnp.float32, gradient.dtype),
+        preferred_element_type=accumulator(gradient.dtype),
     )
     return sums.astype(table.dtype), None
 

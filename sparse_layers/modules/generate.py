@@ -99,10 +99,11 @@ def generate(
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # once, and not in each step
     graph, arrays = taken_apart(model)
-    vocab_size = _vocab_size(graph, chunk, arrays, jnp.asarray(tokens), lengths)
+    vocab_size = _vocab_size(graph, chunk, arrays, _on_device(tokens), lengths)
     # As given: cut off to 32 bits, a wrong token could become a right one.
     if told:
         _check_tokens(tokens, known, vocab_size, padding_side)
+    tokens = _on_device(tokens)
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
     stops = _stops(stop_token, vocab_size)
@@ -114,11 +115,18 @@ def generate(
     sampling = None if temperature == 0 else {"key": key, "temperature": np.float32(temperature)}
     if sampling and top_p is not None:
         sampling["top_p"] = np.float32(top_p)
-    tokens = jnp.asarray(tokens) if padding_side == "right" else _to_the_left(tokens, lengths)
+    sampling = _on_device(sampling)
+    if padding_side == "left":
+        tokens = _to_the_left(tokens, lengths)
     how = _How(graph, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
     if on_tokens is None:
-        return _generate(how, arrays, tokens, lengths, stops, sampling)
+        return _generate(how, arrays, tokens, lengths, _on_device(stops), sampling)
     return _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens)
+
+
+def _on_device(values: Any) -> Any:
+    """Arrays of numpy in a tree as JAX's, put on the device explicitly, which `jax.transfer_guard` allows."""
+    return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x, values)
 
 
 def _check_chunk(model: Decoder, chunk: Any) -> None:
@@ -256,7 +264,7 @@ def _generate(how, arrays, tokens, lengths, stops, sampling):
 
     made = jnp.zeros((how.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
     count, token, _, made = jax.lax.while_loop(goes_on, step, (1, token, caches, made))
-    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token).T
+    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token[None]).T
 
 
 def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
@@ -267,16 +275,17 @@ def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
     token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
     if isinstance(token, jax.core.Tracer):
         raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {on_tokens!r}")
-    step, made = _step(how), []
+    step, made, stops_on_device = _step(how), [], _on_device(stops)
     for count in range(1, how.num_tokens + 1):
         now = token
         if count < how.num_tokens:  # the device computes the next step while the host deals with this one
-            token, caches = step(arrays, count, token, caches, lengths, stops, sampling, keys)
-        made.append(np.asarray(now))
+            number = _on_device(np.int32(count))
+            token, caches = step(arrays, number, token, caches, lengths, stops_on_device, sampling, keys)
+        made.append(jax.device_get(now))
         on_tokens(made[-1])
         if stops is not None and np.isin(made[-1], stops).all():
             break
-    return jnp.asarray(np.pad(made, ((0, how.num_tokens - len(made)), (0, 0)), mode="edge").T)
+    return jax.device_put(np.pad(made, ((0, how.num_tokens - len(made)), (0, 0)), mode="edge").T)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -313,7 +322,7 @@ def _chosen(how, logits, count, sampling, keys):
 
 
 def _ended(token, stops):
-    return (token[:, None] == stops).any(-1)
+    return (token[:, None] == stops[None]).any(-1)
 
 
 def sample(

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.primitives import Causal, Window
+from ..masks.serialization import register_node
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import NSA
 
 
+@register_node
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["recent", "windows", "blocks", "near"],
@@ -64,7 +66,7 @@ class NSACache:
             return KVCache.empty(mask, most, **sizes, **heads).filled(key, value, lengths)
 
         rows, last = size + stride - 1, lengths[:, None] - 1  # so many hold the last full window, whenever it ended
-        token = (last - (last - jnp.arange(rows)) % rows)[..., None, None]
+        token = (last - (last - jnp.arange(rows)[None]) % rows)[..., None, None]
         found = (jnp.take_along_axis(x, jnp.maximum(token, 0), axis=1) for x in (keys[0], values[0]))
         full = jnp.maximum((lengths - size) // stride + 1, 0)
         return cls(
@@ -87,7 +89,7 @@ class NSACache:
         put = jax.vmap(lambda x, row, new: x.at[row].set(new))
         recent = tuple(put(x, position % rows, new) for x, new in zip(self.recent, (keys[0], values[0]), strict=True))
         first = jnp.maximum(position - size + 1, 0) // stride * stride
-        tokens = ((first[:, None] + jnp.arange(size)) % rows)[..., None, None]
+        tokens = ((first[:, None] + jnp.arange(size)[None]) % rows)[..., None, None]
         cache = dataclasses.replace(
             self,
             recent=recent,

@@ -313,19 +313,19 @@ class Rope:
         positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
         if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")
-        dtype, of_axes = accumulator(x.dtype), self.pairs(x.shape[-1])
-        half = sum(of_axes)
-        angles = jnp.concatenate(
-            [
-                at.astype(dtype)[..., None] * jnp.asarray(self.frequencies(n), dtype)
-                for at, n in zip(self.coordinates(positions), of_axes, strict=True)
-            ],
-            -1,
-        )[..., None, :]
+        dtype, pairs = accumulator(x.dtype), self.pairs(x.shape[-1])
+        # Ranks and dtypes are made equal here: JAX promotes neither where users forbid it.
+        positions = jnp.expand_dims(positions, tuple(range(x.ndim - 2 - positions.ndim)))
+
+        def axis_angles(coordinate: jax.Array, pairs: int) -> jax.Array:
+            frequencies = np.expand_dims(self.frequencies(pairs), tuple(range(x.ndim - 2)))
+            return coordinate.astype(dtype)[..., None] * jnp.asarray(frequencies, dtype)
+
+        angles = jnp.concatenate(list(map(axis_angles, self.coordinates(positions), pairs)), -1)[..., None, :]
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
         cosines, sines = factor * jnp.cos(angles), factor * jnp.sin(angles)
-        first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        turned = (first * cosines - second * sines, second * cosines + first * sines, rest.astype(dtype))
+        first, second, rest = jnp.split(x.astype(dtype), (sum(pairs), 2 * sum(pairs)), axis=-1)
+        turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
         return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 

@@ -427,7 +427,7 @@ class SparseTransformer(nnx.Module):
         if positions is not None:
             check_positions(positions, tokens.shape)
         position = checked_positions(position, len(tokens), self.seq_len, count)
-        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)
+        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
         x, new = self._embed(tokens, places if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position, positions=positions)
@@ -469,6 +469,7 @@ class SparseTransformer(nnx.Module):
             # A negative row would be counted from the end, and the last row of a table may have columns to spare.
             there = (positions >= 0) & (positions < self.seq_len)
             positions = jnp.where(there, positions, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+            positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - positions.ndim)))
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         if self.row_embedding is not None and self.column_embedding is not None:

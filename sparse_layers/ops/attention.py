@@ -482,7 +482,10 @@ def _segments(segment_ids, b, t, s, n, unbatched) -> tuple[jax.Array, jax.Array]
         if not np.can_cast(ids.dtype, np.int32):
             # Cut off to 32 bits, two documents could become one, or padding.
             if isinstance(ids, jax.core.Tracer):
-                raise ValueError(f"segment_ids of {name} must be int32 or smaller inside jit, got {ids.dtype}")
+                raise ValueError(
+                    f"segment_ids of {name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
+                    f"write .astype(jnp.int32) behind them, got {ids.dtype}"
+                )
             if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
                 raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
         pair.append(jnp.asarray(ids, jnp.int32).reshape(b, length))

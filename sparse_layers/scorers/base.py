@@ -10,6 +10,8 @@ import numpy as np
 
 from ..masks.options import Natural, Positive, checked, near, parsed_options
 from ..masks.presets import presets
+from ..masks.serialization import register_value
+from ..ops.kernels.call import accumulator
 from ..ops.kernels.triton_gpu import choose, score
 from ..ops.planning.platforms import candidates, own_arrays, platform
 from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
@@ -74,6 +76,7 @@ class Scorer(abc.ABC):
 
     def __init_subclass__(cls, name: str | None = None, **options: Any):
         super().__init_subclass__(**options)
+        register_value(cls)
         if "scores" in vars(cls):
             cls.formula = vars(cls).get("formula")
         if name is None:
@@ -127,7 +130,7 @@ class Scorer(abc.ABC):
 
     def pooled(self, keys: jax.Array) -> jax.Array:
         """What is scored of a window: keys [..., window, H] -> [..., H]; their mean unless a method says otherwise."""
-        return keys.mean(-2, dtype=jnp.promote_types(keys.dtype, jnp.float32)).astype(keys.dtype)
+        return keys.mean(-2, dtype=accumulator(keys.dtype)).astype(keys.dtype)
 
     def index_features(self, head_size: int) -> int:
         """Features of an index query of a layer with heads of a size; 0 without an index."""
@@ -281,7 +284,7 @@ class Scorer(abc.ABC):
           ids [B, R, G, count].
         """
         blocks, (size, stride), places = -(-length // self.block), self.window, (at, start)
-        begin, at, start = jnp.arange(pooled.shape[1]) * stride, at[..., None], start[..., None]
+        begin, at, start = (jnp.arange(pooled.shape[1]) * stride)[None, None], at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if fused and score.unsupported(self._scored, query, pooled, scale) is None:
             scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
@@ -297,7 +300,7 @@ class Scorer(abc.ABC):
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         if fused and scores.dtype == jnp.float32:
             return choose.by_scores(self._rule, scores, *places)
-        own, lowest, block = at // self.block, start // self.block, np.arange(blocks)
+        own, lowest, block = at // self.block, start // self.block, np.arange(blocks)[None, None]
         may = (lowest <= block) & (block <= own)
         must = may & ((block < lowest + self.first) | (block > own - self.local))
         # A score of infinity, or that is no number, must not stand above the blocks that are always chosen.
@@ -342,12 +345,13 @@ def _of_one_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
     Returns:
       [B, T rounded down to full windows, K, H]; nobody scores what is left.
     """
-    batch, number = len(ids), ids.shape[1] // size
-    full, shape = number * size, (batch, number, size)
-    windows, keys = ids[:, :full].reshape(shape), key[:, :full].reshape(*shape, *key.shape[2:])
-    last = jnp.where(windows >= 0, np.arange(size), 0).max(-1, keepdims=True)
-    own = (windows == jnp.take_along_axis(windows, last, -1))[..., None, None]
-    mean = jnp.where(own, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / own.sum(2, keepdims=True)
+    batch, windows = len(ids), ids.shape[1] // size
+    full, shape = windows * size, (batch, windows, size)
+    ids, keys = ids[:, :full].reshape(shape), key[:, :full].reshape(*shape, *key.shape[2:])
+    last = jnp.where(ids >= 0, np.arange(size)[None, None], 0).max(-1, keepdims=True)
+    own = (ids == jnp.take_along_axis(ids, last, -1))[..., None, None]
+    number = own.sum(2, keepdims=True, dtype=jnp.float32)
+    mean = jnp.where(own, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / number
     return jnp.where(own, keys, mean.astype(keys.dtype)).reshape(batch, full, *key.shape[2:])
 
 

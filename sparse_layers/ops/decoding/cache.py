@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ...masks.adapters import MaskLike
 from ...masks.algebra import Mask
 from ...masks.options import Length, Natural, Positive, checked, own_keywords
+from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
     checked_array,
@@ -33,6 +34,7 @@ from .stores import rows_of, some_heads
 Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 
 
+@register_node
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "pooled"],
@@ -258,7 +260,7 @@ class KVCache:
         pooled = None
         if self.pooled is not None and self.selection is not None:
             # Windows that are not full yet are written when they are; until then nobody sees them.
-            inside = start + jnp.arange(length)[:, None, None] <= last[..., None, None]
+            inside = start + jnp.arange(length)[None, :, None, None] <= last[..., None, None]
             scored, (size, stride) = jnp.where(inside, self._scored(key, index_key), 0), self.selection.window
             number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
             begin = number * stride
@@ -479,5 +481,5 @@ class KVCache:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
         self._check(f"B, {axis}" if count is None else f"B, S, {axis}", count, **arrays)
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
-        tokens = first[:, None] + jnp.arange(count or 1)
+        tokens = first[:, None] + jnp.arange(count or 1)[None]
         return tokens, (lambda x: x[:, None]) if count is None else (lambda x: x)

@@ -38,4 +38,5 @@ def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Ar
     values = checked_numbers(name, values, (batch,), jnp.integer, f"integers of shape {(batch,)}")
     if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
         raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
-    return jnp.asarray(values, jnp.int32)
+    # Numbers of the host are put on the device explicitly, which `jax.transfer_guard` allows.
+    return jnp.asarray(values, jnp.int32) if isinstance(values, jax.Array) else jax.device_put(values.astype(np.int32))

@@ -128,8 +128,8 @@ def _read(
     """What queries at positions [B * S] read of a part, but for the row ``slot`` [B]."""
     index, held = cache.layout.find(part.store)
     pieces, allowed = part.places(position)
-    row = jnp.arange(part.store.run, dtype=jnp.int32)
-    row = row[None] if pieces is None else (pieces[..., None] * part.store.run + row).reshape(len(position), -1)
+    row = jnp.arange(part.store.run, dtype=jnp.int32)[None]
+    row = row if pieces is None else (pieces[..., None] * part.store.run + row[None]).reshape(len(position), -1)
     if slot is not None:
         allowed = allowed & (row != slot[:, None])
     rows = jnp.where(allowed, row, -1).astype(jnp.int32)[:, None]

@@ -89,15 +89,15 @@ class Layout:
         length, kv_heads = self.length, self.num_kv_heads
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)
         ids = jnp.broadcast_to(ids, (batch, lists, k))
-        twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)).any(-1)
+        twice = ((ids[..., None] == ids[..., None, :]) & np.tri(k, k=-1, dtype=bool)[None, None]).any(-1)
         # The last block may be shorter: it is read with keys before it. Who chose none reads one, and sees none of it.
         start = jnp.minimum(jnp.clip(ids, 0, length // block) * block, length - width)
-        tokens = start[..., None] + jnp.arange(width)
+        tokens = start[..., None] + jnp.arange(width)[None, None, None]
         seen = ~twice[..., None] & (tokens // block == ids[..., None])
         tokens, seen = (x.reshape(batch, lists, k * width) for x in (tokens, seen))
-        at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(lists, -1, 1)
+        at, turn = position[:, None, None], (np.arange(self.num_heads) % len(self.masks)).reshape(1, lists, -1, 1)
         if len(self.masks) == 1:
-            turn = turn[:, :1]
+            turn = turn[:, :, :1]
         rules = ((turn == i) & (seen & mask(at, tokens))[:, :, None] for i, mask in enumerate(self.masks))
         heads = Heads(tuple(range(self.num_heads)), tuple(range(lists)), ())
         return heads, start, tokens, functools.reduce(jnp.logical_or, rules)

@@ -87,18 +87,18 @@ class Part:
         if table is not None:
             rows = position // table.block
             runs = jnp.asarray(table.runs)[rows]
-            inside = jnp.arange(store.run)
+            inside = jnp.arange(store.run)[None, None]
             row = (runs[..., None] * store.run + inside).reshape(len(position), -1)
             tokens = store.order.token(row)
             allowed = (row >= 0) & (tokens > at - store.kept if store.order.natural else True)
             pieces = jnp.maximum(runs, 0) % store.runs
         elif store.classes > 1:
             pieces = at % store.classes
-            tokens = store.token(pieces * store.kept + jnp.arange(store.kept), at)
+            tokens = store.token(pieces * store.kept + jnp.arange(store.kept)[None], at)
             allowed = True
         else:
             pieces, allowed = None, True
-            tokens = jnp.broadcast_to(store.token(jnp.arange(store.kept), at), (len(position), store.kept))
+            tokens = jnp.broadcast_to(store.token(jnp.arange(store.kept)[None], at), (len(position), store.kept))
         allowed = allowed & (tokens >= 0) & (tokens <= at)
         if table is None or table.kinds is None:
             return pieces, allowed & self.mask(at, tokens)

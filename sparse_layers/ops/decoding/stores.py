@@ -72,8 +72,8 @@ def filled(store: Store, array: jax.Array, new: jax.Array, start: int, last: jax
     """
     rows = by_class(store, array)
     for first, stop in store.spans(start, start + new.shape[1]):
-        slot = jnp.arange(store.classes)[:, None] * store.kept + jnp.arange(first, stop)
-        token = store.token(slot.reshape(-1), last)
+        slot = jnp.arange(store.classes)[:, None] * store.kept + jnp.arange(first, stop)[None]
+        token = store.token(slot.reshape(1, -1), last)
         held = jnp.broadcast_to((token >= start) & (token <= last), (len(last), slot.size))[:, None, :, None]
         index = jnp.where(held, token[..., None, :, None] - start, 0)
         found = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)

@@ -61,7 +61,7 @@ def _chosen(
 
     def blocks(array: jax.Array) -> jax.Array:
         def one(x, first):
-            return jax.lax.dynamic_slice(x, (0, first, 0), (1, width, x.shape[-1]))
+            return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
 
         found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
         return found.reshape(*tokens.shape, array.shape[-1])

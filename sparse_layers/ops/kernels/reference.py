@@ -89,6 +89,7 @@ def _chosen(call: Call, operands: Operands) -> jax.Array:
     assert call.selection is not None and operands.chosen is not None
     (block, granularity), ids = call.selection, operands.chosen
     t, s, n = operands.query.shape[1], operands.key.shape[1], operands.query.shape[2]
-    blocks = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, Tq, G, blocks]
+    block_ids = jax.lax.broadcasted_iota(ids.dtype, (1, 1, 1, 1, -(-s // block)), 4)
+    blocks = (ids[..., None] == block_ids).any(-2)  # [B, Tq, G, blocks]
     pairs = blocks[:, np.arange(t) // granularity][..., np.arange(s) // block]
     return jnp.repeat(pairs, n // ids.shape[2], axis=2).swapaxes(1, 2)

@@ -354,7 +354,7 @@ def chosen_candidates(
     ids = jnp.pad(ids, [(0, 0), (0, -tq % parts), (0, 0), (0, 0)], constant_values=columns)
     together = -(-tq // parts)
     ids = jnp.moveaxis(ids.reshape(batch, together, parts, lists, k), 3, 1).reshape(batch, lists, together, parts * k)
-    part = np.repeat(np.arange(parts, dtype=np.int32), k)
+    part = np.repeat(np.arange(parts, dtype=np.int32), k).reshape(1, 1, 1, parts * k)
     column: Any = ids
     live: Any
     if parts == 1 and not ordered and k <= MOST_COMPARED:
@@ -372,7 +372,7 @@ def chosen_candidates(
         # Only the last block may have fewer parts than others, those that come first.
         some = np.minimum(parts, tq - np.arange(together) * parts)
         all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
-        everyone = chosen_by == all_of_them[:, None]
+        everyone = chosen_by == all_of_them.reshape(1, 1, together, 1)
     if finer > 1:  # there are no parts then
         live, column = (jnp.repeat(x, finer, axis=2)[:, :, :rows] for x in (live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
@@ -405,7 +405,7 @@ def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
     n = x.shape[-1]
     rest = jnp.cumsum(summands[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]
     rest = jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    starts = jnp.where(differs(x), np.arange(n, dtype=np.int32), n)
+    starts = jnp.where(differs(x), jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1), n)
     following = jax.lax.cummin(starts, axis=x.ndim - 1, reverse=True)
     following = jnp.concatenate([following[..., 1:], jnp.full_like(following[..., :1], n)], axis=-1)
     return rest[..., :-1] - jnp.take_along_axis(rest, following, axis=-1)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,6 +26,7 @@ from .blocks import BlockGrid, active_blocks, masked_tiles
 from .lists import tiled
 
 
+@functools.partial(jax.export.register_namedtuple_serialization, serialized_name="sparse_layers.MaskInfo")
 class MaskInfo(NamedTuple):
     """Block lists of a mask [H, Q, K] cut into nq x nk blocks of bq x bkv; R is H, or the head shards if heads agree.
 

@@ -11,11 +11,13 @@ import numpy as np
 from ...masks.algebra import Mask
 from ...masks.options import Natural, Positive, checked, own_keywords, whole
 from ...masks.primitives import Empty
+from ...masks.serialization import register_node
 
 GRANULARITIES = (1, 16, 64, 128)
 
 
 @own_keywords
+@register_node
 @jax.tree_util.register_pytree_with_keys_class
 class Selection:
     """The key blocks that queries look at, chosen at run time: ``selection=`` of `block_sparse_attention`.
@@ -68,10 +70,11 @@ class Selection:
                 f"got {ids.dtype} of shape {ids.shape}"
             )
         seen = known(ids)
-        if seen is None and not np.can_cast(ids.dtype, np.int32):
-            raise ValueError(f"ids must be int32 or smaller inside jit, got {ids.dtype}")
         if seen is not None and seen.size and not -1 <= int(seen.min()) <= int(seen.max()) < 2**31:
             raise ValueError(f"ids must be numbers of blocks, or -1 for none, got {seen.min()} to {seen.max()}")
+        if seen is None and not np.can_cast(ids.dtype, np.int32):
+            # No sequence has a block of the largest number, so clipping keeps what is left out.
+            ids = jnp.clip(ids, None if ids.dtype.kind == "u" else -1, 2**31 - 1)
         self._set(jnp.asarray(ids, jnp.int32), block, granularity)
 
     def _set(self, ids: Any, block: int, granularity: int) -> None:
@@ -219,7 +222,8 @@ def top_k_blocks(
     may, must = _rules(rows, blocks, block, granularity, causal, forced, start)
     if isinstance(must, np.ndarray) and must.size and must.sum(1).max() > k:
         raise ValueError(f"k must be at least the number of forced blocks, here up to {must.sum(1).max()}, got {k}")
-    may, must = (jnp.asarray(x)[:, None] for x in (may, must))
+    # Bools [..., rows, 1, blocks], with as many axes as the scores.
+    may, must = (jnp.expand_dims(x, (*range(scores.ndim - 3), -2)) for x in (may, must))
     # A forced block comes before one with a score of infinity.
     rank = jnp.minimum(jax.lax.stop_gradient(scores), jnp.finfo(scores.dtype).max)
     rank = jnp.where(rank == 0, 0, rank)  # -0 equals 0, but top_k takes it for less
@@ -276,7 +280,7 @@ def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     wide = wide.reshape(*batch, blocks, block, heads, size)
     total = wide.sum(-3, dtype=jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     number = np.minimum(block, tokens - np.arange(blocks) * block)
-    return (total / jnp.asarray(number, total.dtype)[:, None, None]).astype(x.dtype)
+    return (total / jnp.asarray(number.reshape(*(1,) * len(batch), blocks, 1, 1), total.dtype)).astype(x.dtype)
 
 
 def _check_floats(name: str, x: Any, shape: str) -> None:

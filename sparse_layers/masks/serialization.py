@@ -1,0 +1,119 @@
+"""Masks, scorers and sizes as JSON and back: what a program of `jax.export` holds of caches beside their arrays.
+
+The JSON holds names of classes and their fields, never pickles: reading it calls constructors of classes that are
+defined already, and imports nothing.
+"""
+
+import base64
+import dataclasses
+import functools
+import json
+import math
+import zlib
+from typing import Any, TypeVar
+
+import jax.export
+import numpy as np
+
+_PACKAGE = f"{__name__.partition('.')[0]}."
+_CLASSES: dict[str, type] = {}
+
+T = TypeVar("T", bound=type)
+
+
+def register_value(cls: type) -> None:
+    """Lets instances of a frozen dataclass be written and read, by the class's name."""
+    _CLASSES[_class_name(cls)] = cls
+
+
+def register_node(cls: T) -> T:
+    """Lets `jax.export` write and read a pytree class of this package, with what is static in it; a decorator."""
+    name = f"{_PACKAGE}{cls.__name__}"
+    write = functools.partial(write_static, cls.__name__)
+    jax.export.register_pytree_node_serialization(
+        cls, serialized_name=name, serialize_auxdata=write, deserialize_auxdata=read_static
+    )
+    return cls
+
+
+def register_mask(cls: type) -> None:
+    """Lets instances of a mask's class be written and read, and classes of this package be arguments of programs."""
+    register_value(cls)
+    if cls.__module__.startswith(_PACKAGE):  # names of JAX's are for ever, and users may define a class again
+        register_node(cls)
+
+
+def write_static(owner: str, value: Any) -> bytes:
+    """What is static in a pytree of class ``owner``, as JSON.
+
+    Raises:
+      TypeError: something in it cannot be read back as an equal value, such as a function.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> write_static("KVCache", (sl.Window(3), 40))
+      b'[{"class": "Window", "fields": {"left": 3, "right": 0}}, 40]'
+      >>> read_static(write_static("KVCache", (sl.Window(3), 40)))
+      (Window(left=3, right=0), 40)
+    """
+    data = json.dumps(_plain(owner, value)).encode()
+    if read_static(data) != value:
+        raise _unwritable(owner, value, "it is not equal to what its fields make")
+    return data
+
+
+def read_static(data: bytes) -> Any:
+    """What `write_static` has written.
+
+    Raises:
+      ValueError: it names a class that is not defined in this process.
+    """
+    return _value(json.loads(data))
+
+
+def _class_name(cls: type) -> str:
+    name = cls.__qualname__
+    return name if cls.__module__.startswith(_PACKAGE) else f"{cls.__module__}.{name}"
+
+
+def _plain(owner: str, value: Any) -> Any:
+    """A value as JSON knows it: a list for a tuple, an object for an array or an instance."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    if isinstance(value, tuple):
+        return [_plain(owner, entry) for entry in value]
+    if isinstance(value, np.ndarray) and value.dtype == bool:
+        bits = zlib.compress(np.packbits(value).tobytes())
+        return {"shape": list(value.shape), "bits": base64.b64encode(bits).decode()}
+    name = _class_name(type(value))
+    if _CLASSES.get(name) is not type(value) or not dataclasses.is_dataclass(value):
+        raise _unwritable(owner, value, f"its class, {name}, is no dataclass of masks or scorers")
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return {"class": name, "fields": {n: _plain(f"{owner}: {name}.{n}", entry) for n, entry in fields.items()}}
+
+
+def _value(plain: Any) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(plain, list):
+        return tuple(map(_value, plain))
+    if not isinstance(plain, dict):
+        return plain
+    if "bits" in plain:
+        bits = np.frombuffer(zlib.decompress(base64.b64decode(plain["bits"])), np.uint8)
+        return np.unpackbits(bits, count=math.prod(plain["shape"])).astype(bool).reshape(plain["shape"])
+    if plain["class"] not in _CLASSES:
+        raise ValueError(
+            f"the exported program names {plain['class']}, which is not defined here: import the module that defines "
+            "it before jax.export.deserialize"
+        )
+    return _CLASSES[plain["class"]](**{field: _value(entry) for field, entry in plain["fields"].items()})
+
+
+def _unwritable(owner: str, value: Any, reason: str) -> TypeError:
+    return TypeError(
+        f"{owner}: an exported program cannot hold {value!r}, for {reason}; export a function of jax.tree.leaves(x), "
+        "which makes x of them inside by jax.tree.unflatten(jax.tree.structure(x), leaves), or take a mask that is "
+        "made of those of sparse_layers, as sl.Array(mask.dense(T))"
+    )
