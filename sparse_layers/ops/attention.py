@@ -26,6 +26,7 @@ from .kernels.call import (
     checked_scalars,
     checked_selection,
     checked_sinks,
+    lowered,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -344,6 +345,7 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
     if not all_see:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
+    lse = lowered(lse)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     found: list[Any] = []
@@ -353,7 +355,7 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
         found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
     gradients = [Operands(*x) for x in found]
     if first.sinks is not None:
-        weight = jnp.exp(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
+        weight = jnp.exp(jnp.minimum(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse), 0))
         dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)
         gradients[0] = gradients[0]._replace(sinks=dsinks)
     return (tuple(gradients),)
