@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
+from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.options import checked, own_keywords
 from . import lowering, sharding, spread
 from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
@@ -362,8 +363,17 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-# Compiled once for each (implementation, call, shapes), also for eager callers.
-_jitted_attend = jax.jit(_run, static_argnums=(0, 1, 2))
+
+
+def _jitted_attend(implementation: str, call: Call, query_sharding: Any, operands: Operands):
+    """`_run`, compiled once for each (implementation, call, sharding, shapes), also for eager callers."""
+    return _program(implementation, call, query_sharding)(operands)
+
+
+# A function of its own for each call: JAX forgets what it traced and compiled of a function when that is forgotten.
+@bounded_cache(extra_bytes=PROGRAM_BYTES)
+def _program(implementation: str, call: Call, query_sharding: Any) -> Callable[[Operands], Any]:
+    return jax.jit(functools.partial(_run, implementation, call, query_sharding))
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

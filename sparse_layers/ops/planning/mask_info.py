@@ -6,7 +6,6 @@ lists, so the cost follows the pattern; anything else with ``.shape`` and slicin
 """
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from ...masks.adapters import as_masks
 from ...masks.algebra import FULL, PARTIAL, And, Array, Mask, Not, Or, Transposed
+from ...masks.bounded_cache import bounded_cache
 from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
 from .lists import tiled
@@ -397,7 +397,7 @@ class _SlicedHead:
         return hash(self.digest)
 
 
-@functools.lru_cache(maxsize=32)
+@bounded_cache()
 def _compile(
     mask: Any,
     block_shape: tuple[int, int],
@@ -453,7 +453,7 @@ def _computed(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, 
     return None, None
 
 
-@functools.lru_cache(maxsize=8)
+@bounded_cache()
 def _positions(q_len: int) -> np.ndarray:
     """0 .. q_len - 1, one array for all infos of a length: at a million tokens it outweighs the block lists."""
     positions = np.arange(q_len, dtype=np.int32)
