@@ -9,8 +9,8 @@ import functools
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ LEAST_ENTRIES = 16
 # What a compiled program takes beside arrays; measured on a CPU, 3 to 6 MB, but recompiling costs more than memory.
 PROGRAM_BYTES = 1 << 20
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -89,18 +88,18 @@ class _Store:
 STORE = _Store()
 
 
-class BoundedCache(Generic[P, R]):
+class BoundedCache(Generic[R]):
     """A function whose results are kept, see `bounded_cache`."""
 
-    def __init__(self, function: Callable[P, R], extra_bytes: int):
+    def __init__(self, function: Callable[..., R], extra_bytes: int):
         functools.update_wrapper(self, function)
-        self._function, self._extra_bytes = function, extra_bytes
+        self.__wrapped__, self._extra_bytes = function, extra_bytes
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Hashable, **kwargs: Hashable) -> R:
         key = _Key(self, args, *sorted(kwargs.items()))
         if (entry := STORE.find(key)) is not None:
             return entry.result
-        return STORE.add(key, self._function(*args, **kwargs), self._extra_bytes)
+        return STORE.add(key, self.__wrapped__(*args, **kwargs), self._extra_bytes)
 
     def cache_clear(self) -> None:
         """Evicts all results of this function."""
@@ -109,7 +108,7 @@ class BoundedCache(Generic[P, R]):
                 STORE.drop(key)
 
 
-def bounded_cache(extra_bytes: int = 256) -> Callable[[Callable[P, R]], BoundedCache[P, R]]:
+def bounded_cache(extra_bytes: int = 256) -> Callable[[Callable[..., R]], BoundedCache[R]]:
     """Decorates a function, of hashable arguments, to keep its results within a bound on the bytes of all such caches.
 
     The entries used least recently are evicted first. Threads may compute the same result twice, and get one.

@@ -51,7 +51,10 @@ def test_the_oldest_go_first(store):
 def test_shared_arrays_count_once_and_views_as_a_whole(store):
     array = np.zeros(4000, np.uint8)
     view = bounded_cache.bounded_cache(extra_bytes=0)(lambda number: array[number:][:10])
-    view(0), view(1), bounded_cache.bounded_cache(extra_bytes=7)(lambda number: lambda: array)(2)
+    of_closure = bounded_cache.bounded_cache(extra_bytes=7)(lambda: lambda: array)
+    for number in range(2):
+        view(number)
+    of_closure()
     assert store.bytes == 4007
     view.cache_clear()
     assert store.bytes == 4007 and len(store.entries) == 1

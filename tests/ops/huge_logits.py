@@ -29,17 +29,17 @@ class Case(cases.Case):
         return super().arrays() | {"sinks": np.array(self.sink_values, np.float32) if self.sink_values else None}
 
 
-SINKS = {"sink_values": (3e38, -3e38, 2.4e38, 0.0)}
+SINKS = 3e38, -3e38, 2.4e38, 0.0
 FIXED = sl.preset("sparse_transformer_fixed", stride=24, summary=4)
 CASES = [
     *(Case(f"window-{scale:g}", sl.Causal() & sl.Window(40), 120, scale=scale) for scale in (3e7, 1e9, 1e12)),
     Case("window-1e6", sl.Causal() & sl.Window(40), 120, scale=1e6, core=False),
     Case("blocks-differ", sl.Causal(), 120, fwd=(32, 32), bwd=(16, 64), scale=-3e7),
-    Case("chain", FIXED, 120, split=True, **SINKS),
+    Case("chain", FIXED, 120, split=True, sink_values=SINKS),
     Case("documents", sl.Causal(), 120, segments=(IDS, IDS)),
     Case("no-keys", HOLES, 120, heads=(4, 1), scale=1e7, sink_values=(3e38, 2.4e38, 0.0, -1e9)),
-    Case("sinks", sl.Window(9), 120, scale=1.0, core=False, **SINKS),
-    Case("soft-cap", sl.Causal(), 120, soft_cap=30.0, **SINKS),
+    Case("sinks", sl.Window(9), 120, scale=1.0, core=False, sink_values=SINKS),
+    Case("soft-cap", sl.Causal(), 120, soft_cap=30.0, sink_values=SINKS),
     Case("soft-cap-huge", sl.Causal(), 120, soft_cap=1e9),
     Case("run-time", jnp.tri(120, dtype=bool), 120, sizes=(32, 8), core=False),
 ]

@@ -163,7 +163,7 @@ def test_values_and_gradients(launched, monkeypatch, case):
 
 HUGE = [
     HugeCase("huge", sl.Causal(), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2)),
-    HugeCase("huge-sinks", sl.Window(40), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2), **SINKS),
+    HugeCase("huge-sinks", sl.Window(40), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2), sink_values=SINKS),
     HugeCase("huge-soft-cap", sl.Causal(), 140, dtype="bfloat16", sizes=(64, 64), soft_cap=1e9, batch=1),
     HugeCase("huge-documents", sl.Causal(), 256, dtype="bfloat16", sizes=(64, 64), segments=(DOCUMENTS, PADDED)),
 ]
