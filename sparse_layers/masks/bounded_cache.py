@@ -41,7 +41,7 @@ class _Key:
 
 class _Entry(NamedTuple):
     result: Any
-    sizes: dict[int, int]  # bytes of each array that the entry holds, by its id
+    sizes: dict[int, int]  # bytes of each array that the entry holds, by its id; and of what else, by that of the key
 
 
 class _Store:
@@ -67,7 +67,7 @@ class _Store:
         with self.lock:
             if (entry := self.find(key)) is not None:
                 return entry.result
-            self.entries[key] = entry = _Entry(result, sizes | {id(sizes): extra_bytes})
+            self.entries[key] = entry = _Entry(result, sizes | {id(key): extra_bytes})
             for array, size in entry.sizes.items():
                 self.bytes += 0 if self.holders.get(array) else size
                 self.holders[array] = self.holders.get(array, 0) + 1
