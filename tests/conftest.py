@@ -76,6 +76,12 @@ def triton_kernels_anywhere():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_tables_of_other_tests(monkeypatch):
+    """The hint that masks change from call to call counts those of one test."""
+    monkeypatch.setattr("sparse_layers.ops.planning.changing_masks._recent", {})
+
+
 @pytest.fixture
 def all_passes():
     """For tests of what a compiler makes of a program, not of its numbers."""

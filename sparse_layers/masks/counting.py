@@ -1,11 +1,11 @@
 """How many pairs a mask allows, at any length in bounded time."""
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from .algebra import FULL, PARTIAL, Mask
+from .bounded_cache import bounded_cache
 from .pictures import cell_size, cells
 
 _SIDE = 512  # cells on a side of the grid that is counted
@@ -27,7 +27,7 @@ class Count(NamedTuple):
     looked_at: int | None
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def count(mask: Mask, q_len: int, kv_len: int, most: int = 1 << 28) -> Count:
     """Counts what a mask allows: by closed form where that is enough, by its pairs elsewhere.
 

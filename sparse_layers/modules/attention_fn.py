@@ -13,6 +13,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from ..masks.adapters import MaskLike
 from ..masks.algebra import Mask
+from ..masks.bounded_cache import bounded_cache
 from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
@@ -454,7 +455,7 @@ def make_attention_fn(
     return fn if segment_ids is None else functools.partial(fn, segment_ids=segment_ids)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     fn = AttentionFn(masks, seq_len, *settings)
     # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.

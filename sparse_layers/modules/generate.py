@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.options import Positive, checked, own_keywords
 from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, put_together, taken_apart
@@ -296,7 +297,7 @@ def _first(how, arrays, tokens, lengths, sampling):
     return _chosen(how, logits, 0, sampling, keys), caches, keys
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache(extra_bytes=PROGRAM_BYTES)
 def _step(how):
     """`_next` compiled: looked up once, since a model's graph takes as long to hash as a step to compute."""
 

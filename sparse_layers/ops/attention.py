@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
+from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.options import checked, own_keywords
 from . import lowering, sharding, spread
 from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
@@ -26,6 +27,7 @@ from .kernels.call import (
     checked_scalars,
     checked_selection,
     checked_sinks,
+    lowered,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -344,6 +346,7 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
     if not all_see:
         # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
         dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
+    lse = lowered(lse)
     # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     found: list[Any] = []
@@ -353,15 +356,24 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
         found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
     gradients = [Operands(*x) for x in found]
     if first.sinks is not None:
-        weight = jnp.exp(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse))
+        weight = jnp.exp(jnp.minimum(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse), 0))
         dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)
         gradients[0] = gradients[0]._replace(sinks=dsinks)
     return (tuple(gradients),)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-# Compiled once for each (implementation, call, shapes), also for eager callers.
-_jitted_attend = jax.jit(_run, static_argnums=(0, 1, 2))
+
+
+def _jitted_attend(implementation: str, call: Call, query_sharding: Any, operands: Operands):
+    """`_run`, compiled once for each (implementation, call, sharding, shapes), also for eager callers."""
+    return _program(implementation, call, query_sharding)(operands)
+
+
+# A function of its own for each call: JAX forgets what it traced and compiled of a function when that is forgotten.
+@bounded_cache(extra_bytes=PROGRAM_BYTES)
+def _program(implementation: str, call: Call, query_sharding: Any) -> Callable[[Operands], Any]:
+    return jax.jit(functools.partial(_run, implementation, call, query_sharding))
 
 
 # --- validation ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ machine at hand. Nothing is written and nothing is asked of the network by this 
 """
 
 import dataclasses
-import functools
 import importlib.metadata
 import math
 import platform
@@ -22,6 +21,7 @@ from jax.sharding import AxisType
 
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
+from ..masks.bounded_cache import bounded_cache
 from ..masks.presets import preset
 from ..masks.primitives import Causal
 from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
@@ -387,7 +387,7 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
         return run(*check.arrays()[:3])
 
 
-@functools.lru_cache(maxsize=8)
+@bounded_cache()
 def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """The right answers, and what an implementation may be off, by `ANSWERS`."""
     query, key, value, dout = (np.asarray(x) for x in check.arrays())

@@ -90,6 +90,25 @@ def test_second_derivatives(implementation, name):
     close(back_pull["dlse"], np.where(live, slopes["lse"], 0))
 
 
+def test_huge_logits():
+    """Where one key has all of a query's weight, gradients are linear in cotangents, and all derivatives are finite."""
+    scale, shapes = 3e7, ((1, T, 2, 8), (1, T, 1, 8), (1, T, 1, 4), (1, T, 2, 4))
+    x, along = ([jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in shapes] for _ in range(2))
+
+    @functools.partial(compiled, static_argnames="implementation")
+    def second(along, implementation):
+        def gradients(q, k, v, dout):
+            op = functools.partial(sl.block_sparse_attention, scale=scale, implementation=implementation)
+            return jax.vjp(lambda *x: op(*x, sl.Window(30)), q, k, v)[1](dout)
+
+        return jax.jvp(gradients, x, along)[1]
+
+    assert all(map(np.isfinite, map(jnp.sum, second(along, "xla"))))
+    of_dout = [*map(jnp.zeros_like, along[:3]), along[3]]
+    for size, ours, right in zip((scale, scale, 1), second(of_dout, "xla"), second(of_dout, "reference"), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * size)
+
+
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "triton"])
 def test_where_there_are_none_the_reason_is_named(implementation):
     x = jnp.ones((1, 16, 1, 8))

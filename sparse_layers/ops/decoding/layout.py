@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import Mask
+from ...masks.bounded_cache import bounded_cache
 from ..planning.views import RowOrder
 from .reads import Part, parts
 from .stores import Store
@@ -103,7 +104,7 @@ class Layout:
         return heads, start, tokens, functools.reduce(jnp.logical_or, rules)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def layout(masks: tuple[Mask, ...], length: int, num_heads: int, num_kv_heads: int, max_step: int) -> Layout:
     """The layout of a cache, made once."""
     return Layout(masks, length, num_heads, num_kv_heads, max_step)

@@ -16,7 +16,6 @@ than it sees.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Empty
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.causality import check_causal
@@ -110,7 +110,7 @@ class Part:
         return pieces, allowed & bits.reshape(allowed.shape)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def parts(mask: Mask, length: int, max_step: int = 1) -> tuple[Part, ...]:
     """The parts of a causal mask that together read the fewest keys a step, over ``length`` tokens.
 

@@ -270,6 +270,24 @@ def merged(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tuple[jax
     return out * jnp.exp(lse - base)[..., None] + more * jnp.exp(more_lse - base)[..., None], both
 
 
+def lowered(lse: jax.Array) -> jax.Array:
+    """Returns lse as backward passes read it: lowered, where it is huge, by more than logits are rounded.
+
+    A backward pass computes weights ``exp(min(logit - lse, 0))``. Above 1e6 both are rounded by more than 0.1, so a
+    weight of 1 would be e to the rounding error. With the lowered lse it is 1, as in the forward pass.
+    """
+    return lse - jnp.maximum(16 * jnp.finfo(lse.dtype).eps * abs(lse) - 2, 0)
+
+
+def base_2_sinks(sinks: jax.Array) -> jax.Array:
+    """Returns sinks in float32 for kernels that multiply by log2(e), at most 2.3e38, so that no finite one overflows.
+
+    -inf, for no sink, stays.
+    """
+    sinks = sinks.astype(jnp.float32)
+    return jnp.where(jnp.isinf(sinks), sinks, jnp.clip(sinks, -2.3e38, 2.3e38))
+
+
 def over_batches(function: Callable[..., Any], most: float, *args: Any) -> Any:
     """function(*args) of an `Operands` and arrays by query, also under `jax.vmap`, which kernel calls do not know.
 

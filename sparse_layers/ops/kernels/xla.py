@@ -23,7 +23,7 @@ from jax import lax
 from ..planning.lists import BlockLists, Candidates, Extents, static_candidates, unpacked_tiles
 from ..planning.plan import Pass
 from ..planning.views import RowOrder
-from .call import Call, Operands, accumulator, joined, merged, over_batches, run_time_blocks
+from .call import Call, Operands, accumulator, joined, lowered, merged, over_batches, run_time_blocks
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -223,7 +223,7 @@ def _backward_pass(call: Call, link: _Link, query, key, value, lse, delta, dout)
             place = line.query + i
             q, do = blocks.at(blocks.query, place), blocks.at(dout, place)
             scores, slope = _capped(product("bkqd,bksd->bkqs", q, k), call)
-            weights = jnp.exp(scores - blocks.at(lse, place)[..., None])
+            weights = _weights(scores, blocks.at(lse, place)[..., None])
             if in_part:
                 weights = jnp.where(blocks.allowed(line, i, j, entry), weights, 0)
             dscores = weights * (product("bkqd,bksd->bkqs", do, v) - blocks.at(delta, place)[..., None])
@@ -262,12 +262,12 @@ def _backward_along(call, primals, tangents):
 
 def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     # Any shift of the scores cancels; by lse, sums of weights are about 1.
-    shift = forward(call, jax.lax.stop_gradient(operands))[1]
+    shift = lowered(forward(call, jax.lax.stop_gradient(operands))[1])
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
     def pair(rows, columns, allowed):
         (q, shift), (k, v) = rows, columns
-        weights = jnp.exp(_pair_of_scores(call, q, k, allowed)[0] - shift[..., None])
+        weights = _weights(_pair_of_scores(call, q, k, allowed)[0], shift[..., None])
         return (weights.sum(-1), jnp.einsum("bkqs,bksd->bkqd", weights, v, precision=_arithmetic(v)[1])), ()
 
     def run(links, arrays):
@@ -278,7 +278,7 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
 
     total, out = _by_head_class(call, operands, run, (operands.query, shift), dkv=False)
     if operands.sinks is not None:
-        total = total + jnp.exp(operands.sinks.astype(shift.dtype)[None, None] - shift)
+        total = total + _weights(operands.sinks.astype(shift.dtype)[None, None], shift)
     some = total > 0
     safe = jnp.where(some, total, 1)
     return (out / safe[..., None]).astype(operands.query.dtype), jnp.where(some, shift + jnp.log(safe), -jnp.inf)
@@ -291,7 +291,7 @@ def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: ja
         (q, lse, delta, dout), (k, v) = rows, columns
         product = functools.partial(jnp.einsum, precision=_arithmetic(q)[1])
         scores, slope = _pair_of_scores(call, q, k, allowed)
-        weights = jnp.exp(scores - lse[..., None])
+        weights = _weights(scores, lse[..., None])
         dscores = weights * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None]) * call.scale
         dscores = dscores if slope is None else dscores * slope
         dk, dv = product("bkqs,bkqd->bksd", dscores, q), product("bkqs,bkqd->bksd", weights, dout)
@@ -356,6 +356,12 @@ def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], column
     ]
     (by_row, by_column), _ = lax.scan(step, (*start,), (numbers, entries, live))
     return tuple(map(blocks.of_rows, by_row)), tuple(blocks.of_columns(x, blocks.layout.kv_lists) for x in by_column)
+
+
+def _weights(scores: jax.Array, lse: jax.Array) -> jax.Array:
+    """Computes exp(scores - lse), at most 1 as `lowered` asks for, with the derivatives of the exponential."""
+    logs = scores - lse
+    return jnp.exp(logs - lax.stop_gradient(jnp.maximum(logs, 0)))
 
 
 def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]:

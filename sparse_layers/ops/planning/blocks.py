@@ -15,6 +15,7 @@ import jax.errors
 import numpy as np
 
 from ...masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
+from ...masks.bounded_cache import bounded_cache
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
 _FINER = 4  # cells of one size along a side of the next larger
@@ -51,7 +52,7 @@ def answers_now() -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=32)
+@bounded_cache()
 @answers_now()
 def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int) -> BlockGrid:
     """Lists the blocks in which the mask allows anything, with their exact states.

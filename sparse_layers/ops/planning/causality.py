@@ -1,10 +1,9 @@
 """Causality of a mask: its formula shows it, or the blocks of ``mask & ~Causal()``, never an array of T x T."""
 
-import functools
-
 import numpy as np
 
 from ...masks.algebra import And, Mask, Not, Or
+from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, LogSparse, Random, Window
 from .blocks import active_blocks, answers_now
 from .plan import Pass, make_plan
@@ -21,7 +20,7 @@ def is_causal(mask: Mask, length: int) -> bool:
     return look_ahead(mask, length) is None
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def look_ahead(mask: Mask, length: int) -> tuple[int, int] | None:
     """Returns a query and a later key that it sees, in a sequence of ``length`` tokens; None if there is no such pair.
 

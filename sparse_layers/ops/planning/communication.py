@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...masks.algebra import EMPTY, And, Mask, Not, Or
+from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .blocks import active_blocks, answers_now
 from .causality import is_causal
@@ -378,7 +379,7 @@ class Part(NamedTuple):
     masks: tuple[Mask, ...]
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def parts_of(
     masks: tuple[Mask, ...], length: int, devices: int, implementation: str, groups: int = 1
 ) -> tuple[Part, ...]:
@@ -435,7 +436,7 @@ def _halo_of(halos: Sequence[Neighbors]) -> Neighbors:
     return dataclasses.replace(halos[0], left=left, right=max(x.right for x in halos), stride=stride)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def filled_up(masks: tuple[Mask, ...], length: int, devices: int, implementation: str, groups: int = 1) -> int:
     """To how many tokens a sequence is filled up, for its devices to share the residues of a stride, or fold queries.
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...masks.algebra import FULL, PARTIAL
+from ...masks.bounded_cache import bounded_cache
 from .blocks import active_blocks, masked_tiles
 from .views import Reordered, RowOrder, period_of
 
@@ -234,7 +235,7 @@ def static_candidates(
     return _static_candidates(tuple(masks), shape, with_tiles)
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _static_candidates(masks: tuple[Reordered, ...], shape: tuple[int, int], with_tiles: bool):
     blocks = grid_shape(masks[0], shape)
     grids = [active_blocks(mask, *blocks, *shape) for mask in masks]

@@ -20,6 +20,7 @@ import numpy as np
 
 from ...masks.adapters import as_masks
 from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.bounded_cache import bounded_cache
 from ...masks.lengths import check_lengths
 from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
@@ -384,7 +385,7 @@ class _SlicedHead:
         return hash(self.digest)
 
 
-@functools.lru_cache(maxsize=32)
+@bounded_cache()
 def _compile(
     mask: Any,
     block_shape: tuple[int, int],
@@ -440,7 +441,7 @@ def _computed(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, 
     return None, None
 
 
-@functools.lru_cache(maxsize=8)
+@bounded_cache()
 def _positions(q_len: int) -> np.ndarray:
     """0 .. q_len - 1, one array for all infos of a length: at a million tokens it outweighs the block lists."""
     positions = np.arange(q_len, dtype=np.int32)

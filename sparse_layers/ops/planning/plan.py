@@ -22,11 +22,13 @@ import numpy as np
 
 from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
+from ...masks.bounded_cache import bounded_cache
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.options import Length, checked, own_keywords
 from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, answers_now
+from .changing_masks import note_masks
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
 from .params import BwdParams, FwdParams, checked_params
@@ -203,10 +205,11 @@ def make_plan(
     masks = masks_for(mask, q_len, kv_len)
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     checked_implementation(implementation)
+    note_masks(masks)
     return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
     # By tuning, not by name: implementations that are tuned alike share their chains.
     options = fwd_params, bwd_params, TUNING[implementation]
@@ -214,7 +217,7 @@ def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> 
     return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
     """The cheapest chain for one mask, and what was weighed."""
     weighed = []
@@ -340,7 +343,7 @@ def in_tiles(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
     return _partial(mask, shape) * math.prod(shape) <= MAX_TILED
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def operations(mask: Mask) -> int:
     """How many operations a mask's rule takes for each pair, besides those for each query and for each key alone."""
     sides, pairs = [jax.ShapeDtypeStruct(shape, np.int32) for shape in ((2, 1), (1, 3))], (2, 3)
@@ -396,7 +399,7 @@ def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
         yield " + ".join(_name(wish) for wish, _ in parts), parts
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int) -> list[list[tuple[Wish, Mask, np.ndarray]]]:
     """The parts of each of the `splits`, but for those of grids into tiles, and what they cost.
 
@@ -523,7 +526,7 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
     return None if q_order.natural and kv_order.natural else (q_order, kv_order)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def _tiles(grid: Grid | ColumnMajor, length: int, tuned: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The cheapest tile, no smaller than a block, and its phase; None for a part of a row, as in natural order."""
     if isinstance(grid, ColumnMajor):

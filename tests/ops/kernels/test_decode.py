@@ -116,6 +116,20 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
     np.testing.assert_array_equal(wide[-1], 0)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_huge_logits_and_sinks(heads, monkeypatch):
+    """Each of three splits has keys; a query takes the value of its largest logit, or nothing beside a larger sink."""
+    monkeypatch.setattr(decode, "number_of_splits", lambda *_: 3)
+    query, keys, values = (np.random.default_rng(i).normal(size=(1, 2, n, 16)) for i, n in enumerate((heads, 90, 90)))
+    rows, sinks = np.arange(90, dtype=np.int32)[None, None], np.tile([[-3e38], [3e38]], heads)
+    query, keys, values, sinks = (jnp.asarray(x, jnp.float32) for x in (query, keys, values, sinks))
+    read = decode.Read(keys, values, (0, 1), jnp.asarray(rows))
+    out = decode.attend(query, [read], jnp.array([100]), decode.Options(3e7), sinks)
+    largest = np.einsum("ngh,nlh->ngl", query[0], keys[0]).argmax(-1)
+    np.testing.assert_allclose(out[0, 0], values[0, 0, largest[0]], rtol=1e-6)
+    np.testing.assert_array_equal(out[0, 1], 0)
+
+
 def test_what_is_not_there_yet_is_not_looked_at():
     """Rows in the order of positions, of which the last are those of tokens to come: here they would be seen."""
     keys = jnp.asarray(np.arange(4 * 2 * 64, dtype=np.float32).reshape(1, 1, 512, 1) % 7)

@@ -23,7 +23,7 @@ from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.hopper_gpu import gathered, settings
 from sparse_layers.ops.kernels.triton_gpu import by_key
 from sparse_layers.ops.planning import platforms
-from tests.ops import cases, test_selections
+from tests.ops import cases, huge_logits, test_selections
 from tests.ops.kernels import gluon_interpreter
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -138,6 +138,12 @@ def test_values_and_gradients(launched, case):
     check(case, case.call("hopper"))
     _, _, keys = gathered_by(launched)
     assert keys == min(case.block, 128)
+
+
+def test_huge_logits(launched):
+    case = Case("huge", sl.Causal(), 200, scale=3e7, heads=(2, 1))
+    huge_logits.check(case, case.call("hopper"))
+    assert gathered_by(launched)
 
 
 @pytest.mark.skipif(ON_GPU, reason="there, partitions take no turns")

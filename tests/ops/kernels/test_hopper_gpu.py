@@ -34,6 +34,8 @@ from sparse_layers.ops.kernels.triton_gpu import chain
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
+from tests.ops.huge_logits import SINKS, check
+from tests.ops.huge_logits import Case as HugeCase
 from tests.ops.kernels import gluon_interpreter
 from tests.ops.test_selections import Case as SelectionCase
 
@@ -158,6 +160,20 @@ def test_values_and_gradients(launched, monkeypatch, case):
     assert all(("long blocks" in name) == ("long-blocks" in case.name) for name in launched)
     names = {name.split()[0] for name in launched}
     assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
+
+
+HUGE = [
+    HugeCase("huge", sl.Causal(), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2)),
+    HugeCase("huge-sinks", sl.Window(40), 200, dtype="bfloat16", sizes=(64, 64), heads=(4, 2), sink_values=SINKS),
+    HugeCase("huge-soft-cap", sl.Causal(), 140, dtype="bfloat16", sizes=(64, 64), soft_cap=1e9, batch=1),
+    HugeCase("huge-documents", sl.Causal(), 256, dtype="bfloat16", sizes=(64, 64), segments=(DOCUMENTS, PADDED)),
+]
+
+
+@pytest.mark.parametrize("case", HUGE, ids=str)
+def test_huge_logits(launched, case):
+    check(case, case.call("hopper"), most=2.3e38)
+    assert {*launched} == {"forward_kernel", "backward_kernel"}
 
 
 def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):

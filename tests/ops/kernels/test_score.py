@@ -76,6 +76,17 @@ def test_scores_are_those_of_the_formulas(name, monkeypatch):
         assert np.isfinite(ours[ours != 0]).any()
 
 
+def test_huge_logits():
+    """The weights of a head are 1 at most, however the logits are rounded that they come from."""
+    scorer, heads = sl.InfLLM(48, 6, **SIZES, pool_size=16, pool_stride=8), 4
+    q, k = (inputs(1, 331, n, 40, seed=n).astype("bfloat16") for n in (heads, 1))
+    at, start = np.arange(331)[None], np.zeros((1, 331), np.int32)
+    found = score.by_windows(scorer._scored, 7, q, scorer.pool(k), at, start, 1e7)
+    seen = np.arange(7) < at[0, :, None] // 48
+    ours = np.where(seen, np.asarray(found[0, :, 0]), 0)
+    assert np.isfinite(ours).all() and 1 <= ours.max() <= heads
+
+
 @dataclasses.dataclass(frozen=True)
 class Own(sl.MSA):
     """A method of one's own, derived from one that a kernel computes."""

@@ -9,12 +9,12 @@ package stands on that one.
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ....masks.bounded_cache import bounded_cache
 from .. import triton_gpu
 from ..call import Call, Operands, differentiable_once
 
@@ -63,7 +63,7 @@ def _shapes(operands: Operands) -> Operands:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
 
 
-@functools.lru_cache(maxsize=256)
+@bounded_cache()
 def _left(call: Call, shapes: Operands) -> tuple[tuple[str, str | None, str | None], ...]:
     """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None."""
     from ..triton_gpu import chain

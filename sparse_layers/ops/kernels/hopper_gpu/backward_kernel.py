@@ -174,6 +174,13 @@ def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.c
 
 
 @gluon.jit
+def weights_of(scores, base, A: gl.constexpr):
+    """p = exp(logit - lse), at most 1, see `lowered` of call.py; ``scores`` as of `logits`, ``base`` as in `link`."""
+    logs = scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP)
+    return exp2(gl.minimum(logs, 0.0))
+
+
+@gluon.jit
 def score_gradients(scores, weights, dweights, delta, A: gl.constexpr):
     """ds = p * (dout v^T - delta), times the scale; ``scores`` as of `logits`."""
     dscores = weights * (dweights * A.SCALE + delta)
@@ -224,7 +231,7 @@ def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, em
         scores = logits(scores, A)
         if MASKED:
             scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
-        weights = exp2(scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP))
+        weights = weights_of(scores, base, A)
         # Long over; a branch, lest ptxas moves the next wait before the exponentials.
         mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
         dweights = warpgroup_mma_wait(0, deps=[dweights])

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_kernel import columns_of, score_gradients
-from .primitives import add_rows, add_tile, arrive_when_copied, copy, exp2, kept, late, reinterpret, together
+from .backward_kernel import columns_of, score_gradients, weights_of
+from .primitives import add_rows, add_tile, arrive_when_copied, copy, kept, late, reinterpret, together
 from .tiles import ROWS, barriers, buffers_of, corner_of, factor, fetch, flat, logits, span_of
 
 
@@ -151,7 +151,7 @@ def _steps(first_step, end_step, begin, dk, dv, GROUP: gl.constexpr, buffers, fu
         scores = logits(scores, A)
         if MASKED:
             scores = _limited(scores, buffers[6].index(slot), GROUP, KV, F, SCORES)
-        weights = exp2(scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP))
+        weights = weights_of(scores, base, A)
         # Long over; a branch, lest ptxas moves the next wait before the exponentials.
         mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
         dweights = warpgroup_mma_wait(0, deps=[dweights])

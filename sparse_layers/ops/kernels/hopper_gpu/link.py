@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....masks.bounded_cache import bounded_cache
 from ...planning.lists import MOST_PARTS, BlockLists, Candidates, static_candidates
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
@@ -52,7 +53,7 @@ def products_begin_from(lse: jax.Array, call: Call) -> jax.Array:
     return jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(call.scale, call.soft_cap or 0.0)))
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _of_both(passes: tuple[Pass, ...], more: tuple[Pass, ...], q: Side, kv: Side) -> Lists:
     """Lists over the key blocks of two passes with the same query rows; those of the second one are numbered last."""
     shape = q.block, kv.block

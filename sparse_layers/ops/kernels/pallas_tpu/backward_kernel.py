@@ -73,7 +73,7 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         query, key, dout = refs.query[...], refs.key[...], refs.dout[...]
         logits, slope = scores(link, dot(key, query, (1, 1)))
         logits = masked_scores(link, refs, place, logits, masked, limited, flipped=True)
-        weights = jnp.exp2(logits - refs.lse[...] * LOG2E)
+        weights = jnp.exp2(jnp.minimum(logits - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
         dlogits = weights * (dot(refs.value[...], dout, (1, 1)) - refs.delta[...])
         dlogits = (dlogits if slope is None else dlogits * slope).astype(query.dtype)
         refs.dv_sum[...] += dot(weights.astype(dout.dtype), dout, (1, 0))

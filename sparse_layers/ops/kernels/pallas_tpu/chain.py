@@ -14,7 +14,7 @@ from ...planning.lists import MOST_PARTS, Extents, static_candidates, unpacked_t
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
 from ...planning.views import RowOrder
-from ..call import Call, Operands, joined, merged, over_batches, run_time_blocks
+from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches, run_time_blocks
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -83,7 +83,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     for heads in _classes(call, operands):
         out, lse = None, None
         if operands.sinks is not None:
-            lse = jnp.broadcast_to(heads.of(operands.sinks.astype(jnp.float32), 0), heads.query.shape[:3])
+            lse = jnp.broadcast_to(heads.of(base_2_sinks(operands.sinks), 0), heads.query.shape[:3])
         for one in heads.passes:
             if one is None or one.q_order.natural:
                 final = one is heads.passes[-1]

@@ -33,7 +33,7 @@ from .tiles import (
 @triton.jit
 def _score_gradient(scores, lse, dweights, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
     """(p, ds) of logits to base 2; lse (to base 2) and delta already broadcast against them."""
-    weights = tl.exp2(scores - lse)
+    weights = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered` of call.py
     if MASKED:
         weights = tl.where(may, weights, 0.0)
     dscores = weights * (dweights - delta)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ...planning.views import RowOrder
-from ..call import Call, Operands, joined, merged, over_batches
+from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches
 from ..gpu.hardware import MAX_BATCH_ENTRIES
 from . import by_key
 from .link import Gradients, Link, Rows
@@ -85,7 +85,7 @@ def _forward(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax
         query = operands.query
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
-    operands = operands._replace(sinks=None if operands.sinks is None else operands.sinks.astype(jnp.float32))
+    operands = operands._replace(sinks=None if operands.sinks is None else base_2_sinks(operands.sinks))
     operands = _padding_apart(operands)
     by_query = functools.partial(_forward_by_query, call, link_type)
     if not by_key.serves(call, operands):

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..call import base_2_sinks
+
 # Arrays of keys that a launch can read, and query heads of a key head; head sizes at most.
 MOST_KEPT, MOST_GROUP, MOST_SIZE = 4, 64, 256
 # By whether a program has several query heads: bytes of keys and values of a tile, and stages of tiles on their way.
@@ -178,7 +180,7 @@ def _launched(
         *none,
         jnp.array([x.heads for x in reads], jnp.int32),
         rows,
-        rows if sinks is None else sinks.astype(jnp.float32),
+        rows if sinks is None else base_2_sinks(sinks),
     ]
     shape = queries, heads, group, value_size
     lse = jax.ShapeDtypeStruct((queries, heads, splits, group), jnp.float32)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....masks.bounded_cache import bounded_cache
 from ...planning.lists import (
     DEAD,
     FREE,
@@ -116,7 +117,7 @@ class Lists:
         return all(bool((np.bincount(x, minlength=self.lists.minor_blocks) == 1).all()) for x in found)
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _sorted(passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool) -> Candidates:
     """The candidates of masks known beforehand, sorted by the major block."""
     return static_candidates([one.mask for one in passes], shape, True)[0].sorted(dkv)
@@ -162,7 +163,7 @@ def _in_parts(
     return candidates.in_parts(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _bits_in_parts(
     passes: tuple[Pass, ...], major: Side, whole: Side, dkv: bool, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +195,7 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
     return BlockLists(spans, block, tile, by, candidates.blocks[not dkv], candidates.group)
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> Lists:
     shape = (minor.block, major.block) if dkv else (major.block, minor.block)
     lists = only_whole(_sorted(passes, shape, dkv), minor).lists(dkv)
@@ -202,7 +203,7 @@ def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool)
     return Lists(lists, _static_bits(passes, major, minor, dkv), longest)
 
 
-@functools.lru_cache(maxsize=64)
+@bounded_cache()
 def _static_bits(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> np.ndarray:
     shape = (minor.block, major.block) if dkv else (major.block, minor.block)
     return bits_of(static_candidates([one.mask for one in passes], shape, True)[1], major, minor, dkv)

@@ -141,7 +141,7 @@ def score_kernel(
         some = _windows(pooled, window, (window >= lowest) & (window < last), C)
         value = tl.dot(some, tl.trans(queries), input_precision="ieee")
         if C.WEIGHTS:
-            value = tl.exp2(value * C.SCALE - log_sums[None, :])
+            value = tl.exp2(tl.minimum(value * C.SCALE - log_sums[None, :], 0.0))  # as a huge logit is rounded
             value = tl.sum(tl.reshape(value, (C.STEP, C.GROUP, C.TILE)), 1)
         partly = lower < all_from
         if before > 0:  # else what begins before a query's own block ends there, too

@@ -1,0 +1,30 @@
+"""A hint for masks that change from call to call: as tables, each of them is planned and compiled anew."""
+
+import warnings
+
+from ...masks.algebra import Mask
+
+# Different tables planned one after the other before the hint: more than the layers of most models have.
+MOST_TABLES = 64
+
+_recent: dict[int, None] = {}  # hashes of tables, since one of them was last asked for again; the latest at the end
+
+
+def note_masks(masks: tuple[Mask, ...]) -> None:
+    """Counts the tables that are planned one after the other, none of them again later, and warns once of too many."""
+    if len(_recent) > MOST_TABLES or all(mask.computable for mask in masks):
+        return
+    number = hash(masks)
+    if number == next(reversed(_recent), None):  # layers share it
+        return
+    if number in _recent:  # a model runs again: masks do not change from call to call
+        _recent.clear()
+    _recent[number] = None
+    if len(_recent) > MOST_TABLES:
+        warnings.warn(
+            f"the last {MOST_TABLES} masks were different numpy arrays, or functions without traceable=True, and each "
+            "was planned and compiled anew: a mask that changes from call to call is better a JAX array, which is "
+            "known at run time only, as in block_sparse_attention(q, k, v, jnp.asarray(mask)); a mask_mod is better "
+            "made once, outside of what is called again and again",
+            stacklevel=4,
+        )
