@@ -220,6 +220,7 @@ class SparseTransformer(nnx.Module):
             )
         )
 
+    @own_keywords
     def __call__(
         self,
         tokens: jax.Array,
@@ -272,6 +273,7 @@ class SparseTransformer(nnx.Module):
             nnx.merge(graph, jax.tree.map(operator.itemgetter(turn), state)) for turn in turns for graph, state in split
         ]
 
+    @own_keywords
     def prefill(
         self,
         tokens: jax.Array,
