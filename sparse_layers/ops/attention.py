@@ -177,6 +177,9 @@ def block_sparse_attention(
         differentiation, which JAX refuses in words of its own inside of `jax.jit`.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
 
+    Warns:
+      UserWarning: once a process, where axes look like [B, N, T, H], [B, T, features] or those of a mask [B, T, S].
+
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 300, 2, 16))

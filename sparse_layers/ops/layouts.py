@@ -43,7 +43,7 @@ def warn_of_mask(shape: Sequence[int], batch: int, heads: int) -> None:
             "mask",
             f"block_sparse_attention reads mask of shape {tuple(shape)} as [N, T, S], one for each of {heads} heads, "
             f"but there are as many batch entries. If it differs by batch entry, write {BY_ENTRY}.",
-            4,
+            6,
         )
 
 
@@ -55,7 +55,7 @@ def warn_of_batch(name: str, shape: Sequence[int], length: int) -> None:
             f"{name} are read as {shape[0]} sequences of {shape[1]} tokens, shape {tuple(shape)}, by a layer that is "
             f"made for {length} tokens. If axes are [T, B, F], as in PyTorch without batch_first, write "
             "x.swapaxes(0, 1).",
-            5,
+            6,
         )
 
 

@@ -119,6 +119,13 @@ def test_a_likely_mistake_is_told_once(trap):
     assert not rest
 
 
+@pytest.mark.parametrize("trap", ["[B, N, T, H]", "mask [B, T, T]", "attention_fn, seq_len", "[T, B, F], NNX"])
+def test_the_warning_points_to_the_call(trap):
+    with pytest.warns(UserWarning) as caught:
+        TRAPS[trap][0]()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 # Calls that are right, of shapes near those of mistakes.
 RIGHT = {
     "a short prompt": lambda: OP(*[ones(1, 5, 12, 16)] * 3, sl.Causal()),
