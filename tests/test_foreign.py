@@ -1,4 +1,4 @@
-"""What messages advise for words of other libraries: it runs, and gives what those words give there."""
+"""Advice for words of other libraries runs, and gives what these words give there."""
 
 import re
 

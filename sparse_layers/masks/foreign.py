@@ -236,11 +236,11 @@ PRESETS = {
 }
 
 
-def advice(given: Mapping[str, Any], known: Collection[str]) -> str | None:
-    """Returns an error's words for the most telling of the arguments ``given``, None if no library has them.
+def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Returns an error's words for the most telling of these arguments, None if no library has them.
 
     Args:
-      given: keyword arguments that a function does not have.
+      kwargs: keyword arguments that a function does not have.
       known: those that it has.
 
     Example:
@@ -249,37 +249,39 @@ def advice(given: Mapping[str, Any], known: Collection[str]) -> str | None:
     """
     argument = next((f"as {x}=" for x in ("plan_or_mask", "patterns", "pattern", "subject") if x in known), None)
     where = argument or "as the pattern= of the layer or of make_attention_fn"
-    for name in sorted(given, key=lambda name: name not in _OF_FLAX):
-        for other, words in WORDS.get(name, ()):
-            if other is None or other in known:
-                return f"{name!r}, got {shown(given[name])}: {words.replace('{pattern}', where)}"
+    for name in sorted(kwargs, key=lambda name: name not in _OF_FLAX):
+        for own_name, words in WORDS.get(name, ()):
+            if own_name is None or own_name in known:
+                return f"{name!r}, got {shown(kwargs[name])}: {words.replace('{pattern}', where)}"
     return None
 
 
-def misbound(function: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> str | None:
+def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Returns an error's words for arguments that do not fit a function's signature, None if they do."""
     signature = inspect.signature(function)
     try:
-        signature.bind(*args, **given)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         reason = str(error)
     else:
         return None
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if parameters[0].name in ("self", "cls"):
+    if parameters and parameters[0].name in ("self", "cls"):
         parameters, args = parameters[1:], args[1:]
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(by_position):
         others = ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY)
         hint = _BY_POSITION.get(tuple(by_position), "the others have names")
         got = ", ".join(map(shown, args))
-        return f"takes {', '.join(by_position)} by position, got {got}: {hint}; by name: {others or 'none'}"
-    read = dict(zip(by_position, args, strict=False)) | dict(given)
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in read]
+        return (
+            f"takes {', '.join(by_position) or 'nothing'} by position, got {got}: {hint}; by name: {others or 'none'}"
+        )
+    bound = dict(zip(by_position, args, strict=False)) | dict(kwargs)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
     if not missing:
         return reason
     names = ", ".join(f"{name}=" for name in missing)
-    got = ", ".join(f"{name}={shown(value)}" for name, value in read.items()) or "nothing"
+    got = ", ".join(f"{name}={shown(value)}" for name, value in bound.items()) or "nothing"
     return "; ".join([f"{names} must be given, got {got}", *(_REQUIRED[x] for x in missing if x in _REQUIRED)])
 
 

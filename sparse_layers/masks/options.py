@@ -38,7 +38,7 @@ def near(name: Any, known: Iterable[str]) -> str:
     return f"{name!r}{hint} Known: {', '.join(known) or 'none'}"
 
 
-def refuse_unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses keywords that a function, or the class whose ``__init__`` it is, does not have, by its name.
 
     It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict.
@@ -47,8 +47,8 @@ def refuse_unknown(function: Callable[..., Any], given: Mapping[str, Any]) -> No
       TypeError: see above; says what to write for a word of another library, or names those that are spelled alike.
     """
     known = _keywords(function)
-    if not given.keys() <= known:
-        unknown = {name: value for name, value in given.items() if name not in known}
+    if not kwargs.keys() <= known:
+        unknown = {name: value for name, value in kwargs.items() if name not in known}
         what = foreign.advice(unknown, known) or near(next(iter(unknown)), known)
         raise TypeError(f"{_owner(function)}: unknown argument {what}")
 
@@ -82,12 +82,12 @@ def own_keywords(owner: F) -> F:
         return owner  # pyright: ignore[reportReturnType] (the same)
 
     @functools.wraps(owner)
-    def call(*args: Any, **given: Any) -> Any:
-        refuse_unknown(owner, given)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse_unknown(owner, kwargs)
         try:
-            return owner(*args, **given)
+            return owner(*args, **kwargs)
         except TypeError:
-            if (misfit := foreign.misbound(owner, args, given)) is None:
+            if (misfit := foreign.misbound(owner, args, kwargs)) is None:
                 raise
         raise TypeError(f"{_owner(owner)}: {misfit}")
 
