@@ -1,5 +1,6 @@
 """Advice for words of other libraries runs, and gives what these words give there."""
 
+import inspect
 import re
 
 import jax
@@ -147,3 +148,11 @@ def test_an_error_inside_stays_what_it_is():
         layer(jnp.ones((1, 32, 16)))
     assert "must be given" not in str(caught.value) and "by position" not in str(caught.value)
     assert caught.traceback[-1].name != "call", "the line that failed is shown"
+
+
+@pytest.mark.parametrize(
+    "door", [sl.SparseSelfAttention, sl.SparseTransformer, sl.AttentionFn, haiku.SparseSelfAttention]
+)
+def test_signatures_of_calls_stay_what_they_are(door):
+    kinds = {parameter.kind for parameter in inspect.signature(door.__call__).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
