@@ -289,13 +289,7 @@ SETTINGS = [
     # keywords
     ("attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown argument", "'num_experts'", "'num_heads'"),
     ("attention(patterns=mask)", TypeError, "SparseSelfAttention: unknown argument", "'patterns'", "mean 'pattern'?"),
-    (
-        "attention(attention_fn=fn)",
-        TypeError,
-        "SparseSelfAttention: unknown argument",
-        "'attention_fn'",
-        "leave it out",
-    ),
+    ("attention(attention_fn=fn)", TypeError, "SparseSelfAttention: unknown", "'attention_fn'", "leave it out"),
     ("block(num_experts=4)", TypeError, "SparseTransformerBlock: unknown argument", "'num_experts'", "'num_heads'?"),
     ("block(decode=True)", TypeError, "SparseTransformerBlock: unknown argument", "'decode'", "Known: "),
     ("model(num_experts=4)", TypeError, "SparseTransformer: unknown argument", "'num_experts'", "'num_heads'?"),
