@@ -174,6 +174,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         """The compiled pattern for ``seq_len`` tokens (cached)."""
         return self.attention_step.fn.plan(self.seq_len)
 
+    @own_keywords
     def __call__(
         self,
         query: jax.Array,
@@ -373,6 +374,7 @@ class SparseTransformerBlock(hk.Module):
         # No method: Haiku would apply a policy of mixed precision to what it returns, in the middle of the block.
         self.dropout = functools.partial(_dropout, dropout_rate)
 
+    @own_keywords
     def __call__(
         self,
         x: jax.Array,

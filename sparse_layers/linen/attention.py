@@ -91,6 +91,7 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
 
+    @own_keywords
     def __call__(
         self,
         inputs: jax.Array,
@@ -309,6 +310,7 @@ class SparseCrossAttention(OverPattern):
     def lengths(self) -> dict[str, int]:
         return {"q_len": self.q_len, "kv_len": self.kv_len}
 
+    @own_keywords
     def __call__(
         self,
         inputs_q: jax.Array,

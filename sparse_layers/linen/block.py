@@ -146,6 +146,7 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
         self.mlp_module = None if self.make_mlp is None else self.make_mlp()
         self.dropout = nn.Dropout(self.dropout_rate)
 
+    @own_keywords
     def __call__(
         self,
         x: jax.Array,

@@ -90,6 +90,7 @@ class NativeSparseAttention(OfOneSequence):
         fns: dict[str, Any] = branches(pattern, self.seq_len, **self._of(_KERNELS))
         return around(NNXNativeSparseAttention, pattern=pattern, seq_len=self.seq_len, **fns).plans
 
+    @own_keywords
     def __call__(
         self,
         inputs: jax.Array,

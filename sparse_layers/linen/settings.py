@@ -42,6 +42,11 @@ class Settings(nn.Module, kw_only=True):
     out_kernel_init: Initializer | None = None
 
     def __post_init__(self):
+        if isinstance(self.parent, int | str | Mask):
+            raise TypeError(
+                f"{type(self).__name__}: parent must be a module of Linen, got {self.parent!r}: pattern=, seq_len= and "
+                "further sizes are given by name; attention takes its features from its inputs"
+            )
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         biases = biased(self.use_bias, self._with_biases)
         if not isinstance(self.use_bias, bool):  # in one order and hashable

@@ -9,6 +9,7 @@ import jax.tree_util
 import numpy as np
 
 from .algebra import Array, Mask, PerHead, answer, set_integers
+from .foreign import scorer_hint
 from .options import Positive, checked
 from .presets import preset
 
@@ -198,7 +199,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         raise TypeError(
             "mask must be a Mask (from_mask_mod makes one of a function), a preset's name, a numpy bool array [T, S] "
             "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
-            f"got {type(mask).__name__}: {mask!r}"
+            f"got {type(mask).__name__}: {mask!r}" + scorer_hint(mask)
         )
     slices: Any = mask
     if len(shape) == 2:

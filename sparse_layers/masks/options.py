@@ -6,10 +6,12 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
+
+from . import foreign
 
 Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
@@ -37,19 +39,23 @@ def near(name: Any, known: Iterable[str]) -> str:
     return f"{name!r}{hint} Known: {', '.join(known) or 'none'}"
 
 
-def refuse_unknown(function: Callable[..., Any], given: Iterable[str]) -> None:
+def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses keywords that a function, or the class whose ``__init__`` it is, does not have, by its name.
 
     It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict.
 
     Raises:
-      TypeError: see above; names those that are spelled alike.
+      TypeError: see above; says what to write for a word of another library, or names those that are spelled alike.
     """
     known = _keywords(function)
-    for name in given:
-        if name not in known:
-            owner = function.__qualname__.removesuffix(".__init__")
-            raise TypeError(f"{owner}: unknown argument {near(name, known)}")
+    if not kwargs.keys() <= known:
+        unknown = {name: value for name, value in kwargs.items() if name not in known}
+        what = foreign.advice(unknown, known) or near(next(iter(unknown)), known)
+        raise TypeError(f"{_owner(function)}: unknown argument {what}")
+
+
+def _owner(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 @functools.cache
@@ -60,7 +66,10 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def own_keywords(owner: F) -> F:
-    """Decorates a function, or a class that is complete, to `refuse_unknown` keywords before Python does.
+    """Decorates a function, or a class that is complete, to refuse arguments that do not fit in words of its own.
+
+    Unknown keywords are refused by `refuse_unknown`; too many arguments by position, or too few, by `foreign.misbound`,
+    which is asked after Python has refused them. The signature stays that of the function.
 
     Example:
       >>> @own_keywords
@@ -74,9 +83,14 @@ def own_keywords(owner: F) -> F:
         return owner  # pyright: ignore[reportReturnType] (the same)
 
     @functools.wraps(owner)
-    def call(*args: Any, **given: Any) -> Any:
-        refuse_unknown(owner, given)
-        return owner(*args, **given)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse_unknown(owner, kwargs)
+        try:
+            return owner(*args, **kwargs)
+        except TypeError:
+            if (misfit := foreign.misbound(owner, args, kwargs)) is None:
+                raise
+        raise TypeError(f"{_owner(owner)}: {misfit}")
 
     return call  # pyright: ignore[reportReturnType] (of the same type)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from . import grid_presets
 from .algebra import And, Blocks, Mask, PerHead
+from .foreign import PRESETS
 from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
@@ -118,10 +119,9 @@ def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
     """The function that makes a preset."""
     if not isinstance(name, str):
         raise ValueError(f"{what}: name must be a string, got {name!r}")
-    if name == "dense":
-        raise ValueError(f"{what}: unknown name 'dense', which is 'causal' to some and 'bidirectional' to others")
     if name not in _PRESETS:
-        raise ValueError(f"{what}: unknown name {near(name, _PRESETS)}")
+        hint = f"{name!r}: {PRESETS[name.lower()]}" if name.lower() in PRESETS else near(name, _PRESETS)
+        raise ValueError(f"{what}: unknown name {hint}")
     return _PRESETS[name]
 
 

@@ -394,6 +394,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
             self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))
 
+    @own_keywords
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
         inputs: jax.Array,
@@ -447,6 +448,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_loss[...] = index.losses[0]
         return out
 
+    @own_keywords
     def prefill(
         self,
         inputs: jax.Array,
@@ -513,21 +515,19 @@ class SparseSelfAttention(SparseAttention):
         index = self._index(inputs)
         if index is not None:
             index = self.attention_fn.placed_index(index, self.dtype, positions)
-        before = cache
-        if before is None:
-            before = KVCache.empty(
-                self.attention_fn.fn.masks,
-                self.seq_len,
-                selection=self.attention_fn.fn.selection,
-                batch=inputs.shape[0],
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_size=self.head_dim,
-                dtype=key.dtype,
-                index_size=None if index is None else index.key.shape[-1],
-                max_step=max_step,
-                implementation="xla" if self.attention_fn.fn.implementation in ("xla", "reference") else None,
-            )
+        before = cache or KVCache.empty(
+            self.attention_fn.fn.masks,
+            self.seq_len,
+            selection=self.attention_fn.fn.selection,
+            batch=inputs.shape[0],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=key.dtype,
+            index_size=None if index is None else index.key.shape[-1],
+            max_step=max_step,
+            implementation="xla" if self.attention_fn.fn.implementation in ("xla", "reference") else None,
+        )
         after = before.filled(key, value, lengths, index_key=None if index is None else index.key, start=start)
         fn, extras = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}
         if length == total:

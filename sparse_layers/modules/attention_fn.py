@@ -20,6 +20,7 @@ from ..ops.attention import block_sparse_attention
 from ..ops.choosing import choose
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
+from ..ops.layouts import warn_of_heads
 from ..ops.pieces import attend_piece
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
@@ -240,6 +241,7 @@ class AttentionFn:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
 
     # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
+    @own_keywords
     def __call__(
         self,
         query: jax.Array,
@@ -326,6 +328,7 @@ class AttentionFn:
                 f"query must have shape [..., T, heads, size], got {query.shape}: its heads are as many as seq_len="
                 f"{self.seq_len}, so the axes of tokens and heads look swapped; swap them by jnp.swapaxes(x, -2, -3)"
             )
+        warn_of_heads("attention_fn", query.shape, key.shape[-3:-1], self.seq_len)
         if length > self.seq_len:
             raise ValueError(f"the input has {length} tokens, more than seq_len={self.seq_len} of make_attention_fn")
         ids: Any = segment_ids

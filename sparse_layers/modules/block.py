@@ -209,6 +209,7 @@ class SparseTransformerBlock(nnx.Module):
         # Without dropout the block keeps no random state, so that its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
 
+    @own_keywords
     def __call__(
         self,
         x: jax.Array,

@@ -96,6 +96,7 @@ class SparseCrossAttention(SparseAttention):
             **options,
         )
 
+    @own_keywords
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (keys and values of one input, no dense mask)
         self,
         inputs_q: jax.Array,

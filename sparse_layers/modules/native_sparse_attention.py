@@ -266,6 +266,7 @@ class NativeSparseAttention(nnx.Module):
         for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", "seq_len"):
             yield reprlib.Attr(name, getattr(self, name))
 
+    @own_keywords
     def __call__(
         self,
         inputs: jax.Array,

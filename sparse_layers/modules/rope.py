@@ -12,6 +12,7 @@ import numpy as np
 from ..masks.grids import grid_shape
 from ..masks.options import Natural, Positive, checked, real, whole
 from ..ops.kernels.call import accumulator
+from ..ops.layouts import warn_of_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +311,8 @@ class Rope:
         if x.ndim < 3 or (positions is not None and jnp.shape(positions) not in (x.shape[:-2], x.shape[-3:-2])):
             got = x.shape if positions is None else f"{x.shape} and {jnp.shape(positions)}"
             raise ValueError(f"Rope: x must have shape [..., T, N, H] and positions [..., T] or [T], got {got}")
+        if positions is None:
+            warn_of_heads("Rope", x.shape, x.shape[-3:-1], length=0)
         positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
         if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from ..masks.options import real
+from ..ops.layouts import transposed, warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
 from .attention_fn import AttentionFn, Index, Pattern
@@ -160,6 +161,8 @@ def check_inputs(
                 f"{name}: got {x.shape[-2]} tokens, but the layer's pattern was compiled for {limit}={most}: there "
                 "must not be more"
             )
+        if segment_ids is None and len(lengths) == 1:
+            warn_of_batch(name, x.shape, most)
     (first, query), *others = inputs.items()
     for name, x in others:
         if x.shape[:-2] != query.shape[:-2]:
@@ -172,7 +175,8 @@ def check_inputs(
         for name, ids, x in zip(names, arrays, inputs.values(), strict=True):
             check_array(name, ids, "[..., T]")
             if ids.shape != x.shape[:-1]:
-                raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}")
+                hint = transposed(ids.shape, x.shape[:-1])
+                raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}{hint}")
     if positions is not None:
         check_positions(positions, query.shape[:-1])
     if selection is not None:
@@ -196,4 +200,5 @@ def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
         raise ValueError(f"positions must be integers, got {positions.dtype}")
     shapes = dict.fromkeys((tokens, tokens[-1:]))
     if positions.shape not in shapes:
-        raise ValueError(f"positions must have shape {' or '.join(map(str, shapes))}, got {positions.shape}")
+        hint = transposed(positions.shape, tokens)
+        raise ValueError(f"positions must have shape {' or '.join(map(str, shapes))}, got {positions.shape}{hint}")

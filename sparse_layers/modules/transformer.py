@@ -257,6 +257,7 @@ class SparseTransformer(nnx.Module):
             )
         )
 
+    @own_keywords
     def __call__(
         self,
         tokens: jax.Array,
@@ -307,6 +308,7 @@ class SparseTransformer(nnx.Module):
         turns = range(self.num_layers // len(split))
         return [nnx.merge(graph, _layer_state(state, turn)) for turn in turns for graph, state in split]
 
+    @own_keywords
     def prefill(
         self,
         tokens: jax.Array,

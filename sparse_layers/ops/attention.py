@@ -16,8 +16,9 @@ from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
+from ..masks.foreign import BOOL_IDS, REVERSE_ONLY
 from ..masks.options import checked, own_keywords
-from . import lowering, sharding, spread
+from . import layouts, lowering, sharding, spread
 from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import (
     Call,
@@ -174,8 +175,12 @@ def block_sparse_attention(
         arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, of
         query or of the mesh, or none where TPU kernels need it; a spread sequence in which devices would share queries
         that choose together; on TPUs, block lists that exceed scalar memory, with their size.
-      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none.
+      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none; forward-mode
+        differentiation, which JAX refuses in words of its own inside of `jax.jit`.
       NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
+
+    Warns:
+      UserWarning: once a process, where axes look like [B, N, T, H], [B, T, features] or those of a mask [B, T, S].
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -200,7 +205,7 @@ def block_sparse_attention(
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
     tuned_for = implementation or first_choice(query.dtype, max(h, value.shape[-1]))
-    plan, mask = _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, tuned_for)
+    plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
     params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
     tuned = TUNING[tuned_for]
     fwd, bwd = (
@@ -209,6 +214,8 @@ def block_sparse_attention(
     )
     segments = _segments(segment_ids, b, t, s, n, unbatched)
     chosen, sizes = _chosen(selection, query, key, unbatched)
+    if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # nothing else says T
+        layouts.warn_of_heads("block_sparse_attention", query.shape[unbatched:], key.shape[1:3])
     if not b:  # nothing is limited, and lists of each batch entry would be none
         segments = chosen = sizes = None
     call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse, selection=sizes)
@@ -216,7 +223,13 @@ def block_sparse_attention(
     if implementation is None:
         call = dataclasses.replace(call, chosen_for=platform())
     lse: Any  # None if nobody asked for it
-    out, lse = _jitted_attend(_choose(implementation, call, operands), call, query_sharding, operands)
+    name = _choose(implementation, call, operands)
+    try:
+        out, lse = _jitted_attend(name, call, query_sharding, operands)
+    except TypeError as error:  # JAX's, of any jax.custom_vjp
+        if "forward-mode" in str(error):
+            raise TypeError(REVERSE_ONLY) from error
+        raise
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
@@ -441,7 +454,7 @@ def _check_arrays(query, key, value) -> None:
         )
 
 
-def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation) -> tuple[Plan | None, jax.Array | None]:
+def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> tuple[Plan | None, jax.Array | None]:
     """The plan, or the run-time mask [heads, T, S]."""
     if isinstance(plan_or_mask, Plan):
         plan = plan_or_mask
@@ -453,10 +466,14 @@ def _plan(plan_or_mask, t, s, n, fwd_params, bwd_params, implementation) -> tupl
         if isinstance(plan_or_mask, jax.Array | np.ndarray):
             shape = plan_or_mask.shape
             if plan_or_mask.dtype != bool or shape[-2:] != (t, s) or shape[:-2] not in ((), (1,), (n,)):
+                by_entry = len(shape) > 2 and shape[0] == b and shape[-2:] == (t, s)
                 raise ValueError(
                     f"mask must be a bool array [T, S], [1, T, S] or [N, T, S] with (T, S) = {(t, s)} and N = {n}, "
                     f"got {plan_or_mask.dtype} of shape {shape}{_swapped(t, n, shape[-2:][:1])}"
+                    + f"; masks that differ by batch entry are {layouts.BY_ENTRY}"
+                    * by_entry
                 )
+            layouts.warn_of_mask(shape, b, n)
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
         options = {"fwd_params": fwd_params, "bwd_params": bwd_params, "implementation": implementation}
@@ -488,8 +505,9 @@ def _segments(segment_ids, b, t, s, n, unbatched) -> tuple[jax.Array, jax.Array]
         raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
     pair = []
     for name, ids, length in zip(("queries", "keys"), segment_ids, (t, s), strict=True):
-        shape = (length,) if unbatched else (b, length)
-        hint = _swapped(t, n, getattr(ids, "shape", ())[-1:])
+        shape, got = (length,) if unbatched else (b, length), getattr(ids, "shape", ())
+        hint = _swapped(t, n, got[-1:]) or layouts.transposed(got, shape)
+        hint += f"; {BOOL_IDS}" * (getattr(ids, "dtype", None) == np.dtype(bool))
         ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         if not np.can_cast(ids.dtype, np.int32):
             # Cut off to 32 bits, two documents could become one, or padding.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..masks.algebra import Mask
+from ..masks.foreign import PRESETS
 from ..masks.options import near
 from ..masks.presets import presets
 from ..masks.primitives import Causal
@@ -77,7 +78,7 @@ def masks_and_scorer(
     scorer, own = as_scorer(selection), scorer_of(pattern)
     if isinstance(pattern, str) and own is None:
         known, asked = (*presets(), *Scorer._named), pattern.partition(":")[0]
-        if asked not in known and asked != "dense":  # of which `preset` says what it may be
+        if asked not in known and asked.lower() not in PRESETS:  # of which `preset` says what to write
             raise ValueError(f"{name}: unknown name {near(asked, known)}")
     if isinstance(pattern, list | tuple) and any(scorer_of(each) is not None for each in pattern):
         raise ValueError(f"{name} by head must be masks, and a scorer chooses for all heads, got {pattern!r}")

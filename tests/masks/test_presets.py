@@ -552,7 +552,7 @@ def test_options_in_the_name():
         ("slidingwindow", {}, "unknown name 'slidingwindow', did you mean 'sliding_window'"),
         ("xyzzy", {}, "unknown name 'xyzzy'. Known: all, axial, bidirectional, bigbird, causal"),
         ("", {}, "unknown name ''. Known: all"),
-        ("dense", {}, "unknown name 'dense', which is 'causal' to some and 'bidirectional' to others"),
+        ("dense", {}, "unknown name 'dense': it is 'causal' to some and 'bidirectional' to others"),
         ("bigbird", {"seq_len": 100}, "bigbird: block=64 must divide seq_len=100"),
         (None, {}, "name must be a string, got None"),
         ("strided", {"stride": 3}, "unknown option 'stride'. Known: local_attn_ctx"),

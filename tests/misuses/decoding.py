@@ -61,7 +61,11 @@ MISUSES = [
     Misuse("empty(mask, 32, **sizes, dtype=None)", ValueError, "dtype", "None", "a floating one"),
     Misuse("empty(mask, 2**31, **sizes)", ValueError, "seq_len", str(2**31), "at most 2147483646"),
     Misuse(
-        "empty(mask, 32, batch=2, num_heads=4, head_dim=16)", TypeError, "KVCache.empty", "'head_dim'", "'head_size'"
+        "empty(mask, 32, batch=2, num_heads=4, head_dim=16)",
+        TypeError,
+        "KVCache.empty",
+        "'head_dim'",
+        "called head_size=",
     ),
     Misuse("empty(mask, 32, **sizes, max_step=0)", ValueError, "max_step", "got 0", SIZE),
     Misuse("empty(mask, 32, **sizes, max_step=33)", ValueError, "max_step", "got 33", "at most seq_len=32"),

@@ -68,7 +68,7 @@ MISUSES = [
     ),
     Misuse("attend(call={'segment_ids': jnp.zeros((2, 32))})", ValueError, "segment_ids", "float32", "integers"),
     Misuse("attend(call={'selection': 1})", TypeError, "selection", "got int", "must be a Selection or None"),
-    Misuse("attend(call={'is_training': True})", TypeError, "__call__", "is_training", "unexpected keyword"),
+    Misuse("attend(call={'is_training': True})", TypeError, "__call__", "is_training", "nothing is dropped here"),
     Misuse("haiku_block(rope_thta=3)", TypeError, "SparseTransformerBlock", "rope_thta", "did you mean 'rope_theta'"),
     Misuse(
         "haiku_block(out_w_init=hk.initializers.Constant(0))",

@@ -288,7 +288,7 @@ SETTINGS = [
     # keywords
     ("attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown argument", "'num_experts'", "'num_heads'"),
     ("attention(patterns=mask)", TypeError, "SparseSelfAttention: unknown argument", "'patterns'", "mean 'pattern'?"),
-    ("attention(attention_fn=fn)", TypeError, "SparseSelfAttention: unknown argument", "'attention_fn'", "Known: "),
+    ("attention(attention_fn=fn)", TypeError, "SparseSelfAttention: unknown", "'attention_fn'", "leave it out"),
     ("block(num_experts=4)", TypeError, "SparseTransformerBlock: unknown argument", "'num_experts'", "'num_heads'?"),
     ("block(decode=True)", TypeError, "SparseTransformerBlock: unknown argument", "'decode'", "Known: "),
     ("model(num_experts=4)", TypeError, "SparseTransformer: unknown argument", "'num_experts'", "'num_heads'?"),
@@ -301,7 +301,7 @@ SETTINGS = [
         "mean 'patterns'?",
     ),
     ("linen_attention(num_experts=4)", TypeError, "SparseSelfAttention: unknown", "'num_experts'", "mean 'num_heads'?"),
-    ("linen_attention(in_features=16)", TypeError, "SparseSelfAttention: unknown", "'in_features'", "'qkv_features'"),
+    ("linen_attention(in_features=16)", TypeError, "SparseSelfAttention: unknown", "'in_features'", "leave it out"),
     ("linen_block(patterns=mask)", TypeError, "SparseTransformerBlock: unknown", "'patterns'", "mean 'pattern'?"),
     # native sparse attention
     ("native('4', 16)", ValueError, "num_heads", "got '4'", INTEGER),

@@ -44,7 +44,7 @@ MISUSES = [
     Misuse("choose(block=True)", ValueError, "block", "got True", BLOCK),
     Misuse("choose(granularity=32)", ValueError, "granularity", "got 32", "must be one of (1, 16, 64, 128)"),
     Misuse("choose(granularity=True)", ValueError, "granularity", "got True", "must be one of (1, 16, 64, 128)"),
-    Misuse("sl.Selection(ids)", TypeError, "Selection.__init__()", "'block'", "missing 1 required"),
+    Misuse("sl.Selection(ids)", TypeError, "Selection", "got ids=int32", "block= must be given"),
     Misuse("choose(granularty=16)", TypeError, "Selection: unknown argument", "'granularty'", "mean 'granularity'?"),
     # In a call of the op.
     Misuse("op(q, k, v, mask, selection=ids)", TypeError, "selection", "int32 of", "must be a Selection or None"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
+from ...masks.foreign import scorer_hint
 from ...masks.options import real
 from ..planning.lists import Candidates, StateTable, chosen_candidates, run_time_candidates, run_time_table, state_table
 from ..planning.params import BwdParams, FwdParams
@@ -135,7 +136,7 @@ def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int
       ValueError: ids of other axes, or (outside of jit) of blocks that there are not.
     """
     if not isinstance(selection, Selection):
-        raise TypeError(f"selection must be a Selection or None, got {described(selection)}")
+        raise TypeError(f"selection must be a Selection or None, got {described(selection)}{scorer_hint(selection)}")
     ids, block, granularity = selection.ids, selection.block, selection.granularity
     (t, s), choosing = lengths, sorted({1, *heads})
     rows = *batch, -(-t // granularity)

@@ -1,0 +1,297 @@
+"""Words of other libraries: arguments, call orders and names of patterns, and what to write here instead.
+
+`tests/misuses/foreign.py` holds a wrong call for each kind; `tests/test_foreign.py` compares what the messages advise
+with the results of those libraries.
+"""
+
+import inspect
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+# What to write for an argument of another library: (an argument here, words for functions that have it) in turn, the
+# last maybe (None, words for all other functions). ``{pattern}`` stands for where the function takes its pattern.
+Rules: TypeAlias = tuple[tuple[str | None, str], ...]
+
+
+def _say(words: str) -> Rules:
+    return ((None, words),)
+
+
+def _rename(*names: str) -> Rules:
+    """For what means the same here under the first of these names that a function has."""
+    return tuple((name, f"it is called {name}= here") for name in names)
+
+
+_FLAX = "the attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
+_CAUSAL = _say("causality is a mask: write sl.Causal(), or add `& sl.Causal()` to another mask, {pattern}")
+_PADDING = "segment_ids= of the call, as segment_ids=jnp.where(valid, 0, -1) with valid [B, T]"
+_MASK = (
+    ("lengths", "padding of prompts is lengths=, int [B], the tokens of each prompt"),
+    *_say(
+        "a mask is sl.Causal(), sl.Window(255), ..., a preset's name or a bool array [T, T], {pattern}; padding is "
+        + _PADDING
+    ),
+)
+_BIAS = (
+    *_rename("use_bias", "with_bias"),
+    *_say("kernels add nothing to logits: distances are sl.Rope, and a bias of 0 and -inf is a mask, {pattern}"),
+)
+_WINDOW = _say(
+    "a window is a mask, {pattern}: sl.Window(left, right) counts tokens on each side beside the query, None for no "
+    "limit; window_size=(255, 0) is sl.Window(255), and so is sliding_window=256"
+)
+_PACKED = _say(
+    "documents are segment_ids= of the call: segment_ids=jnp.searchsorted(cu_seqlens, jnp.arange(T), side='right') for "
+    "arrays of T tokens without a batch"
+)
+_LENGTHS = _say(
+    "padding is segment_ids= of the call: segment_ids=jnp.where(jnp.arange(T) < lengths[:, None], 0, -1), or a pair of "
+    "these for queries and keys"
+)
+_DROPOUT = _say(
+    "attention weights are never formed, so none can be dropped: leave it out; dropout_rate= of SparseTransformerBlock "
+    "drops values of the residual stream"
+)
+_WEIGHTS = _say("attention weights are never formed: leave it out; sl.picture draws a pattern")
+_LSE = (*_rename("return_lse"), *_say("the log-sum-exp is sl.block_sparse_attention(..., return_lse=True)"))
+_FEATURES = (
+    *_rename("in_features", "features"),
+    *_say("features are those of the arrays: leave it out"),
+)
+_HEADS = (*_rename("num_heads"), *_say("heads are an axis of the arrays, query [B, T, N, H]: leave it out"))
+_KV_HEADS = (
+    *_rename("num_kv_heads"),
+    *_say("grouped heads need no argument: key and value are [B, S, K, H], and K divides N"),
+)
+_HEAD_SIZE = (
+    *_rename("head_dim", "head_size", "key_size"),
+    *_say("the size of heads is that of the arrays: leave it out"),
+)
+_LENGTH = (*_rename("seq_len", "q_len"), *_say("lengths are those of the arrays: leave it out"))
+_POSITIONS = (
+    *_rename("positions"),
+    *_say("query t is at position t: rotate query and key beforehand, by sl.Rope()(x, positions)"),
+)
+_CACHE = _say("decoding has functions of its own: prefill and decode_step of layers and models, or sl.KVCache")
+_KEYS = (
+    *_rename("inputs_kv"),
+    *_say("queries, keys and values are projections of one input, the first argument: leave it out"),
+)
+_RNGS = (*_rename("rngs"), *_say("layers of Linen and Haiku get a key by init: leave it out"))
+
+# What only a layer of Flax hands to its attention_fn: these say more than other words beside them.
+_OF_FLAX = ("dropout_rng", "broadcast_dropout")
+
+WORDS: dict[str, Rules] = {
+    # masks
+    **dict.fromkeys(("is_causal", "causal", "use_causal_mask", "unidirectional"), _CAUSAL),
+    **dict.fromkeys(("mask", "attn_mask", "attention_mask", "padding_mask", "token_mask"), _MASK),
+    "mask_mod": _say("a mask_mod is sl.from_mask_mod(mask_mod), {pattern}"),
+    "block_mask": _say("for create_block_mask(mask_mod, ...), write sl.from_mask_mod(mask_mod), {pattern}"),
+    "pattern": _rename("plan_or_mask", "subject"),
+    "sparsity_config": _say("a configuration of DeepSpeed is sl.from_deepspeed(config), {pattern}"),
+    **dict.fromkeys(("window_size", "sliding_window", "local_window_size", "window", "attention_window"), _WINDOW),
+    **dict.fromkeys(
+        ("key_padding_mask", "src_key_padding_mask"),
+        _say("padding is segment_ids= of the call, as segment_ids=jnp.where(key_padding_mask, -1, 0)"),
+    ),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED),
+    **dict.fromkeys(("document_ids", "sequence_ids"), _rename("segment_ids")),
+    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "seqused_k"), _LENGTHS),
+    **dict.fromkeys(
+        ("q_segment_ids", "kv_segment_ids"), _say("it is a pair here: segment_ids=(q_segment_ids, kv_segment_ids)")
+    ),
+    # logits and their softmax
+    "score_mod": _say(
+        "kernels call no function of scores: one that hides pairs is sl.from_mask_mod(mask_mod), {pattern}; a tanh is "
+        "logits_soft_cap=; distances are sl.Rope"
+    ),
+    **dict.fromkeys(("bias", "attn_bias", "ab", "alibi_slopes", "position_bias"), _BIAS),
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "qk_scale"), _rename("scale")),
+    **dict.fromkeys(("softcap", "soft_cap", "attn_logits_soft_cap", "logit_softcapping"), _rename("logits_soft_cap")),
+    **dict.fromkeys(("s_aux", "attention_sinks"), _rename("sinks", "use_sinks")),
+    **dict.fromkeys(("dropout_p", "dropout", "attn_drop", "attention_dropout", "attn_pdrop"), _DROPOUT),
+    **dict.fromkeys(
+        ("training", "train", "is_training"),
+        _say("nothing is dropped here; blocks with dropout take deterministic=True or False in each call"),
+    ),
+    **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions", "return_attn_probs"), _WEIGHTS),
+    **dict.fromkeys(("return_weights", "return_attention_scores"), _WEIGHTS),
+    **dict.fromkeys(("save_residuals", "return_residual", "return_residuals", "return_softmax_lse"), _LSE),
+    # sizes
+    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "n_embd", "model_dim", "dim", "in_features"), _FEATURES),
+    **dict.fromkeys(
+        ("kdim", "vdim"), (*_rename("in_kv_features"), *_say("keys and values are projections of the one input"))
+    ),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "nhead", "heads", "num_q_heads"), _HEADS),
+    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "kv_heads", "num_query_groups", "enable_gqa"), _KV_HEADS),
+    **dict.fromkeys(("dim_head", "d_head", "key_dim", "head_size", "head_dim"), _HEAD_SIZE),
+    **dict.fromkeys(("max_position_embeddings", "max_seq_len", "n_positions", "context_length"), _LENGTH),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), _LENGTH),
+    **dict.fromkeys(
+        ("block_size", "block_sizes", "BLOCK_SIZE"),
+        (
+            *_rename("block"),
+            *_say(
+                "blocks of kernels are fwd_params=sl.FwdParams(q_blocksize=128, kv_blocksize=128) and bwd_params=; a "
+                "pattern of blocks is sl.Blocks(mask, 64); the longest input, nanoGPT's block_size, is seq_len="
+            ),
+        ),
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "depth"), _rename("num_layers")),
+    **dict.fromkeys(("n_vocab", "num_embeddings"), _rename("vocab_size")),
+    **dict.fromkeys(("intermediate_size", "d_ff", "dim_feedforward", "mlp_dim", "ffn_dim"), _rename("mlp_features")),
+    # what layers compute
+    **dict.fromkeys(("activation", "hidden_act", "activation_function"), _rename("mlp")),
+    **dict.fromkeys(("norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon"), _rename("norm_epsilon")),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm"), _rename("normalize_qk")),
+    **dict.fromkeys(("qkv_bias", "attention_bias"), _rename("use_bias", "with_bias")),
+    **dict.fromkeys(("rope_base", "rotary_base"), _rename("rope_theta")),
+    "tie_word_embeddings": _rename("tie_embeddings"),
+    "gradient_checkpointing": _rename("remat"),
+    "attention_fn": _say("layers of this package bring their own attention: leave it out; " + _FLAX),
+    "batch_first": _say("inputs are [..., T, features]: leave it out; swapaxes(0, 1) turns [T, B, features] into that"),
+    **dict.fromkeys(("attn_implementation", "backend"), _rename("implementation")),
+    "device": _say("arrays stay on their devices: leave it out; jax.device_put moves them"),
+    "dtype": _say("numbers have the dtype of the arrays: leave it out; x.astype changes it"),
+    "precision": _say("logits and sums are float32 at least: leave it out"),
+    **dict.fromkeys(("rngs", "rng", "seed"), _RNGS),
+    # calls
+    **dict.fromkeys(("query", "inputs_q", "q"), _rename("inputs", "inputs_q", "query", "x")),
+    **dict.fromkeys(("hidden_states", "input_ids", "input"), _rename("inputs", "inputs_q", "x", "tokens", "prompts")),
+    "key": (*_rename("inputs_kv", "rngs"), *_KEYS),
+    **dict.fromkeys(("value", "inputs_k", "inputs_v", "inputs_kv", "encoder_hidden_states"), _KEYS),
+    **dict.fromkeys(("position_ids", "input_positions"), _POSITIONS),
+    **dict.fromkeys(("past_key_value", "past_key_values", "use_cache", "kv_cache", "block_table"), _CACHE),
+    **dict.fromkeys(_OF_FLAX, _say(_FLAX)),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), _rename("num_tokens")),
+    **dict.fromkeys(("eos_token_id", "stop_tokens"), _rename("stop_token")),
+    "do_sample": _say("temperature=0 takes the likeliest token; above 0 it samples, by key="),
+}
+
+# For calls with more arguments by position than these: what the function reads.
+_BY_POSITION = {
+    ("inputs",): "queries, keys and values are projections of one input, layer(x); SparseCrossAttention reads two",
+    ("inputs_q", "inputs_kv"): "keys and values are projections of one input, layer(x, y)",
+    ("num_heads",): "features are those of the inputs",
+    ("query", "key", "value", "plan_or_mask"): "causality is a mask, sl.Causal(), and no weight is dropped",
+}
+# Arguments without a default: what to write.
+_REQUIRED = {
+    "plan_or_mask": "plan_or_mask says who attends to whom, as sl.Causal() & sl.Window(255), or sl.Full() for all; "
+    + _FLAX,
+    "pattern": "pattern says who attends to whom, as 'sliding_window:window=256' or sl.Causal()",
+    "patterns": "patterns says who attends to whom, as 'sliding_window:window=256' or sl.Causal()",
+    "seq_len": "seq_len is the longest input in tokens",
+    "rngs": "rngs is nnx.Rngs(0), say",
+    "inputs_kv": "keys of the same sequence are those of SparseSelfAttention",
+}
+
+SCORER = (
+    "a scorer chooses blocks beside a mask: layers take it as pattern=sl.MoBA(), and for the op write "
+    "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
+)
+BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
+REVERSE_ONLY = (
+    "block_sparse_attention has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad, jax.vjp "
+    "or jax.jacrev; the product of a Hessian and v is jax.vjp(jax.grad(f), x)[1](v), by implementation='xla'"
+)
+
+# Names that others give to patterns, and what to write.
+PRESETS = {
+    "dense": "it is 'causal' to some and 'bidirectional' to others",
+    **dict.fromkeys(("full", "none", "encoder", "bert", "non_causal"), "all keys are 'bidirectional', or sl.Full()"),
+    **dict.fromkeys(("gpt", "gpt2", "llama", "autoregressive", "decoder"), "all keys of the past are 'causal'"),
+    **dict.fromkeys(
+        ("mistral", "gemma", "swa", "window", "sliding", "local_attention"),
+        "a window is 'sliding_window:window=4096', which counts the query",
+    ),
+    **dict.fromkeys(
+        ("swin", "shifted_window", "shifted_windows"),
+        "Swin's windows are 'windows:shape=56x56,size=7', and those of every second layer have ',shift=3'",
+    ),
+    **dict.fromkeys(
+        ("natten", "na1d", "na2d", "na3d", "neighborhood_attention"), "NATTEN's is 'neighborhood:shape=56x56,kernel=7'"
+    ),
+    **dict.fromkeys(("streaming_llm", "streamingllm", "sinks", "attention_sinks"), "window and sinks: 'streaming'"),
+    **dict.fromkeys(
+        ("sparse_transformer", "openai", "gpt3"),
+        "the two patterns are 'sparse_transformer_strided' and 'sparse_transformer_fixed'",
+    ),
+    **dict.fromkeys(("longnet", "dilated_window"), "a dilated window is 'dilated:window=256,dilation=4'"),
+    **dict.fromkeys(("llama4", "chunked_attention", "block_local"), "causal chunks are 'chunked:chunk=8192'"),
+    **dict.fromkeys(("block_diagonal", "blockdiag"), "it is a mask, sl.BlockDiagonal(64)"),
+    **dict.fromkeys(("prefix", "prefixlm", "t5", "glm"), "a prefix that all see is 'prefix_lm:prefix=128'"),
+    "global": "it is a mask beside another, sl.Window(255, 255) | sl.Global(4)",
+    **dict.fromkeys(("document", "documents", "packed", "padding"), "documents are segment_ids= of the call"),
+    **dict.fromkeys(
+        ("sta", "sliding_tile_attention"), "sliding tiles are 'sliding_tile:shape=24x48x48,kernel=3,tile=8'"
+    ),
+    **dict.fromkeys(("variable", "bslongformer"), "DeepSpeed's modes are sl.from_deepspeed({'mode': 'variable'})"),
+    **dict.fromkeys(
+        ("flash", "flash_attention", "sdpa", "splash"), "it is a kernel, not a pattern: 'causal' or 'bidirectional'"
+    ),
+    **dict.fromkeys(("moba", "msa", "nsa", "infllm"), SCORER),
+}
+
+
+def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Returns an error's words for the most telling of these arguments, None if no library has them.
+
+    Args:
+      kwargs: keyword arguments that a function does not have.
+      known: those that it has.
+
+    Example:
+      >>> advice({"n_heads": 8}, ("num_heads", "pattern"))
+      "'n_heads', got 8: it is called num_heads= here"
+    """
+    argument = next((f"as {x}=" for x in ("plan_or_mask", "patterns", "pattern", "subject") if x in known), None)
+    where = argument or "as the pattern= of the layer or of make_attention_fn"
+    for name in sorted(kwargs, key=lambda name: name not in _OF_FLAX):
+        for own_name, words in WORDS.get(name, ()):
+            if own_name is None or own_name in known:
+                return f"{name!r}, got {shown(kwargs[name])}: {words.replace('{pattern}', where)}"
+    return None
+
+
+def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Returns an error's words for arguments that do not fit a function's signature, None if they do."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        reason = str(error)
+    else:
+        return None
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if parameters and parameters[0].name in ("self", "cls"):
+        parameters, args = parameters[1:], args[1:]
+    by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(by_position):
+        others = ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY)
+        hint = _BY_POSITION.get(tuple(by_position), "the others have names")
+        got = ", ".join(map(shown, args))
+        return (
+            f"takes {', '.join(by_position) or 'nothing'} by position, got {got}: {hint}; by name: {others or 'none'}"
+        )
+    bound = dict(zip(by_position, args, strict=False)) | dict(kwargs)
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
+    if not missing:
+        return reason
+    names = ", ".join(f"{name}=" for name in missing)
+    got = ", ".join(f"{name}={shown(value)}" for name, value in bound.items()) or "nothing"
+    return "; ".join([f"{names} must be given, got {got}", *(_REQUIRED[x] for x in missing if x in _REQUIRED)])
+
+
+def scorer_hint(value: Any) -> str:
+    """Returns the end of an error about a mask or a selection, empty unless ``value`` is a scorer."""
+    return f"; {SCORER}" if hasattr(type(value), "select") else ""
+
+
+def shown(value: Any) -> str:
+    """Returns a value as an error shows it: arrays by dtype and shape, all else by the beginning of its repr."""
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
+        return f"{value.dtype}{[*value.shape]}"
+    return f"{reprlib.repr(value):.60}"

@@ -1,0 +1,84 @@
+"""Warnings about arrays that fit a call, but look as if their axes had another order; each kind is said once a process.
+
+An array is read in one order only: here it is guessed that another was meant, and such a guess must not be an error.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+# Prompts and tests may have fewer tokens than a model has heads; of one token, only more heads than any model has tell.
+_FEW_HEADS, _MOST_HEADS = 16, 128
+_warned: set[str] = set()
+
+
+def warn_of_heads(name: str, query: Sequence[int], keys: Sequence[int], length: int | None = None) -> None:
+    """Warns where heads outnumber tokens: in all likelihood arrays are [B, N, T, H], or [B, T, F] without heads.
+
+    Args:
+      name: of the function that reads them.
+      query: the shape of query, [..., T, N, H].
+      keys: (length, heads) of key and value.
+      length: the tokens that a function was made for; None if it takes any number. So many heads may be its tokens.
+    """
+    tokens, heads, _ = query[-3:]
+    few = _FEW_HEADS if tokens > 1 and (length is None or heads == length) else _MOST_HEADS
+    if keys[1] <= max(tokens, keys[0], few):
+        return
+    shape = tuple(query)
+    if len(shape) == 3:
+        order = f"[T, N, H], T = {tokens} tokens and N = {heads} heads, without a batch"
+        split = f"x.reshape({tokens}, {heads}, N, {query[-1]} // N)"
+        cure = f"If axes are [B, T, F], split the features into heads, {split}. If [N, T, H], write x.swapaxes(0, 1)"
+    else:
+        order = f"[B, T, N, H], T = {tokens} tokens and N = {heads} heads"
+        cure = "If axes are [B, N, T, H], as in PyTorch, write x.swapaxes(1, 2)"
+    _warn("heads", f"{name} reads query of shape {shape} as {order}. {cure}, for query, key and value.", 5)
+
+
+def warn_of_mask(shape: Sequence[int], batch: int, heads: int) -> None:
+    """Warns where the leading axis of a mask [N, T, S] is as long as the batch, too."""
+    if len(shape) == 3 and shape[0] == batch == heads > 1:
+        _warn(
+            "mask",
+            f"block_sparse_attention reads mask of shape {tuple(shape)} as [N, T, S], one for each of {heads} heads, "
+            f"but there are as many batch entries. If it differs by batch entry, write {BY_ENTRY}.",
+            6,
+        )
+
+
+def warn_of_batch(name: str, shape: Sequence[int], length: int) -> None:
+    """Warns where inputs [B, T, F] have as many sequences as the layer takes tokens, and fewer tokens."""
+    if len(shape) == 3 and shape[1] < shape[0] == length > _FEW_HEADS:
+        _warn(
+            "batch",
+            f"{name} are read as {shape[0]} sequences of {shape[1]} tokens, shape {tuple(shape)}, by a layer that is "
+            f"made for {length} tokens. If axes are [T, B, F], as in PyTorch without batch_first, write "
+            "x.swapaxes(0, 1).",
+            6,
+        )
+
+
+BY_ENTRY = (
+    "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
+    "padding are segment_ids="
+)
+
+
+def transposed(shape: Any, wanted: Sequence[int]) -> str:
+    """A hint, for the end of an error, if axes that should have lengths ``wanted`` come in the opposite order.
+
+    Example:
+      >>> transposed((8, 2), (2, 8))
+      '; its axes come in the other order: write x.T'
+    """
+    is_turned = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
+    return "; its axes come in the other order: write x.T" if is_turned else ""
+
+
+def _warn(kind: str, message: str, stacklevel: int) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        beginning = " ".join(message.split()[:3])
+        silence = f"If the axes are right, warnings.filterwarnings('ignore', '{beginning}') silences this."
+        warnings.warn(f"{message} {silence}", stacklevel=stacklevel)

@@ -1,0 +1,194 @@
+"""Calls in the words of other libraries: PyTorch, FlexAttention, flash-attn, xformers, Hugging Face, Flax, JAX."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+import sparse_layers as sl
+from sparse_layers import haiku, linen
+from tests.misuse import Misuse
+
+CAUSAL = sl.Causal()
+
+
+def names():
+    x, key = jnp.ones((2, 32, 16)), jax.random.key(0)
+    settings = {"pattern": CAUSAL, "seq_len": 32}
+    with_rngs = settings | {"rngs": nnx.Rngs(0)}
+
+    def of_haiku(**call):
+        return hk.transform(lambda: haiku.SparseSelfAttention(4, 4, **settings)(x, **call)).init(key)
+
+    def dense(attention_fn):
+        return nnx.MultiHeadAttention(4, 16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0))(x)
+
+    return {
+        "linen": linen,
+        "haiku": haiku,
+        "op": sl.block_sparse_attention,
+        "causal": CAUSAL,
+        "x": x,
+        "valid": jnp.ones((2, 32), bool),
+        "lengths": jnp.array([20, 32]),
+        "rngs": nnx.Rngs(0),
+        "make": lambda *sizes, **options: sl.SparseSelfAttention(*(sizes or (4, 16)), **with_rngs | options),
+        "make_block": lambda *sizes, **options: sl.SparseTransformerBlock(4, 16, **with_rngs | options),
+        "make_model": lambda **options: sl.SparseTransformer(
+            32, 4, 16, 2, patterns=CAUSAL, seq_len=32, rngs=nnx.Rngs(0), **options
+        ),
+        "make_linen": lambda *sizes, **options: linen.SparseSelfAttention(*(sizes or (4,)), **settings | options),
+        "layer": sl.SparseSelfAttention(4, 16, **with_rngs),
+        "across": sl.SparseCrossAttention(4, 16, pattern=CAUSAL, q_len=32, kv_len=32, rngs=nnx.Rngs(0)),
+        "native": sl.NativeSparseAttention(4, 16, seq_len=32, rngs=nnx.Rngs(0)),
+        "a_block": sl.SparseTransformerBlock(4, 16, **with_rngs),
+        "of_linen": lambda *args, **call: linen.SparseSelfAttention(4, **settings).init(key, *args, **call),
+        "of_haiku": of_haiku,
+        "fn": sl.make_attention_fn(CAUSAL, 32),
+        "dense": dense,
+        "dense_linen": lambda fn: nn.MultiHeadDotProductAttention(4, attention_fn=fn).init(key, x),
+        "jvp": lambda f: jax.jvp(f, (x[..., None],), (x[..., None],)),
+    }
+
+
+CAUSALITY = "causality is a mask: write sl.Causal()"
+AS_ARGUMENT = "as plan_or_mask="
+OF_LAYER = "as the pattern= of the layer or of make_attention_fn"
+IDS = "segment_ids=jnp.where(valid, 0, -1)"
+WINDOW = "window_size=(255, 0) is sl.Window(255), and so is sliding_window=256"
+NEVER = "attention weights are never formed"
+PACKED = "segment_ids=jnp.searchsorted(cu_seqlens, jnp.arange(T), side='right')"
+PADDED = "segment_ids=jnp.where(jnp.arange(T) < lengths[:, None], 0, -1)"
+ONE_INPUT = "projections of one input"
+FLAX = "attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
+SELECT = "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
+FEATURES = "features are those of the arrays: leave it out"
+
+
+def unknown(door, call, value, rule):
+    return Misuse(call, TypeError, f"{door}: unknown argument", value, rule)
+
+
+OP = [
+    ("op(q, k, v, is_causal=True)", "'is_causal', got True", CAUSALITY),
+    ("op(q, k, v, causal, causal=True)", "'causal', got True", AS_ARGUMENT),
+    ("op(q, k, v, attn_mask=None)", "'attn_mask', got None", AS_ARGUMENT),
+    ("op(q, k, v, mask=causal)", "'mask', got Causal()", AS_ARGUMENT),
+    ("op(q, k, v, pattern=causal)", "'pattern', got Causal()", "it is called plan_or_mask= here"),
+    ("op(q, k, v, causal, attention_mask=valid)", "'attention_mask', got bool[2, 32]", IDS),
+    ("op(q, k, v, causal, key_padding_mask=~valid)", "got bool[2, 32]", "jnp.where(key_padding_mask, -1, 0)"),
+    ("op(q, k, v, causal, dropout_p=0.1)", "'dropout_p', got 0.1", NEVER),
+    (
+        "op(q, k, v, causal, score_mod=max)",
+        "got <built-in function max>",
+        "sl.from_mask_mod(mask_mod), as plan_or_mask=",
+    ),
+    ("op(q, k, v, block_mask=causal)", "'block_mask', got Causal()", "write sl.from_mask_mod(mask_mod)"),
+    ("op(q, k, v, causal, bias=x)", "'bias', got float32[2, 32, 16]", "kernels add nothing to logits"),
+    ("op(q, k, v, causal, attn_bias=x)", "'attn_bias', got float32[2, 32, 16]", "a bias of 0 and -inf is a mask"),
+    ("op(q, k, v, causal, alibi_slopes=x[0, 0])", "'alibi_slopes', got float32[16]", "distances are sl.Rope"),
+    ("op(q, k, v, causal, cu_seqlens=lengths)", "'cu_seqlens', got int32[2]", PACKED),
+    ("op(q, k, v, causal, max_seqlen_q=32)", "'max_seqlen_q', got 32", "lengths are those of the arrays"),
+    ("op(q, k, v, causal, query_seq_lengths=lengths)", "got int32[2]", PADDED),
+    ("op(q, k, v, window_size=(255, 0))", "'window_size', got (255, 0)", WINDOW),
+    ("op(q, k, v, local_window_size=7)", "'local_window_size', got 7", "sl.Window(left, right)"),
+    ("op(q, k, v, causal, sm_scale=0.5)", "'sm_scale', got 0.5", "it is called scale= here"),
+    ("op(q, k, v, causal, softcap=30.0)", "'softcap', got 30.0", "it is called logits_soft_cap= here"),
+    ("op(q, k, v, causal, s_aux=x[0, 0])", "'s_aux', got float32[16]", "it is called sinks= here"),
+    ("op(q, k, v, causal, enable_gqa=True)", "'enable_gqa', got True", "K divides N"),
+    ("op(q, k, v, causal, return_residual=True)", "got True", "it is called return_lse= here"),
+    ("op(q, k, v, causal, return_attn_probs=True)", "got True", NEVER),
+    ("op(q, k, v, causal, block_size=128)", "'block_size', got 128", "sl.FwdParams(q_blocksize=128, kv_blocksize=128)"),
+    ("op(q, k, v, causal, position_ids=lengths)", "got int32[2]", "by sl.Rope()(x, positions)"),
+    ("op(q, k, v, causal, backend='cudnn')", "'backend', got 'cudnn'", "it is called implementation= here"),
+    ("op(q, k, v, causal, precision='highest')", "got 'highest'", "float32 at least"),
+    ("op(q, k, v, causal, q_segment_ids=lengths)", "got int32[2]", "segment_ids=(q_segment_ids, kv_segment_ids)"),
+    ("dense(op)", "'dropout_rng', got None", FLAX),
+]
+DOORS = [
+    ("SparseSelfAttention", "make(embed_dim=16)", "'embed_dim', got 16", "it is called in_features= here"),
+    ("SparseSelfAttention", "make(num_key_value_heads=2)", "got 2", "it is called num_kv_heads= here"),
+    ("SparseSelfAttention", "make(bias=False)", "'bias', got False", "it is called use_bias= here"),
+    ("SparseSelfAttention", "make(dropout=0.1)", "'dropout', got 0.1", "dropout_rate= of SparseTransformerBlock"),
+    ("SparseSelfAttention", "make(batch_first=True)", "got True", "swapaxes(0, 1)"),
+    ("SparseSelfAttention", "make(is_causal=True)", "'is_causal', got True", "as pattern="),
+    ("SparseSelfAttention", "make(qk_norm=True)", "'qk_norm', got True", "it is called normalize_qk= here"),
+    ("SparseSelfAttention", "make(device='cpu')", "got 'cpu'", "jax.device_put moves them"),
+    ("SparseSelfAttention", "make(key=lengths)", "got int32[2]", "it is called rngs= here"),
+    ("SparseSelfAttention", "make_linen(embed_dim=16)", "'embed_dim', got 16", FEATURES),
+    ("SparseSelfAttention", "make_linen(rngs=rngs)", "'rngs', got Rngs", "get a key by init"),
+    ("SparseSelfAttention.__call__", "layer(x, mask=valid)", "'mask', got bool[2, 32]", IDS),
+    ("SparseSelfAttention.__call__", "layer(x, is_causal=True)", "'is_causal', got True", OF_LAYER),
+    ("SparseSelfAttention.__call__", "layer(x, key=x)", "'key', got float32[2, 32, 16]", ONE_INPUT),
+    ("SparseSelfAttention.__call__", "layer(hidden_states=x)", "got float32", "it is called inputs= here"),
+    ("SparseSelfAttention.__call__", "layer(x, need_weights=False)", "got False", NEVER),
+    ("SparseSelfAttention.__call__", "layer(x, position_ids=lengths)", "got int32", "it is called positions= here"),
+    ("SparseSelfAttention.__call__", "layer(x, past_key_values=())", "got ()", "prefill and decode_step"),
+    ("SparseSelfAttention.__call__", "of_linen(x, mask=valid)", "'mask', got bool[2, 32]", OF_LAYER),
+    ("SparseSelfAttention.__call__", "of_haiku(is_causal=True)", "'is_causal', got True", OF_LAYER),
+    (
+        "SparseSelfAttention.prefill",
+        "layer.prefill(x, attention_mask=valid)",
+        "got bool[2, 32]",
+        "padding of prompts is",
+    ),
+    ("SparseCrossAttention.__call__", "across(x, encoder_hidden_states=x)", "got float32", "called inputs_kv="),
+    ("NativeSparseAttention.__call__", "native(x, attn_mask=valid)", "got bool[2, 32]", IDS),
+    ("SparseTransformerBlock", "make_block(d_ff=64)", "'d_ff', got 64", "it is called mlp_features= here"),
+    ("SparseTransformerBlock", "make_block(sliding_window=256)", "'sliding_window', got 256", WINDOW),
+    ("SparseTransformerBlock.__call__", "a_block(x, key_padding_mask=valid)", "got bool[2, 32]", "segment_ids="),
+    ("SparseTransformer", "make_model(rms_norm_eps=1e-5)", "got 1e-05", "it is called norm_epsilon= here"),
+    ("SparseTransformer", "make_model(causal=True)", "'causal', got True", "as patterns="),
+    ("SparseTransformer", "make_model(tie_word_embeddings=True)", "got True", "it is called tie_embeddings= here"),
+    ("SparseTransformer.__call__", "make_model()(x, attention_mask=valid)", "got bool[2, 32]", "segment_ids="),
+    ("make_attention_fn", "sl.make_attention_fn(causal, 32, window_size=(7, 0))", "got (7, 0)", WINDOW),
+    ("AttentionFn.__call__", "fn(q, k, v, attn_mask=None)", "'attn_mask', got None", OF_LAYER),
+    ("describe", "sl.describe(causal, 32, causal=True)", "'causal', got True", "as subject="),
+    ("KVCache.empty", "sl.KVCache.empty(causal, 32, batch=1, n_heads=2, head_size=8)", "got 2", "called num_heads="),
+    ("generate", "sl.generate(None, [[1]], max_new_tokens=3)", "got 3", "it is called num_tokens= here"),
+]
+POSITIONS = [
+    ("op(q, k, v)", "block_sparse_attention", "value=float32[2, 32, 4, 16]", "sl.Full() for all"),
+    ("op(q, k, v, causal, 0.0, True)", "block_sparse_attention", "0.0, True", "causality is a mask"),
+    ("dense_linen(op)", "block_sparse_attention", "query=float32[2, 32, 4, 4]", FLAX),
+    ("layer(x, x, x)", "SparseSelfAttention.__call__", "takes inputs by position", ONE_INPUT),
+    ("of_linen(x, x)", "SparseSelfAttention.__call__", "got float32[2, 32, 16], float32[2, 32, 16]", ONE_INPUT),
+    ("across(x, x, x)", "SparseCrossAttention.__call__", "takes inputs_q, inputs_kv by position", ONE_INPUT),
+    ("across(x)", "SparseCrossAttention.__call__", "inputs_q=float32[2, 32, 16]", "inputs_kv= must be given"),
+    (
+        "sl.SparseSelfAttention(4, 64, 'causal', 128)",
+        "SparseSelfAttention: pattern=, seq_len=, rngs= must be given",
+        "qkv_features='causal', out_features=128",
+        "'sliding_window:window=256' or sl.Causal()",
+    ),
+    ("make_linen(4, 16)", "SparseSelfAttention: parent", "got 16", "takes its features from its inputs"),
+    (
+        "linen.SparseTransformerBlock(4, 16, causal, pattern=causal, seq_len=32)",
+        "Block: parent",
+        "got Causal()",
+        "are given by name",
+    ),
+    ("sl.make_attention_fn(causal)", "make_attention_fn: seq_len=", "pattern=Causal()", "the longest input in tokens"),
+    ("op(q, k, v, sl.MoBA())", "mask must be a Mask", "got MoBA", SELECT),
+    ("op(q, k, v, causal, selection=sl.MoBA())", "selection must be a Selection", "got MoBA", SELECT),
+    ("jvp(lambda x: op(x, x, x, causal))", "block_sparse_attention", "forward-mode", "jax.vjp(jax.grad(f), x)[1](v)"),
+]
+VALUES = [
+    ("op(q, k, v, causal, segment_ids=valid)", "segment_ids of queries", "bool of shape (2, 32)", IDS[12:]),
+    ("layer(x, segment_ids=valid)", "segment_ids of queries", "bool of shape (2, 32)", IDS[12:]),
+    ("sl.preset('full')", "preset", "'full'", "'bidirectional', or sl.Full()"),
+    ("sl.preset('Swin')", "preset", "'Swin'", "'windows:shape=56x56,size=7'"),
+    ("sl.preset('mistral')", "preset", "'mistral'", "'sliding_window:window=4096'"),
+    ("sl.preset('natten')", "preset", "'natten'", "'neighborhood:shape=56x56,kernel=7'"),
+    ("sl.preset('global')", "preset", "'global'", "sl.Window(255, 255) | sl.Global(4)"),
+    ("make(pattern='llama')", "pattern", "'llama'", "'causal'"),
+    ("op(q, k, v, 'moba')", "preset", "'moba'", SELECT),
+    ("sl.describe('flash', 32)", "unknown name", "'flash'", "it is a kernel, not a pattern"),
+]
+MISUSES = [
+    *(unknown("block_sparse_attention", *row) for row in OP),
+    *(unknown(*row) for row in DOORS),
+    *(Misuse(call, TypeError, *parts) for call, *parts in POSITIONS),
+    *(Misuse(call, ValueError, *parts) for call, *parts in VALUES),
+]
