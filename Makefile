@@ -34,9 +34,10 @@ fast += tests/test_rooms.py tests/test_warnings.py
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
 # What a second version of JAX and Flax cannot change: builds of the package, records, what Triton alone compiles. The
-# examples train once.
-once := tests/images tests/make_it_sparse tests/train_lm tests/your_model tests/test_package.py tests/test_records.py
-once += tests/test_rooms.py tests/ops/kernels/test_gluon_interpreter.py tests/ops/kernels/test_gluon_resources.py
+# examples train once; their model and their checkpoints are tested again.
+once := tests/images tests/make_it_sparse tests/your_model tests/test_package.py tests/test_records.py tests/test_rooms.py
+once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
+once += tests/ops/kernels/test_gluon_interpreter.py tests/ops/kernels/test_gluon_resources.py
 once += tests/ops/kernels/test_triton_interpreter.py
 compiled := tests/ops/kernels/test_hopper_gpu_aot.py::test_compiles_without_spills_or_hazards
 compiled += tests/ops/kernels/test_triton_gpu_aot.py::test_compiles_and_fits

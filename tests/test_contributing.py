@@ -54,10 +54,10 @@ def test_there_is_one_for_each_common_addition():
 
 
 def test_the_makefile_names_tests_that_exist():
-    named = re.findall(r"(tests/[\w/.]*\w)(?:::(\w+))?", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    named = re.findall(r"(tests/[\w/.*]*\w)(?:::(\w+))?", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert len(named) > 20
     for path, function in named:
-        assert (ROOT / path).exists(), path
+        assert [*ROOT.glob(path)], path
         assert not function or f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), function
     kernels = re.search(r"foreach kernel,([\w ]+),--deselect '\$\(op\)::(\w+)", (ROOT / "Makefile").read_text("utf-8"))
     assert kernels and {*kernels[1].split(), "xla", "reference"} == {*IMPLEMENTATIONS}
