@@ -1,5 +1,7 @@
 # make train [ARGS="--pattern local:local_attn_ctx=64 --out runs/local"]   train the example language model
+# make check [ONLY=hopper]                                                 lint, types and the fast tests; ONLY adds a backend or a room
 # make test                                                                lint, types, tests and doctests
+# make test-jax                                                            of the tests those that a second version of JAX needs
 # make docs                                                                the site, in docs/_build/html
 # make test-docs                                                           the site, looked at in a browser
 # make venv                                                                only the environment that both use
@@ -7,6 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 ARGS ?=
+ONLY ?=
 
 # libtpu, which the tests compile with, complains at every start on a machine without a TPU unless JAX leaves it alone.
 ifeq ($(wildcard /dev/accel* /dev/vfio/[0-9]* /dev/nvidia* /dev/kfd),)
@@ -16,17 +19,44 @@ endif
 bin := $(VENV)/bin
 stamp := $(VENV)/.installed
 
-.PHONY: train test docs test-docs venv clean
+.PHONY: train lint check test test-jax docs test-docs venv clean
 
 train: $(stamp)
 	$(bin)/python -m examples.train_lm.train $(ARGS)
 
 # worksteal: each process takes one part of the list, so that few compile what another has, and then of what is left.
-test: $(stamp)
+pytest := $(bin)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The tests of `make check`: of the op, those that interpret no kernel.
+op := tests/ops/test_attention.py
+fast := tests/masks tests/misuses tests/ops/planning $(op) tests/test_main.py tests/test_public.py tests/test_records.py
+fast += tests/test_rooms.py tests/test_warnings.py
+fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
+
+# What a second version of JAX and Flax cannot change: builds of the package, records, what Triton alone compiles. The
+# examples train once; their model and their checkpoints are tested again.
+once := tests/images tests/make_it_sparse tests/your_model tests/test_package.py tests/test_records.py tests/test_rooms.py
+once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
+once += tests/ops/kernels/test_gluon_interpreter.py tests/ops/kernels/test_gluon_resources.py
+once += tests/ops/kernels/test_triton_interpreter.py
+compiled := tests/ops/kernels/test_hopper_gpu_aot.py::test_compiles_without_spills_or_hazards
+compiled += tests/ops/kernels/test_triton_gpu_aot.py::test_compiles_and_fits
+
+lint: $(stamp)
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/pyright --pythonpath $(bin)/python
-	$(bin)/python -m pytest -n $(JOBS) --dist worksteal
+
+check: lint
+	$(pytest) $(fast)
+	$(if $(ONLY),$(pytest) -k '$(ONLY)')
+
+# The XML file has the seconds of each test: `python -m benchmarks.suite build/tests.xml` sums them up.
+test: lint
+	$(pytest) --junit-xml build/tests.xml
+
+test-jax: lint
+	$(pytest) --junit-xml build/tests-jax.xml tests sparse_layers $(addprefix --ignore ,$(once)) $(addprefix --deselect ,$(compiled))
 
 # Nothing is fetched; a warning is an error.
 docs: $(stamp) $(stamp)-docs
@@ -49,4 +79,4 @@ $(stamp): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf docs/_build docs/generated $(VENV) .venv-3.* .pytest_cache .ruff_cache .hypothesis
+	rm -rf build docs/_build docs/generated $(VENV) .venv-3.* .pytest_cache .ruff_cache .hypothesis

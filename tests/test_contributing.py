@@ -18,7 +18,7 @@ from sparse_layers.modules.loading.families import FAMILIES
 from sparse_layers.ops import attention
 from tests.masks.test_masks import exact_states, rectangles
 from tests.modules.loading.test_huggingface import expected, run, tensors, write
-from tests.ops.cases import Case, check
+from tests.ops.cases import IMPLEMENTATIONS, Case, check
 from tests.scorers.test_scorers import select
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -51,6 +51,17 @@ def run_examples(thing):
 def test_there_is_one_for_each_common_addition():
     rooms = ["masks/presets", "masks/primitives", "ops/kernels/dense", "scorers/methods"]
     assert [*TEMPLATES] == [f"sparse_layers/{x}" for x in (*rooms, "modules/loading/families")]
+
+
+def test_the_makefile_names_tests_that_exist():
+    named = re.findall(r"(tests/[\w/.*]*\w)(?:::(\w+))?", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    for path, function in named:
+        assert [*ROOT.glob(path)], path
+        assert not function or f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), function
+    kernels = re.search(r"foreach kernel,([\w ]+),--deselect '\$\(op\)::(\w+)", (ROOT / "Makefile").read_text("utf-8"))
+    assert kernels and {*kernels[1].split(), "xla", "reference"} == {*IMPLEMENTATIONS}
+    assert f"def {kernels[2]}(" in (ROOT / "tests" / "ops" / "test_attention.py").read_text(encoding="utf-8")
 
 
 def test_a_preset(templates):

@@ -10,12 +10,16 @@ import sys
 import matplotlib
 import pytest
 
-from benchmarks import pictures
+from benchmarks import pictures, suite
 from benchmarks.record import Record, add_option
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*.json"))
-DOCUMENTS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+DOCUMENTS = [
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 QUOTED = re.compile(r"^<!-- record: (\S+) -->\n(.*?)^<!-- end of record -->$", re.M | re.S)
 QUOTES = [
     (document, *found) for document in DOCUMENTS for found in QUOTED.findall(document.read_text(encoding="utf-8"))
@@ -77,3 +81,22 @@ def test_a_record_is_written_once(tmp_path, monkeypatch, capsys):
     with pytest.raises(FileExistsError):
         record.write()
     assert "a record is never overwritten" in capsys.readouterr().err
+
+
+JUNIT = """<testsuites><testsuite time="2.5">
+<testcase classname="tests.masks.test_masks" name="test_a[x]" time="0.25"/>
+<testcase classname="tests.masks.test_grids" name="test_b" time="1.5"/>
+<testcase classname="sparse_layers" name="sparse_layers" time="0.5"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_seconds_of_tests_are_summed_by_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tests.xml").write_text(JUNIT, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["suite", str(tmp_path / "tests.xml"), "--slowest", "1"])
+    suite.main()
+    printed = capsys.readouterr().out
+    assert "tests.xml: 3 tests in 2 s" in printed
+    rows = [
+        line for line in printed.splitlines() if line.startswith("| ") and "seconds" not in line and "---" not in line
+    ]
+    assert rows == ["| tests.masks | 2 | 2 |", "| sparse_layers | 1 | 0 |", "| tests.masks.test_grids::test_b | 1.5 |"]

@@ -35,3 +35,10 @@ def test_a_warning_of_a_plugin_is_none(tmp_path, monkeypatch):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "UserWarning: of a plugin" in run.stdout + run.stderr and "1 passed" in run.stdout
+
+
+def test_no_plugin_imports_what_reads_its_settings_once():
+    """Without the settings of tests/conftest.py, numpy has a thread for each core in every process, and they spin."""
+    modules = [*sys.modules]  # in the order in which their imports began
+    early = {"jax", "numpy"} & {*modules[: modules.index("tests.conftest")]}
+    assert not early, "leave out the plugin that imports it, as pyproject.toml does: pytest -p no:NAME"

@@ -132,7 +132,7 @@ def rebuild(info, function, shape, block_shape, *, is_dkv=False, head_shards=1, 
 # --- against splash attention ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(("ours", "theirs"), STATIC, ids=STATIC_NAMES)
 def test_static_equals_splash(ours, theirs, seed):
     rng = np.random.default_rng(seed)
@@ -158,7 +158,7 @@ def test_static_equals_splash(ours, theirs, seed):
     assert compared >= 5
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("ours", "theirs"), DYNAMIC, ids=STATIC_NAMES)
 def test_dynamic_equals_splash_and_traces(ours, theirs, seed):
     rng = np.random.default_rng(seed)
@@ -280,10 +280,15 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"q_seq_shards": 2}, {"head_shards": 3}, {"shrink_grid": False}], ids=str)
+# Pairwise: masks take the options in turn, those of each direction others.
+OPTIONS = [{}, {"q_seq_shards": 2}, {"head_shards": 3}, {"shrink_grid": False}]
+
+
 @pytest.mark.parametrize("process", [process_mask, process_mask_dkv], ids=STATIC_NAMES)
-@pytest.mark.parametrize("mask", OURS.values(), ids=OURS)
-def test_ours_equal_the_same_mask_as_array(mask, process, options):
+@pytest.mark.parametrize("name", OURS)
+def test_ours_equal_the_same_mask_as_array(name, process):
+    mask = OURS[name]
+    options = OPTIONS[([*OURS].index(name) + (process is process_mask_dkv)) % len(OPTIONS)]
     bound = bind(mask, 6, 24, 24)
     array = np.stack([bound[h, :, :] for h in range(6)])
     info, function = process(bound, (4, 3), **options)
@@ -402,11 +407,11 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("case", ERRORS, ids=lambda case: case[-1])
-@pytest.mark.parametrize("process", ALL, ids=["fwd", "dkv", "dynamic fwd", "dynamic dkv"])
-def test_value_errors_in_order(process, case):
+def test_value_errors_in_order(case):
     shape, block_shape, q_seq_shards, head_shards, message = case
-    with pytest.raises(ValueError, match=message):
-        process(np.ones(shape, bool), block_shape, q_seq_shards=q_seq_shards, head_shards=head_shards)
+    for process in ALL:
+        with pytest.raises(ValueError, match=message):
+            process(np.ones(shape, bool), block_shape, q_seq_shards=q_seq_shards, head_shards=head_shards)
 
 
 @pytest.mark.parametrize("process", ALL[2:], ids=STATIC_NAMES)
