@@ -82,6 +82,14 @@ def no_tables_of_other_tests(monkeypatch):
     monkeypatch.setattr("sparse_layers.ops.planning.changing_masks._recent", {})
 
 
+@pytest.fixture(scope="session", autouse=True)
+def masks_by_head():
+    """Masks of tests may have as many heads as batch entries: nothing is said of it; `test_layouts.py` asks for it."""
+    from sparse_layers.ops import layouts
+
+    layouts._warned.add("mask")
+
+
 @pytest.fixture
 def all_passes():
     """For tests of what a compiler makes of a program, not of its numbers."""

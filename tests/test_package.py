@@ -31,7 +31,7 @@ import sparse_layers as sl
 from sparse_layers import linen
 
 mask = sl.Causal() & (sl.Window(63) | sl.Global(4))
-assert_type(sl.preset("strided", local_attn_ctx=8), sl.Mask | tuple[sl.Mask, ...])
+by_head: sl.Mask | tuple[sl.Mask, ...] = sl.preset("strided", local_attn_ctx=8)
 assert_type(sl.presets(), dict[str, str])
 assert_type(sl.as_masks(mask), tuple[sl.Mask, ...])
 plan = sl.make_plan(mask, 128)

@@ -122,4 +122,4 @@ def test_what_contributing_names_is_there():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w/.]+)`", text) if "/" in name}
     assert named >= {f"sparse_layers/{name}/".replace("//", "/") for name in FLOOR}, "every room is explained"
-    assert not [name for name in named if not (ROOT / name).exists()]
+    assert not [name for name in named if not ((ROOT / name).exists() or name.startswith("build/"))]

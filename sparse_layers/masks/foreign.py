@@ -132,7 +132,6 @@ WORDS: dict[str, Rules] = {
     **dict.fromkeys(
         ("block_size", "block_sizes", "BLOCK_SIZE"),
         (
-            *_rename("block"),
             *_say(
                 "blocks of kernels are fwd_params=sl.FwdParams(q_blocksize=128, kv_blocksize=128) and bwd_params=; a "
                 "pattern of blocks is sl.Blocks(mask, 64); the longest input, nanoGPT's block_size, is seq_len="
@@ -153,7 +152,7 @@ WORDS: dict[str, Rules] = {
     "attention_fn": _say("layers of this package bring their own attention: leave it out; " + _FLAX),
     "batch_first": _say("inputs are [..., T, features]: leave it out; swapaxes(0, 1) turns [T, B, features] into that"),
     **dict.fromkeys(("attn_implementation", "backend"), _rename("implementation")),
-    "device": _say("arrays stay on their devices: leave it out; jax.device_put moves them"),
+    "device": (*_rename("devices"), *_say("arrays stay on their devices: leave it out; jax.device_put moves them")),
     "dtype": _say("numbers have the dtype of the arrays: leave it out; x.astype changes it"),
     "precision": _say("logits and sums are float32 at least: leave it out"),
     **dict.fromkeys(("rngs", "rng", "seed"), _RNGS),

@@ -139,7 +139,6 @@ DOORS = [
     ("SparseTransformerBlock", "make_block(sliding_window=256)", "'sliding_window', got 256", WINDOW),
     ("SparseTransformerBlock.__call__", "a_block(x, key_padding_mask=valid)", "got bool[2, 32]", "segment_ids="),
     ("SparseTransformer", "make_model(rms_norm_eps=1e-5)", "got 1e-05", "it is called norm_epsilon= here"),
-    ("SparseTransformer", "make_model(causal=True)", "'causal', got True", "as patterns="),
     ("SparseTransformer", "make_model(tie_word_embeddings=True)", "got True", "it is called tie_embeddings= here"),
     ("SparseTransformer.__call__", "make_model()(x, attention_mask=valid)", "got bool[2, 32]", "segment_ids="),
     ("make_attention_fn", "sl.make_attention_fn(causal, 32, window_size=(7, 0))", "got (7, 0)", WINDOW),

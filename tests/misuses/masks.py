@@ -7,7 +7,7 @@ import sparse_layers as sl
 from tests.misuse import Misuse
 
 NUMBER, COUNT = "must be an integer >= 0", "must be an integer >= 1"
-OPERAND = "a mask combines with masks and numpy bool arrays [T, S]"
+OPERAND = "a mask combines with masks, tuples of masks by head and numpy bool arrays [T, S]"
 SHAPES = "a numpy bool array [T, S] or [H, T, S]"
 HEADS = "from_mask_mod(mask_mod, heads=number of query heads)"
 ALONE = "known at run time only"
@@ -76,7 +76,6 @@ MISUSES = [
     Misuse("sl.Causal() & True", TypeError, "unsupported operand", "bool", OPERAND),
     Misuse("sl.Causal() | 'strided'", TypeError, "unsupported operand", "str", "preset makes one of a name"),
     Misuse("sl.Causal() & [sl.Full()]", TypeError, "unsupported operand", "list", OPERAND),
-    Misuse("(sl.Causal(),) | sl.Full()", TypeError, "unsupported operand", "tuple", OPERAND),
     Misuse("sl.Causal() & jnp.ones((3, 3), bool)", TypeError, "unsupported operand", "Array", ALONE),
     Misuse("jnp.ones((3, 3), bool) | sl.Causal()", TypeError, "unsupported operand", "Array", ALONE),
     Misuse("sl.Causal() & np.ones((3, 3))", ValueError, "Array", "float64 of shape (3, 3)", "2-dimensional bool array"),

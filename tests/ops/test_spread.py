@@ -118,7 +118,8 @@ CASES = {
 # Each preset over 2, 4 or 8 devices in turn, by routes as they cost, and of each other three as if only pairs did.
 PRESETS = {
     name: Case(
-        sl.preset(name, **TINY.get(name, {})),
+        # Behind a grid there are other tokens.
+        sl.preset(name, **TINY.get(name, {}), **{"offset": 0} if "offset" in sl.preset_options(name) else {}),
         length=(77, 64)[i % 2],  # devices have to divide it on Explicit axes
         devices=2 ** (1 + i % 3),
         entries=2,

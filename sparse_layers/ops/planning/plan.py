@@ -206,13 +206,14 @@ def make_plan(
     fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
     checked_implementation(implementation)
     note_masks(masks)
-    return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation or first_choice())
+    name = implementation or first_choice()
+    return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, name, TUNING[name])
 
 
 @bounded_cache()
-def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation) -> Plan:
+def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, tuned) -> Plan:
     # By tuning, not by name: implementations that are tuned alike share their chains.
-    options = fwd_params, bwd_params, TUNING[implementation]
+    options = fwd_params, bwd_params, tuned
     chains, candidates = zip(*(_make_chain(mask, q_len, kv_len, *options) for mask in masks), strict=True)
     return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
 
