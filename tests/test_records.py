@@ -47,6 +47,17 @@ def test_a_record_says_what_it_is_of(path):
     assert record["results"] and record["lines"] and record["versions"]["jax"] and record["load_before"] >= 0
 
 
+def test_versions_that_the_install_page_calls_run_are_those_of_records():
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| \[run\]\(\.\./(\S+)\) on an ([^;|]+?)(?:;.*)? \|$", text, re.M)
+    assert len(rows) == text.count("[run](") >= 2
+    for python, jax, triton, file, device in rows:
+        record = json.loads((ROOT / file).read_text(encoding="utf-8"))
+        versions = record["versions"]
+        assert (python, jax, triton) == tuple(versions[name] for name in ("python", "jax", "triton"))
+        assert record["device"].startswith(device)
+
+
 def test_pictures_are_drawn_from_records(tmp_path, monkeypatch):
     committed = {path.stem for path in pictures.FOLDER.glob("*.svg")}
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
