@@ -44,7 +44,7 @@ def register_mask(cls: type) -> None:
 
 
 def write_static(owner: str, value: Any) -> bytes:
-    """What is static in a pytree of class ``owner``, as JSON.
+    """Returns what is static in a pytree of class ``owner``, as JSON.
 
     Raises:
       TypeError: something in it cannot be read back as an equal value, such as a function.
@@ -63,7 +63,7 @@ def write_static(owner: str, value: Any) -> bytes:
 
 
 def read_static(data: bytes) -> Any:
-    """What `write_static` has written.
+    """Returns what `write_static` has written.
 
     Raises:
       ValueError: it names a class that is not defined in this process.

@@ -108,7 +108,7 @@ def _terms(mask: Mask, length: int, is_causal: bool) -> list[Mask]:
 
 
 def _run(allowed: np.ndarray) -> int:
-    """How many entries are true before the first that is not."""
+    """Returns the number of entries that are true before the first that is not."""
     return len(allowed) if allowed.all() else int(np.argmin(allowed))
 
 

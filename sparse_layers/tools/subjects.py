@@ -175,7 +175,7 @@ def _is_array(kind: type) -> bool:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, by the path from it: entries of a dict or sequence, or fields."""
+    """Returns the entries or fields of an object, by the path from it."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", member) for key, member in value.items())
     elif isinstance(value, Sequence):

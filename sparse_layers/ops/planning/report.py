@@ -36,7 +36,7 @@ def dense_pairs(plan: Plan, is_causal: bool) -> int:
 
 
 def saving(plan: Plan, h: int, is_causal: bool) -> str:
-    """How much less work a mask's chain is than attention to all keys, or to all up to the query if it is causal."""
+    """Returns the saving of a mask's chain over attention to all keys, or over causal attention if it is causal."""
     reference, kind = dense_plan(plan, is_causal)
     dense, cost = reference.candidates[0][0][1], plan.candidates[h][0][1]
     text = f"{dense / cost:.1f} times less work than {kind} attention" if cost else "nothing to compute"
