@@ -75,13 +75,13 @@ def test_a_package_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("probe", doctor.PROBES, ids=str)
 def test_the_mark_is_what_the_op_takes(probe, monkeypatch):
     taken = []
-    choose = attention._choose
+    choose = attention.pick_implementation
 
     def spy(*args):
         taken.append(choose(*args))
         return taken[-1]
 
-    monkeypatch.setattr(attention, "_choose", spy)
+    monkeypatch.setattr(attention, "pick_implementation", spy)
     jax.eval_shape(lambda *x: sl.block_sparse_attention(*x, probe.mask), *probe.arrays()[:3])
     assert taken == [doctor.first_that_works(probe)]
 

@@ -37,6 +37,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def outdone(call: Call, operands: Operands) -> str | None:
     """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
+    from ..gpu import hardware
     from . import gathered, settings
 
     if call.selection is not None and call.selection[1] < settings.ROWS:
@@ -44,13 +45,15 @@ def outdone(call: Call, operands: Operands) -> str | None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
         return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
-    reasons = [forward for _, forward, _ in _left(call, _shapes(operands))]
+    reasons = [forward for _, forward, _ in _left(call, _shapes(operands), hardware.local_device())]
     return reasons[0] if reasons and all(reasons) else None
 
 
 def notes(call: Call, operands: Operands) -> list[str]:
     """What of a call is left to plain Triton, and why, in words."""
-    found = _left(call, _shapes(operands))
+    from ..gpu import hardware
+
+    found = _left(call, _shapes(operands), hardware.local_device())
     return [
         f"{orders}, {direction}: plain Triton, for {reason}"
         for orders, *reasons in found
@@ -64,8 +67,11 @@ def _shapes(operands: Operands) -> Operands:
 
 
 @bounded_cache()
-def _left(call: Call, shapes: Operands) -> tuple[tuple[str, str | None, str | None], ...]:
-    """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None."""
+def _left(call: Call, shapes: Operands, device: Any) -> tuple[tuple[str, str | None, str | None], ...]:
+    """Of each pass the row orders, and why these kernels leave it to plain Triton, forward and backward, or None.
+
+    ``device`` is the one at hand: reasons depend on it, and are kept.
+    """
     from ..triton_gpu import chain
     from . import gathered
     from .link import HopperLink

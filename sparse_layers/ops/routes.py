@@ -1,0 +1,92 @@
+"""Routes: which implementation serves a call, by which kernels, and why not by a preferred one.
+
+The call is traced as on the device, where launches are recorded in place of being made. So a route cannot differ from
+what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .attention import IMPLEMENTATIONS, ranked
+from .kernels.call import Call, Operands
+from .kernels.gpu import bridge, hardware
+from .kernels.gpu.hardware import device_named as device_named
+from .planning.plan import Plan
+from .planning.platforms import assuming
+
+# Implementations of kernels that the bridge launches.
+ENGINES = ("hopper", "triton")
+
+
+class Route(NamedTuple):
+    """What serves a call.
+
+    Attributes:
+      implementation: one of `implementations`.
+      reasons: for each implementation that is preferred to it, why that one does not serve the call.
+      forward: the launches of the forward pass in their order; () for implementations that launch no kernels of ours.
+      backward: those of the backward pass.
+      notes: for each pass that the implementation hands to another one, the reason.
+    """
+
+    implementation: str
+    reasons: dict[str, str]
+    forward: tuple[bridge.Launch, ...]
+    backward: tuple[bridge.Launch, ...]
+    notes: tuple[str, ...]
+
+
+def route(
+    plan: Plan,
+    dtype: Any = jnp.bfloat16,
+    head_size: int = 128,
+    *,
+    segment_ids: bool = False,
+    device: hardware.Device | None = None,
+) -> Route:
+    """Returns the route of calls with a plan, ``implementation=None``, one batch entry and 32 heads of each mask.
+
+    Args:
+      plan: the plan, made for the device.
+      dtype: of query, key and value.
+      head_size: of query, key and value.
+      segment_ids: whether the calls have segment ids.
+      device: the GPU, which need not be there; None for the device at hand.
+
+    Raises:
+      ModuleNotFoundError: a GPU is given, and Triton is not installed.
+    """
+    lengths, heads = (plan.q_len, plan.kv_len, plan.kv_len), 32 * len(plan.masks)
+    shapes: Any = [jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for length in lengths]
+    ids = tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths[:2]) if segment_ids else None
+    operands = Operands(*shapes, segments=ids)
+    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
+    with assuming(device):
+        name, reasons = ranked(call, operands)
+        notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
+        return Route(name, reasons, *launches(name, call, operands), notes)
+
+
+def launches(
+    implementation: str, call: Call, operands: Operands
+) -> tuple[tuple[bridge.Launch, ...], tuple[bridge.Launch, ...]]:
+    """Returns the launches of the forward and of the backward pass of a call, in their order.
+
+    Where the device decides at run time between two ways, as for selections of single queries, both are there. The
+    operands may be shapes.
+    """
+    backend, recorded = IMPLEMENTATIONS[implementation], []
+    if implementation not in ENGINES:
+        return (), ()
+
+    def both(operands):
+        with bridge.recording() as forward:
+            out, lse = backend.forward(call, operands)
+        with bridge.recording() as backward:
+            backend.backward(call, operands, lse, lse, out)
+        recorded.extend((tuple(forward), tuple(backward)))
+
+    jax.eval_shape(both, operands)
+    return recorded[0], recorded[1]
