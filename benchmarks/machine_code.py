@@ -161,8 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only must be in the name of a case, got {options.only!r}")
     changed = 0
     for case in cases:
-        lines = changes(before.get(case, []), after.get(case, []), options.sass)
-        print(f"{case}: " + ("\n  ".join(lines) or f"same, {len(after[case])} of {len(after[case])} kernels"), flush=True)
+        kernels = before.get(case, []), after.get(case, [])
+        lines = changes(*kernels, options.sass) if any(kernels) else ["compiles no kernel"]
+        print(f"{case}: " + ("\n  ".join(lines) or f"same (kernels: {len(kernels[1])})"), flush=True)
         changed += bool(lines)
     for side, tests in ((commit[:9], failed_before), ("the working tree", failed)):
         print("".join(f"{test} fails in {side}, and may lack kernels\n" for test in tests), end="")
