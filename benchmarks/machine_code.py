@@ -154,8 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     if not commit:
         parser.error(f"REVISION must be a commit of this repository, got {options.revision!r}")
-    with checked_out(commit) as tree, concurrent.futures.ThreadPoolExecutor() as pool:
-        (before, failed_before), (after, failed) = pool.map(kernels_of, (tree, ROOT), 2 * [options.only])
+    try:
+        with checked_out(commit) as tree, concurrent.futures.ThreadPoolExecutor() as pool:
+            (before, failed_before), (after, failed) = pool.map(kernels_of, (tree, ROOT), 2 * [options.only])
+    except RuntimeError as error:
+        parser.exit(2, f"{error}\n")
     cases = {**before, **after}
     if not cases:
         parser.error(f"--only must be in the name of a case, got {options.only!r}")

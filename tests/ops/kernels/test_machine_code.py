@@ -190,3 +190,8 @@ def test_each_case_of_a_tree_has_its_kernels(tmp_path):
     assert one.name == "store" and ".target sm_80" in one.ptx and "num_warps 4" in one.launch
     assert one == again and changes([one], [other], assemble=assemble)
     assert kernels_of(tmp_path, "other") == ({"small other": [other]}, [])
+
+
+def test_a_tree_whose_tests_do_not_run_is_no_empty_tree(tmp_path):
+    with pytest.raises(RuntimeError, match=r"the tests of .* did not run"):
+        kernels_of(tmp_path, "")
