@@ -15,7 +15,14 @@ from jax.custom_batching import custom_vmap
 
 from ...masks.foreign import scorer_hint
 from ...masks.options import real
-from ..planning.lists import Candidates, StateTable, chosen_candidates, run_time_candidates, run_time_table, state_table
+from ..planning.lists import (
+    BlockPairs,
+    StateTable,
+    run_time_block_pairs,
+    run_time_table,
+    selected_block_pairs,
+    state_table,
+)
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 from ..planning.selection import Selection, known
@@ -227,7 +234,7 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
 
 def run_time_blocks(
     call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
-) -> tuple[Candidates, Any]:
+) -> tuple[BlockPairs, Any]:
     """The pairs of blocks that a run-time mask or a selection leaves, in natural row order, and their mask tiles.
 
     Args:
@@ -238,14 +245,14 @@ def run_time_blocks(
       with_tiles: whether to make tiles of these; otherwise rules compute them.
 
     Returns:
-      The candidates, and their tiles: of a run-time mask as `run_time_candidates` has them, else `static_candidates`.
+      The pairs, and their tiles: of a run-time mask as `run_time_block_pairs` has them, else `planned_block_pairs`.
     """
     if operands.chosen is None:
         assert operands.mask is not None
-        return run_time_candidates(operands.mask, shape)
+        return run_time_block_pairs(operands.mask, shape)
     assert call.selection is not None
     table, tiles = table_of(operands, shape, masks, with_tiles)
-    return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
+    return selected_block_pairs(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
 
 
 def table_of(

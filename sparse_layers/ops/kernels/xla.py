@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import BlockLists, Candidates, Extents, static_candidates, unpacked_tiles
+from ..planning.lists import BlockLists, BlockPairs, Extents, planned_block_pairs, unpacked_tiles
 from ..planning.plan import Pass
 from ..planning.views import RowOrder
 from .call import Call, Operands, accumulator, joined, lowered, merged, over_batches, run_time_blocks
@@ -105,7 +105,7 @@ class _Link:
     q_order: RowOrder
     kv_order: RowOrder
     shape: tuple[int, int]
-    candidates: Candidates
+    pairs: BlockPairs
     mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a masked block from row indices ...
     tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv], if there are any
     granularity: int  # queries of a block that choose together
@@ -116,8 +116,8 @@ class _Link:
         """A pass of a plan."""
         shape = link.bwd_shape if dkv else link.fwd_shape
         rule = link.mask if link.mask.computable else None
-        candidates, tiles = static_candidates((link.mask,), shape, rule is None)
-        return _Link(link.q_order, link.kv_order, shape, candidates, rule, _bools(tiles, shape), 1, segments).limited()
+        pairs, tiles = planned_block_pairs((link.mask,), shape, rule is None)
+        return _Link(link.q_order, link.kv_order, shape, pairs, rule, _bools(tiles, shape), 1, segments).limited()
 
     @staticmethod
     def at_run_time(call: Call, operands: Operands, dkv: bool) -> "_Link":
@@ -128,15 +128,15 @@ class _Link:
             block, granularity = call.selection
             shape = max(granularity, _LEAST_ROWS), block
         rule = masks[0] if len(masks) == 1 and masks[0].computable else None
-        candidates, tiles = run_time_blocks(call, operands, shape, masks, rule is None)
-        return _Link(*orders, shape, candidates, rule, _bools(tiles, shape), granularity, operands.segments).limited()
+        pairs, tiles = run_time_blocks(call, operands, shape, masks, rule is None)
+        return _Link(*orders, shape, pairs, rule, _bools(tiles, shape), granularity, operands.segments).limited()
 
     def limited(self) -> "_Link":
-        """The link whose candidates are those that the segment ids leave."""
+        """The link whose pairs are those that the segment ids leave."""
         if self.segments is None:
             return self
         sides = zip((self.q_order, self.kv_order), self.segments, self.shape, strict=True)
-        return dataclasses.replace(self, candidates=self.candidates.with_segments(*(Extents.of(*x) for x in sides)))
+        return dataclasses.replace(self, pairs=self.pairs.with_segments(*(Extents.of(*x) for x in sides)))
 
 
 # Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
@@ -442,9 +442,9 @@ class _Blocks:
 
     @staticmethod
     def of(link: _Link, by_key: bool, query, key, value) -> "_Blocks":
-        lists = link.candidates.lists(by_key)
+        lists = link.pairs.lists(by_key)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
-        rows, cols = (n * side for n, side in zip(link.candidates.blocks, link.shape, strict=True))
+        rows, cols = (n * side for n, side in zip(link.pairs.blocks, link.shape, strict=True))
         segments = link.segments
         if segments is not None:
             sides = zip((link.q_order, link.kv_order), segments, (rows, cols), link.shape, strict=True)
@@ -463,13 +463,13 @@ class _Blocks:
         """Those of all blocks of the major side, in the order of the spans."""
         batches, lists, major = self.lists.spans.shape[:3]
         batch, own, block = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
-        queries, keys = self.link.candidates.blocks
+        queries, keys = self.link.pairs.blocks
         kv = batch * self.layout.kv_lists + own * self.layout.kv_lists // lists
         return _Line(block, (batch * lists + own) * queries, kv * keys, batch)
 
     def rows(self, x: jax.Array) -> jax.Array:
         """[B, T, N, ...] in token order -> [lists' blocks, B, K, G * bq, ...]."""
-        (rows, _), (bq, _) = self.link.candidates.blocks, self.link.shape
+        (rows, _), (bq, _) = self.link.pairs.blocks, self.link.shape
         return self.layout.blocked(self.link.q_order.gather(x, rows * bq), bq, self.layout.lists, self.layout.group)
 
     def of_rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -518,7 +518,7 @@ class _Blocks:
             part = np.arange(bq, dtype=np.int32) // link.granularity
             found.append(((bits >> part) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            places = (line.batch * n + x for n, x in zip(link.candidates.blocks, (i, j), strict=True))
+            places = (line.batch * n + x for n, x in zip(link.pairs.blocks, (i, j), strict=True))
             q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, places, strict=True))
             found.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
         allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in found))

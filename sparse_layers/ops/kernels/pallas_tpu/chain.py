@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, Extents, static_candidates, unpacked_tiles
+from ...planning.lists import MOST_PARTS, Extents, planned_block_pairs, unpacked_tiles
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
 from ...planning.views import RowOrder
@@ -177,15 +177,15 @@ class _Heads:
     def _prepare(self, one: Pass | None, *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
         orders = self._orders(one)
-        mask, shape, candidates, tiles = self._candidates(one, backward)
+        mask, shape, pairs, tiles = self._pairs(one, backward)
         segments, ids = self.operands.segments, (None, None)
         if segments is not None:
             sides = [*zip(orders, segments, shape, strict=True)]
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
-            candidates = candidates.with_segments(*(Extents.of(*side) for side in sides))
-        rows, columns = candidates.blocks
+            pairs = pairs.with_segments(*(Extents.of(*side) for side in sides))
+        rows, columns = pairs.blocks
         steps = Steps.of(
-            candidates.lists(by_key=backward),
+            pairs.lists(by_key=backward),
             tiles is not None,
             f"a pass over {rows} x {columns} blocks of {shape[0]} x {shape[1]}",
         )
@@ -195,14 +195,14 @@ class _Heads:
         key, value = (by_rows(kv_order, x, bkv) for x in (self.operands.key, self.operands.value))
         arrays = Arrays(by_rows(q_order, self.query, bq), key, value, tiles, *ids)
         group = self.operands.query.shape[2] // self.operands.key.shape[2]
-        limited = segments is not None or candidates.chosen_by is not None
+        limited = segments is not None or pairs.chosen_by is not None
         return Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, limited), steps, arrays
 
-    def _candidates(self, one: Pass | None, backward: bool):
+    def _pairs(self, one: Pass | None, backward: bool):
         """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
         if one is not None:
             mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
-            candidates, tiles = static_candidates((mask,), shape, in_tiles(mask, shape, _TUNED))
+            pairs, tiles = planned_block_pairs((mask,), shape, in_tiles(mask, shape, _TUNED))
         else:
             shape, operands = self.call.bwd_shape if backward else self.call.fwd_shape, self.operands
             if operands.chosen is not None:
@@ -212,10 +212,10 @@ class _Heads:
             masks = self.call.masks[self.first :][:1]  # none if the mask is a run-time array
             mask = masks[0] if masks else None
             with_tiles = mask is not None and in_tiles(mask, shape, _TUNED)
-            candidates, tiles = run_time_blocks(self.call, operands, shape, masks, with_tiles)
+            pairs, tiles = run_time_blocks(self.call, operands, shape, masks, with_tiles)
         if isinstance(tiles, np.ndarray):
             mask, tiles = None, unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-        return mask, shape, candidates, tiles
+        return mask, shape, pairs, tiles
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""

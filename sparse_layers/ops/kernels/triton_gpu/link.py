@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, static_candidates
+from ...planning.lists import MOST_PARTS, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands
@@ -124,7 +124,7 @@ class Link:
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
         for one in self.passes:  # a quick look, before lists are made for the sake of the question
-            columns = static_candidates([one.mask], one.fwd_shape, False)[0].column
+            columns = planned_block_pairs([one.mask], one.fwd_shape, False)[0].column
             if np.bincount(columns.ravel()).max(initial=0) > max(1, rows // one.fwd_shape[0]):
                 return False
         prepared = self._prepared("fused")
