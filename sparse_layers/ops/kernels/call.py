@@ -15,13 +15,16 @@ from jax.custom_batching import custom_vmap
 
 from ...masks.foreign import scorer_hint
 from ...masks.options import real
+from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
     BlockPairs,
     StateTable,
+    planned_block_pairs,
     run_time_block_pairs,
     run_time_table,
     selected_block_pairs,
     state_table,
+    unpacked_tiles,
 )
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
@@ -232,6 +235,17 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
     return mark
 
 
+def groups_of(call: Call, operands: Operands, *, merge: bool) -> tuple[HeadGroup, ...]:
+    """The query heads of a call, by the chains that they take in turn; ``merge`` as in `head_groups`.
+
+    With a run-time mask or a selection, chains have one pass, whose blocks are known at run time only.
+    """
+    if operands.mask is not None:
+        return head_groups([(None,)], merge=merge)
+    chains = call.chains if operands.chosen is None else [(None,)] * len(call.chains)
+    return head_groups(chains, merge=merge)
+
+
 def run_time_blocks(
     call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
 ) -> tuple[BlockPairs, Any]:
@@ -253,6 +267,36 @@ def run_time_blocks(
     assert call.selection is not None
     table, tiles = table_of(operands, shape, masks, with_tiles)
     return selected_block_pairs(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
+
+
+def block_pairs(
+    call: Call,
+    operands: Operands,
+    masks: Sequence[Reordered],
+    orders: tuple[RowOrder, RowOrder],
+    shape: tuple[int, int],
+    with_tiles: bool,
+) -> tuple[BlockPairs, jax.Array | np.ndarray | None]:
+    """The pairs of blocks of a pass that its mask, a selection and segment ids leave, and bool mask tiles.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, or those of some heads.
+      masks: one for each list head, in row space; none if the mask is a run-time array.
+      orders: row orders of queries and of keys; natural ones for a run-time mask or a selection.
+      shape: (bq, bkv), rows of a block.
+      with_tiles: whether to make tiles of ``masks``; otherwise rules compute them.
+
+    Returns:
+      The pairs [LB, LH, n], and the tiles [tiles, bq, bkv], or None if there are none.
+    """
+    if operands.mask is None and operands.chosen is None:
+        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
+    else:
+        pairs, tiles = run_time_blocks(call, operands, shape, masks, with_tiles)
+    if isinstance(tiles, np.ndarray):  # packed
+        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    return pairs.with_segments(operands.segments, orders, shape), tiles
 
 
 def table_of(

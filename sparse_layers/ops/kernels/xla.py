@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import BlockLists, BlockPairs, Extents, planned_block_pairs, unpacked_tiles
+from ..planning.lists import BlockLists, BlockPairs
 from ..planning.plan import Pass
 from ..planning.views import RowOrder
-from .call import Call, Operands, accumulator, joined, lowered, merged, over_batches, run_time_blocks
+from .call import Call, Operands, accumulator, block_pairs, groups_of, joined, lowered, merged, over_batches
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -61,7 +61,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
             state = merged(state, _forward_pass(call, link, q, k, v))
         return tuple(state)
 
-    out, lse = _by_head_class(call, operands, run, (query, *state), dkv=False)
+    out, lse = _by_head_group(call, operands, run, (query, *state), dkv=False)
     return out.astype(query.dtype), lse
 
 
@@ -83,7 +83,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
         empty = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
         return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
 
-    return _of_operands(operands, *_by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
+    return _of_operands(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
 
 
 def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -112,60 +112,43 @@ class _Link:
     segments: tuple[jax.Array, jax.Array] | None  # as in the operands
 
     @staticmethod
-    def of(link: Pass, segments: tuple[jax.Array, jax.Array] | None, dkv: bool) -> "_Link":
-        """A pass of a plan."""
-        shape = link.bwd_shape if dkv else link.fwd_shape
-        rule = link.mask if link.mask.computable else None
-        pairs, tiles = planned_block_pairs((link.mask,), shape, rule is None)
-        return _Link(link.q_order, link.kv_order, shape, pairs, rule, _bools(tiles, shape), 1, segments).limited()
-
-    @staticmethod
-    def at_run_time(call: Call, operands: Operands, dkv: bool) -> "_Link":
-        """The pass of a call whose blocks are known at run time only, by its mask or by a selection."""
-        orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-        shape, granularity, masks = call.bwd_shape if dkv else call.fwd_shape, 1, call.masks
+    def of(call: Call, operands: Operands, passes: tuple[Pass, ...], dkv: bool) -> "_Link":
+        """The pass of a head group, one of a plan; of none if its blocks are known at run time only."""
+        granularity = 1
+        if passes:
+            (one,) = passes
+            shape, masks = one.bwd_shape if dkv else one.fwd_shape, (one.mask,)
+            orders = one.q_order, one.kv_order
+        else:
+            shape, masks = call.bwd_shape if dkv else call.fwd_shape, call.masks
+            orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
         if call.selection is not None:
             block, granularity = call.selection
             shape = max(granularity, _LEAST_ROWS), block
         rule = masks[0] if len(masks) == 1 and masks[0].computable else None
-        pairs, tiles = run_time_blocks(call, operands, shape, masks, rule is None)
-        return _Link(*orders, shape, pairs, rule, _bools(tiles, shape), granularity, operands.segments).limited()
-
-    def limited(self) -> "_Link":
-        """The link whose pairs are those that the segment ids leave."""
-        if self.segments is None:
-            return self
-        sides = zip((self.q_order, self.kv_order), self.segments, self.shape, strict=True)
-        return dataclasses.replace(self, pairs=self.pairs.with_segments(*(Extents.of(*x) for x in sides)))
+        pairs, tiles = block_pairs(call, operands, masks, orders, shape, rule is None)
+        return _Link(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
 
 
 # Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
 _LEAST_ROWS = 16
 
 
-def _bools(tiles: jax.Array | np.ndarray | None, shape: tuple[int, int]) -> jax.Array | np.ndarray | None:
-    """Tiles as bools, as those of JAX are and packed ones are not; None for none at all."""
-    if isinstance(tiles, np.ndarray):
-        return unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-    return tiles
+def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
+    """Calls run(links, (q, k, v, ...)) once for each head group, and joins the heads again.
 
-
-def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
-    """Calls run(links, (q, k, v, ...)) once for each mask of a plan, with the heads that use it; joins the heads again.
-
-    Heads h, h + C, h + 2C, ... share mask h of C. With C > 1 the key heads are repeated to one a query head, since a
-    group of query heads then need not share a mask; gradients of keys come back repeated, too.
+    With several groups the key heads are repeated to one a query head: the query heads of one key head then need not
+    be in one group. Gradients of keys come back repeated, too.
     """
     key, value = operands.key, operands.value
     query, *others = by_query
-    if operands.mask is not None or operands.chosen is not None:
-        return run([_Link.at_run_time(call, operands, dkv)], (query, key, value, *others))
-    classes = len(call.chains)
-    if classes > 1:
+    groups = groups_of(call, operands, merge=operands.chosen is not None)
+    if len(groups) > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    arrays = [[x[:, :, c::classes] for c in range(classes)] for x in (query, key, value, *others)]
-    links = [[_Link.of(link, operands.segments, dkv) for link in chain] for chain in call.chains]
-    results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
+    results = []
+    for group in groups:
+        links = [_Link.of(call, operands, passes, dkv) for passes in group.passes]
+        results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
     return [joined(parts) for parts in zip(*results, strict=True)]
 
 
@@ -276,7 +259,7 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
         start = jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
-    total, out = _by_head_class(call, operands, run, (operands.query, shift), dkv=False)
+    total, out = _by_head_group(call, operands, run, (operands.query, shift), dkv=False)
     if operands.sinks is not None:
         total = total + _weights(operands.sinks.astype(shift.dtype)[None, None], shift)
     some = total > 0
@@ -304,7 +287,7 @@ def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: ja
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
     by_query = operands.query, lse, delta, dout
-    return _of_operands(operands, *_by_head_class(call, operands, run, by_query, dkv=False))
+    return _of_operands(operands, *_by_head_group(call, operands, run, by_query, dkv=False))
 
 
 def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):

@@ -172,8 +172,19 @@ class BlockPairs:
         (row, column), blocks = (sides[::-1], numbers[::-1]) if by_key else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
 
-    def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "BlockPairs":
-        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
+    def with_segments(
+        self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
+    ) -> "BlockPairs":
+        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only.
+
+        Args:
+          segments: int32 ids of queries [B, T] and of keys [B, S], negative ones for padding; None drops nothing.
+          orders: row orders of queries and of keys.
+          shape: (bq, bkv), rows of a block.
+        """
+        if segments is None:
+            return self
+        q_ids, kv_ids = (Extents.of(*side) for side in zip(orders, segments, shape, strict=True))
         a, b = q_ids.at(self.row), kv_ids.at(self.column)
         meet = (a.least <= b.largest) & (b.least <= a.largest)
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)

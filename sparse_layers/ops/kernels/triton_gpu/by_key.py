@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, BlockPairs, Extents, StateTable, differs, selected_block_pairs
+from ...planning.lists import DEAD, BlockPairs, StateTable, differs, selected_block_pairs
 from ...planning.params import BwdParams
 from ...planning.views import Axis, RowOrder
 from ..call import Call, Operands, table_of
@@ -311,11 +311,7 @@ class Choices(Link):
         (block, granularity), heads = self.call.selection, operands.query.shape[2]
         table, start = self.table[0], self.start
         found = selected_block_pairs(operands.chosen, granularity, (1, block), table, heads, start, self.ordered)
-        if operands.segments is not None:
-            orders = RowOrder(operands.query.shape[1]), self.kv_order
-            sides = zip(orders, operands.segments, (1, block), strict=True)
-            found = found.with_segments(*(Extents.of(*side) for side in sides))
-        return found
+        return found.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
 
     def choice_lists(self, q: Side, kv: Side) -> Lists:
         found = self._pairs

@@ -18,7 +18,6 @@ from ...planning.lists import (
     MASKED,
     BlockLists,
     BlockPairs,
-    Extents,
     planned_block_pairs,
     unpacked_tiles,
 )
@@ -138,9 +137,7 @@ def lists_of(
         return _static_lists(passes, major, minor, dkv)
     else:
         pairs, bits, starts = _in_parts(passes, major, minor, dkv, parts)
-    if operands.segments is not None:
-        extents = (Extents.of(side.order, x, side.block) for side, x in zip((q, kv), operands.segments, strict=True))
-        pairs = pairs.with_segments(*extents)
+    pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
     chosen = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
     pairs = only_whole(pairs, minor)
     lists = pairs.lists(dkv) if starts is None else _compacted(pairs, starts, dkv)
