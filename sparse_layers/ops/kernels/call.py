@@ -246,6 +246,76 @@ def groups_of(call: Call, operands: Operands, *, merge: bool) -> tuple[HeadGroup
     return head_groups(chains, merge=merge)
 
 
+class PassBlocks(NamedTuple):
+    """The blocks that one pass of a head group computes.
+
+    Attributes:
+      q_order: token of each query row.
+      kv_order: token of each key row.
+      shape: (bq, bkv), rows of a block.
+      pairs: [LB, LH, n], those that the mask, a selection and segment ids leave.
+      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold it, or there are none.
+      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
+      granularity: queries of a block that choose together; 1 without a selection.
+      segments: as in the operands.
+    """
+
+    q_order: RowOrder
+    kv_order: RowOrder
+    shape: tuple[int, int]
+    pairs: BlockPairs
+    rule: Reordered | None
+    tiles: jax.Array | np.ndarray | None
+    granularity: int
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def pass_blocks(
+    call: Call,
+    operands: Operands,
+    group: HeadGroup,
+    passes: tuple[Pass, ...],
+    rows: int,
+    in_tiles: Callable[..., bool],
+    *,
+    dkv: bool,
+) -> PassBlocks:
+    """The blocks of a pass, for kernels that read bool tiles or compute rules.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, with the queries and the selected blocks of the group.
+      group: the heads.
+      passes: one of ``group.passes``.
+      rows: queries of a block with a selection; its blocks of keys are those of the lists.
+      in_tiles: in_tiles(masks, shape) is True if masks known beforehand are read as tiles, not computed by a rule.
+      dkv: whether the lists are those of the backward pass.
+    """
+    sizes, granularity, orders = passes[0] if passes else call, 1, row_orders(operands, passes)
+    shape = sizes.bwd_shape if dkv else sizes.fwd_shape
+    masks = tuple(one.mask for one in passes) if passes else call.masks[group.first :: group.step]
+    if call.selection is not None:
+        block, granularity = call.selection
+        shape = rows, block
+    with_tiles = bool(masks) and in_tiles(masks, shape)
+    if passes:
+        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
+    else:
+        pairs, tiles = run_time_blocks(call, operands, shape, masks, with_tiles)
+    if isinstance(tiles, np.ndarray):  # packed
+        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    pairs = pairs.with_segments(operands.segments, orders, shape)
+    rule = masks[0] if masks and not with_tiles else None
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
+
+
+def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:
+    """Row orders of queries and of keys in a pass of a head group: natural ones if its blocks are known at run time."""
+    if passes:
+        return passes[0].q_order, passes[0].kv_order
+    return RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+
+
 def run_time_blocks(
     call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
 ) -> tuple[BlockPairs, Any]:
@@ -267,36 +337,6 @@ def run_time_blocks(
     assert call.selection is not None
     table, tiles = table_of(operands, shape, masks, with_tiles)
     return selected_block_pairs(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
-
-
-def block_pairs(
-    call: Call,
-    operands: Operands,
-    masks: Sequence[Reordered],
-    orders: tuple[RowOrder, RowOrder],
-    shape: tuple[int, int],
-    with_tiles: bool,
-) -> tuple[BlockPairs, jax.Array | np.ndarray | None]:
-    """The pairs of blocks of a pass that its mask, a selection and segment ids leave, and bool mask tiles.
-
-    Args:
-      call: the call of the op.
-      operands: its arrays, or those of some heads.
-      masks: one for each list head, in row space; none if the mask is a run-time array.
-      orders: row orders of queries and of keys; natural ones for a run-time mask or a selection.
-      shape: (bq, bkv), rows of a block.
-      with_tiles: whether to make tiles of ``masks``; otherwise rules compute them.
-
-    Returns:
-      The pairs [LB, LH, n], and the tiles [tiles, bq, bkv], or None if there are none.
-    """
-    if operands.mask is None and operands.chosen is None:
-        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
-    else:
-        pairs, tiles = run_time_blocks(call, operands, shape, masks, with_tiles)
-    if isinstance(tiles, np.ndarray):  # packed
-        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-    return pairs.with_segments(operands.segments, orders, shape), tiles
 
 
 def table_of(

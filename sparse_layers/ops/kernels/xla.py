@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import BlockLists, BlockPairs
-from ..planning.plan import Pass
-from ..planning.views import RowOrder
-from .call import Call, Operands, accumulator, block_pairs, groups_of, joined, lowered, merged, over_batches
+from ..planning.lists import BlockLists
+from ..planning.views import Reordered
+from .call import Call, Operands, PassBlocks, accumulator, groups_of, joined, lowered, merged, over_batches, pass_blocks
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -98,40 +97,13 @@ def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Link:
-    """One pass, and what may attend in it."""
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    shape: tuple[int, int]
-    pairs: BlockPairs
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a masked block from row indices ...
-    tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv], if there are any
-    granularity: int  # queries of a block that choose together
-    segments: tuple[jax.Array, jax.Array] | None  # as in the operands
-
-    @staticmethod
-    def of(call: Call, operands: Operands, passes: tuple[Pass, ...], dkv: bool) -> "_Link":
-        """The pass of a head group, one of a plan; of none if its blocks are known at run time only."""
-        granularity = 1
-        if passes:
-            (one,) = passes
-            shape, masks = one.bwd_shape if dkv else one.fwd_shape, (one.mask,)
-            orders = one.q_order, one.kv_order
-        else:
-            shape, masks = call.bwd_shape if dkv else call.fwd_shape, call.masks
-            orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-        if call.selection is not None:
-            block, granularity = call.selection
-            shape = max(granularity, _LEAST_ROWS), block
-        rule = masks[0] if len(masks) == 1 and masks[0].computable else None
-        pairs, tiles = block_pairs(call, operands, masks, orders, shape, rule is None)
-        return _Link(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
-
-
 # Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
 _LEAST_ROWS = 16
+
+
+def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+    """True if partial blocks are looked up: several masks are not computed in one pass, and some not at all."""
+    return len(masks) > 1 or not masks[0].computable
 
 
 def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
@@ -143,11 +115,12 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
     key, value = operands.key, operands.value
     query, *others = by_query
     groups = groups_of(call, operands, merge=operands.chosen is not None)
+    rows = _LEAST_ROWS if call.selection is None else max(_LEAST_ROWS, call.selection[1])
     if len(groups) > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     results = []
     for group in groups:
-        links = [_Link.of(call, operands, passes, dkv) for passes in group.passes]
+        links = [pass_blocks(call, operands, group, passes, rows, _in_tiles, dkv=dkv) for passes in group.passes]
         results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
     return [joined(parts) for parts in zip(*results, strict=True)]
 
@@ -155,7 +128,7 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(call: Call, link: _Link, query, key, value):
+def _forward_pass(call: Call, link: PassBlocks, query, key, value):
     """(out, lse) of one pass in token order; rows that the pass does not hold have out 0 and lse -inf."""
     blocks = _Blocks.of(link, False, query, key, value)
     wide, precision = _arithmetic(query)
@@ -186,7 +159,7 @@ def _forward_pass(call: Call, link: _Link, query, key, value):
     return blocks.of_rows(out), blocks.of_rows(lse, -jnp.inf)
 
 
-def _backward_pass(call: Call, link: _Link, query, key, value, lse, delta, dout):
+def _backward_pass(call: Call, link: PassBlocks, query, key, value, lse, delta, dout):
     """(dq, dk, dv) of one pass in token order, in the accumulator's dtype."""
     blocks = _Blocks.of(link, True, query, key, value)
     wide, precision = _arithmetic(query)
@@ -297,7 +270,7 @@ def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
-def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
+def _by_pairs(link: PassBlocks, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
     """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
 
     Args:
@@ -415,7 +388,7 @@ class _Layout:
 class _Blocks:
     """The operands of a pass in blocks and row order, its lists, and the mask of any pair of blocks."""
 
-    link: _Link
+    link: PassBlocks
     layout: _Layout
     lists: BlockLists
     query: jax.Array  # [lists' blocks, B, K, G * bq, H]
@@ -424,7 +397,7 @@ class _Blocks:
     segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
 
     @staticmethod
-    def of(link: _Link, by_key: bool, query, key, value) -> "_Blocks":
+    def of(link: PassBlocks, by_key: bool, query, key, value) -> "_Blocks":
         lists = link.pairs.lists(by_key)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
         rows, cols = (n * side for n, side in zip(link.pairs.blocks, link.shape, strict=True))
@@ -490,8 +463,8 @@ class _Blocks:
         """Which pairs of a masked entry, blocks (i, j), may attend: [.., G * bq, bkv]."""
         (bq, bkv), link, lists = self.link.shape, self.link, self.lists
         found = [jnp.ones(self.link.shape, bool)]
-        if link.mask is not None:
-            found.append(link.mask(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
+        if link.rule is not None:
+            found.append(link.rule(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
         elif link.tiles is not None:
             tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
             own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)

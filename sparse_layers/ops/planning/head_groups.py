@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-
-import jax
+from typing import Any
 
 from .plan import Pass
 
@@ -23,7 +22,7 @@ class HeadGroup:
     step: int
     passes: tuple[tuple[Pass, ...], ...]
 
-    def select(self, x: jax.Array, axis: int = 2) -> jax.Array:
+    def select(self, x: Any, axis: int = 2) -> Any:
         """The heads of the group, [.., heads, ..], from x [.., N, ..] with all query heads along ``axis``."""
         return x[(slice(None),) * axis + (slice(self.first, None, self.step),)]
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import sparse_layers as sl
 from sparse_layers.ops.kernels.pallas_tpu import sides
 from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, LIMITED, MASKED, Steps
-from sparse_layers.ops.planning.lists import BlockPairs, Extents, planned_block_pairs
+from sparse_layers.ops.planning.lists import BlockPairs, planned_block_pairs
 from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.ops.cases import SMALL, Case, candidates, check, compiled
 
@@ -116,8 +116,7 @@ def test_steps_made_at_run_time(by_key):
 
     @jax.jit
     def made(ids):
-        extents = Extents.of(RowOrder(96), ids, 16)
-        lists = candidates.with_segments(extents, extents).lists(by_key)
+        lists = candidates.with_segments((ids, ids), (RowOrder(96),) * 2, (16, 16)).lists(by_key)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

@@ -185,8 +185,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
 
     @jax.jit
     def both(*ids):
-        extents = (lists.Extents.of(*x) for x in zip(orders, ids, shape, strict=True))
-        found = candidates.with_segments(*extents)
+        found = candidates.with_segments(ids, orders, shape)
         return found.lists(False), found.lists(True)
 
     for by_key, found in enumerate(both(q_ids, kv_ids)):
@@ -199,6 +198,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         counts = np.asarray(found.counts)[:, 0].sum(1)
         assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
         assert 0 < counts[1, 0] < counts[1, 1] < 48
+    assert candidates.with_segments(None, orders, shape) is candidates
 
 
 def test_run_time_masks():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from ...planning.head_groups import HeadGroup, head_groups
 from ...planning.lists import MOST_PARTS
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
-from ...planning.views import RowOrder
-from ..call import Call, Operands, base_2_sinks, block_pairs, groups_of, joined, merged, over_batches
+from ...planning.views import Reordered
+from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches, pass_blocks, row_orders
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -86,7 +86,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         if operands.sinks is not None:
             lse = jnp.broadcast_to(heads.group.select(base_2_sinks(operands.sinks), 0), heads.query.shape[:3])
         for passes in heads.group.passes:
-            if heads.orders(passes)[0].natural:
+            if row_orders(operands, passes)[0].natural:
                 final = passes is heads.group.passes[-1]
                 out, lse = heads.forward(passes, operands.query.dtype if final else jnp.float32, out, lse)
             else:
@@ -136,7 +136,7 @@ class _Heads:
     def forward(self, passes: tuple[Pass, ...], out_dtype, out: jax.Array | None, lse: jax.Array | None):
         """(out, lse) of one pass in token order, going on from the given ones (out None: zeros)."""
         link, steps, arrays = self._prepare(passes, backward=False)
-        q_order, bq = self.orders(passes)[0], link.shape[0]
+        q_order, bq = row_orders(self.operands, passes)[0], link.shape[0]
         start = None if out is None else by_rows(q_order, out, bq), None if lse is None else vector(q_order, lse, bq)
         out, lse = forward_pass(link, steps, arrays, out_dtype, *start)
         lse = lse.reshape(*lse.shape[:2], -1)
@@ -144,7 +144,7 @@ class _Heads:
 
     def backward(self, passes: tuple[Pass, ...], lse: jax.Array, delta: jax.Array, dout: jax.Array):
         """(dq, dk, dv) of one pass in token order; dk and dv for all key heads."""
-        q_order, kv_order = self.orders(passes)
+        q_order, kv_order = row_orders(self.operands, passes)
         link, steps, arrays = self._prepare(passes, backward=True)
         bq = link.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
@@ -162,51 +162,31 @@ class _Heads:
             )
         return by_tokens(q_order, dq) * self.call.scale, dk, dv
 
-    def orders(self, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:
-        """Row orders of queries and of keys in one pass."""
-        if not passes:
-            return RowOrder(self.query.shape[1]), RowOrder(self.operands.key.shape[1])
-        return passes[0].q_order, passes[0].kv_order
-
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
-        orders = self.orders(passes)
-        mask, shape, pairs, tiles = self._pairs(passes, backward)
-        segments, ids = self.operands.segments, (None, None)
-        if segments is not None:
-            ids = [vector(order, x[..., None], n) for order, x, n in zip(orders, segments, shape, strict=True)]
-        rows, columns = pairs.blocks
+        operands, rows = self.operands, 0
+        if operands.chosen is not None:
+            rows = _choosing_rows(self.call, backward, operands.chosen.shape[1])
+            operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
+        blocks = pass_blocks(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
+        (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
+        ids = (None, None)
+        if blocks.segments is not None:
+            sides = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
+            ids = [vector(order, x[..., None], block) for order, x, block in sides]
         steps = Steps.of(
             pairs.lists(by_key=backward),
             tiles is not None,
-            f"a pass over {rows} x {columns} blocks of {shape[0]} x {shape[1]}",
+            f"a pass over {pairs.blocks[0]} x {pairs.blocks[1]} blocks of {bq} x {bkv}",
         )
         if tiles is not None:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
-        (q_order, kv_order), (bq, bkv) = orders, shape
-        key, value = (by_rows(kv_order, x, bkv) for x in (self.operands.key, self.operands.value))
-        arrays = Arrays(by_rows(q_order, self.query, bq), key, value, tiles, *ids)
-        queries_per_key = self.operands.query.shape[2] // self.operands.key.shape[2]
-        limited = segments is not None or pairs.chosen_by is not None
+        key, value = (by_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
+        arrays = Arrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
+        limited = blocks.segments is not None or pairs.chosen_by is not None
+        queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         which = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return Link(self.call, *which, shape, mask, limited), steps, arrays
-
-    def _pairs(self, passes: tuple[Pass, ...], backward: bool):
-        """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
-        operands = self.operands
-        if passes:
-            (one,) = passes
-            masks, shape = (one.mask,), one.bwd_shape if backward else one.fwd_shape
-        else:
-            masks = self.call.masks[self.group.first :][:1]  # none if the mask is a run-time array
-            shape = self.call.bwd_shape if backward else self.call.fwd_shape
-        if operands.chosen is not None:
-            assert self.call.selection is not None
-            shape = _choosing_rows(self.call, backward, operands.chosen.shape[1]), self.call.selection[0]
-            operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
-        with_tiles = bool(masks) and in_tiles(masks[0], shape, _TUNED)
-        pairs, tiles = block_pairs(self.call, operands, masks, self.orders(passes), shape, with_tiles)
-        return masks[0] if masks and not with_tiles else None, shape, pairs, tiles
+        return Link(self.call, *which, blocks.shape, blocks.rule, limited), steps, arrays
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""
@@ -214,6 +194,11 @@ class _Heads:
         if ids.shape[2] == 1 or each % self.group.step == 0:
             return ids
         return self.group.select(jnp.repeat(ids, each, axis=2))
+
+
+def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+    """True if the kernels read the partial blocks of a group's mask as tiles, by the tuning of this backend."""
+    return in_tiles(masks[0], shape, _TUNED)
 
 
 def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
