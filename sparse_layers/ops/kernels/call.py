@@ -16,7 +16,17 @@ from jax.custom_batching import custom_vmap
 
 from ...masks.foreign import BOOL_IDS, scorer_hint
 from ...masks.options import real
-from ..planning.lists import Candidates, StateTable, chosen_candidates, run_time_candidates, run_time_table, state_table
+from ..planning.head_groups import HeadGroup, head_groups
+from ..planning.lists import (
+    BlockPairs,
+    StateTable,
+    planned_block_pairs,
+    run_time_block_pairs,
+    run_time_table,
+    selected_block_pairs,
+    state_table,
+    unpacked_tiles,
+)
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 from ..planning.selection import Selection, known
@@ -318,9 +328,90 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
     return mark
 
 
+def groups_of(call: Call, operands: Operands, *, merge: bool) -> tuple[HeadGroup, ...]:
+    """The query heads of a call, by the chains that they take in turn; ``merge`` as in `head_groups`.
+
+    With a run-time mask or a selection, chains have one pass, whose blocks are known at run time only.
+    """
+    if operands.mask is not None:
+        return head_groups([(None,)], merge=merge)
+    chains = call.chains if operands.chosen is None else [(None,)] * len(call.chains)
+    return head_groups(chains, merge=merge)
+
+
+class PassBlocks(NamedTuple):
+    """The blocks that one pass of a head group computes.
+
+    Attributes:
+      q_order: token of each query row.
+      kv_order: token of each key row.
+      shape: (bq, bkv), rows of a block.
+      pairs: [LB, LH, n], those that the mask, a selection and segment ids leave.
+      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold it, or there are none.
+      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
+      granularity: queries of a block that choose together; 1 without a selection.
+      segments: as in the operands.
+    """
+
+    q_order: RowOrder
+    kv_order: RowOrder
+    shape: tuple[int, int]
+    pairs: BlockPairs
+    rule: Reordered | None
+    tiles: jax.Array | np.ndarray | None
+    granularity: int
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def pass_blocks(
+    call: Call,
+    operands: Operands,
+    group: HeadGroup,
+    passes: tuple[Pass, ...],
+    rows: int,
+    in_tiles: Callable[..., bool],
+    *,
+    dkv: bool,
+) -> PassBlocks:
+    """The blocks of a pass, for kernels that read bool tiles or compute rules.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, with the queries and the selected blocks of the group.
+      group: the heads.
+      passes: one of ``group.passes``.
+      rows: queries of a block with a selection; its blocks of keys are those of the lists.
+      in_tiles: in_tiles(masks, shape) is True if masks known beforehand are read as tiles, not computed by a rule.
+      dkv: whether the lists are those of the backward pass.
+    """
+    sizes, granularity, orders = passes[0] if passes else call, 1, row_orders(operands, passes)
+    shape = sizes.bwd_shape if dkv else sizes.fwd_shape
+    masks = tuple(one.mask for one in passes) if passes else call.masks[group.first :: group.step]
+    if call.selection is not None:
+        block, granularity = call.selection
+        shape = rows, block
+    with_tiles = bool(masks) and in_tiles(masks, shape)
+    if passes:
+        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
+    else:
+        pairs, tiles = run_time_blocks(call, operands, shape, masks, with_tiles)
+    if isinstance(tiles, np.ndarray):  # packed
+        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    pairs = pairs.with_segments(operands.segments, orders, shape)
+    rule = masks[0] if masks and not with_tiles else None
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
+
+
+def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:
+    """Row orders of queries and of keys in a pass of a head group: natural ones if its blocks are known at run time."""
+    if passes:
+        return passes[0].q_order, passes[0].kv_order
+    return RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+
+
 def run_time_blocks(
     call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
-) -> tuple[Candidates, Any]:
+) -> tuple[BlockPairs, Any]:
     """The pairs of blocks that a run-time mask or a selection leaves, in natural row order, and their mask tiles.
 
     Args:
@@ -331,14 +422,14 @@ def run_time_blocks(
       with_tiles: whether to make tiles of these; otherwise rules compute them.
 
     Returns:
-      The candidates, and their tiles: of a run-time mask as `run_time_candidates` has them, else `static_candidates`.
+      The pairs, and their tiles: of a run-time mask as `run_time_block_pairs` has them, else `planned_block_pairs`.
     """
     if operands.chosen is None:
         assert operands.mask is not None
-        return run_time_candidates(operands.mask, shape)
+        return run_time_block_pairs(operands.mask, shape)
     assert call.selection is not None
     table, tiles = table_of(operands, shape, masks, with_tiles)
-    return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
+    return selected_block_pairs(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
 
 
 def table_of(
