@@ -255,10 +255,10 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
             stage = step % F.STAGES
             mbarrier.wait(free.q_dout.index(stage), (step // F.STAGES & 1) ^ 1)
             mbarrier.expect(ready.q.index(stage), descs.q.block_type.nbytes + descs.lse.block_type.nbytes)
-            load_tile(descs.q, corner_of(batch, row, head, 0, Q, A.D), ready.q.index(stage), buffers.q.index(stage))
+            corner = corner_of(batch, row, head, 0, Q, A.D)
+            load_tile(descs.q, corner, ready.q.index(stage), buffers.q.index(stage))
             load_tile(descs.lse, [scalars_row, row], ready.q.index(stage), buffers.lse.index(stage))
             mbarrier.expect(ready.dout.index(stage), descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
-            corner = corner_of(batch, row, head, 0, Q, A.D)
             load_tile(descs.dout, corner, ready.dout.index(stage), buffers.dout.index(stage))
             load_tile(descs.delta, [scalars_row, row], ready.dout.index(stage), buffers.delta.index(stage))
             step += 1
