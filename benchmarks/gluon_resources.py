@@ -70,12 +70,13 @@ class Hazard(NamedTuple):
 
 
 def resources(ptx: str) -> Resources:
-    """What ptxas makes of PTX for sm_90a: the ptxas that Triton uses, without the options that Triton adds."""
+    """What ptxas makes of PTX for its target: the ptxas that Triton uses, without the options that Triton adds."""
+    ((arch, number),) = re.findall(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         start = time.perf_counter()
-        log = _output(get_ptxas(90).path, "-v", "-arch=sm_90a", source, "-o", cubin)
+        log = _output(get_ptxas(int(number)).path, "-v", f"-arch={arch}", source, "-o", cubin)
         seconds = time.perf_counter() - start
         sass = _output(knobs.nvidia.nvdisasm.path, "-c", cubin)
     pattern = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"

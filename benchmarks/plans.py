@@ -27,14 +27,14 @@ def listed(plan: sl.Plan) -> int:
     size = 0
     for link in itertools.chain.from_iterable(plan.chains):
         for shape, by_key in (link.fwd_shape, False), (link.bwd_shape, True):
-            found = lists.static_candidates([link.mask], shape, False)[0].lists(by_key)
+            found = lists.planned_block_pairs([link.mask], shape, False)[0].lists(by_key)
             size += found.spans.nbytes + found.block.nbytes + found.tile.nbytes
     return size
 
 
 def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
     """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
-    for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._static_candidates):
+    for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._planned_block_pairs):
         cache.cache_clear()
     needed = {"shape": SHAPES[seq_len]} if "shape" in sl.preset_options(name) else {}
     start = time.process_time()

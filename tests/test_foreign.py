@@ -128,7 +128,14 @@ def test_every_word_has_an_answer_somewhere(word):
 def test_arguments_that_messages_name_are_those_of_a_door():
     layers = sl.SparseSelfAttention, sl.SparseCrossAttention, sl.SparseTransformerBlock, sl.SparseTransformer
     doors = (
-        *(sl.block_sparse_attention, sl.make_attention_fn, sl.describe, sl.KVCache.empty, sl.generate),
+        *(
+            sl.block_sparse_attention,
+            sl.make_attention_fn,
+            sl.describe,
+            sl.KVCache.empty,
+            sl.generate,
+            sl.Scorer.select,
+        ),
         *(method for layer in (*layers, haiku.SparseSelfAttention) for method in (layer.__init__, layer.__call__)),
     )
     known = frozenset().union(*(_keywords(getattr(door, "__wrapped__", door)) for door in doors))

@@ -76,6 +76,10 @@ _POSITIONS = (
 _CACHE = _say("decoding has functions of its own: prefill and decode_step of layers and models, or sl.KVCache")
 _KEYS = (
     *_rename("inputs_kv"),
+    (
+        "pooled",
+        "a value goes to attention alone: sl.block_sparse_attention(q, k, v, mask, selection=scorer.select(q, k))",
+    ),
     *_say("queries, keys and values are projections of one input, the first argument: leave it out"),
 )
 _RNGS = (*_rename("rngs"), *_say("layers of Linen and Haiku get a key by init: leave it out"))

@@ -217,7 +217,7 @@ class AttentionFn:
             keys = rows_of(caches[1].keys[caches[1].layout.whole()])
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
-            selection = scorer.select(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
+            selection = scorer.select_blocks(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
         query_sharding = self.query_sharding
         if query_sharding is not None:  # devices cannot share its tokens, whose rows are in another order
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])

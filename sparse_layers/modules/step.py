@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from ..masks.options import real
-from ..ops.layouts import transposed, warn_of_batch
+from ..ops.kernels.call import transposed
+from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
 from .attention_fn import AttentionFn, Index, Pattern

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
 
 import jax
@@ -16,19 +16,21 @@ from jax.typing import ArrayLike
 
 from ..masks.adapters import MaskLike
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import BOOL_IDS, REVERSE_ONLY
+from ..masks.foreign import REVERSE_ONLY
 from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
 from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
 from .kernels.call import (
     Call,
     Operands,
+    check_arrays,
     checked_array,
-    checked_numbers,
     checked_scalars,
+    checked_segments,
     checked_selection,
     checked_sinks,
     lowered,
+    swapped_hint,
 )
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -196,7 +198,7 @@ def block_sparse_attention(
     query, key, value = (checked_array(*x) for x in (("query", query), ("key", key), ("value", value)))
     checked("return_lse", return_lse, bool)
     checked_implementation(implementation)
-    _check_arrays(query, key, value)
+    check_arrays(query, key, value)
     unbatched, query_sharding = query.ndim == 3, sharding.of_batches(query_sharding, query)
     if unbatched:
         query, key, value = query[None], key[None], value[None]
@@ -212,7 +214,7 @@ def block_sparse_attention(
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
-    segments = _segments(segment_ids, b, t, s, n, unbatched)
+    segments = checked_segments(segment_ids, () if unbatched else (b,), (t, s), n)
     chosen, sizes = _chosen(selection, query, key, unbatched)
     if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # nothing else says T
         layouts.warn_of_heads("block_sparse_attention", query.shape[unbatched:], key.shape[1:3])
@@ -428,32 +430,6 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=5)
 
 
-def _check_arrays(query, key, value) -> None:
-    if query.ndim not in (3, 4):
-        raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != query.ndim:
-            raise ValueError(f"{name} must have as many axes as query, {query.ndim}, got shape {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
-            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
-        if x.dtype != query.dtype:
-            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
-        if 0 in x.shape[-3:]:
-            raise ValueError(f"{name} must not be empty along length, heads or size, got shape {x.shape}")
-    hint = "axes are [B, length, heads, size]"
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"batch sizes of query, key, value must agree, got {query.shape}, {key.shape}, {value.shape}")
-    if key.shape[-3:-1] != value.shape[-3:-1]:
-        raise ValueError(f"key and value must agree in length and heads ({hint}), got {key.shape} and {value.shape}")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must agree in size H ({hint}), got {query.shape} and {key.shape}")
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"the key heads must divide the query heads, got {key.shape[-2]} and {query.shape[-2]} "
-            f"from shapes {key.shape} and {query.shape}; {hint}"
-        )
-
-
 def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> tuple[Plan | None, jax.Array | None]:
     """The plan, or the run-time mask [heads, T, S]."""
     if isinstance(plan_or_mask, Plan):
@@ -469,7 +445,7 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
                 by_entry = len(shape) > 2 and shape[0] == b and shape[-2:] == (t, s)
                 raise ValueError(
                     f"mask must be a bool array [T, S], [1, T, S] or [N, T, S] with (T, S) = {(t, s)} and N = {n}, "
-                    f"got {plan_or_mask.dtype} of shape {shape}{_swapped(t, n, shape[-2:][:1])}"
+                    f"got {plan_or_mask.dtype} of shape {shape}{swapped_hint(t, n, shape[-2:][:1])}"
                     + f"; masks that differ by batch entry are {layouts.BY_ENTRY}"
                     * by_entry
                 )
@@ -481,45 +457,11 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
-            f"axes are [B, T, N, H] and [B, S, K, H]{_swapped(t, n, (plan.q_len,))}"
+            f"axes are [B, T, N, H] and [B, S, K, H]{swapped_hint(t, n, (plan.q_len,))}"
         )
     if n % len(plan.masks):
         raise ValueError(f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}")
     return plan, None
-
-
-def _swapped(t: int, n: int, lengths: Sequence[int]) -> str:
-    """A hint, for the end of an error, if the heads of query are as many as what is said to be its length."""
-    hint = "; heads come after tokens: of axes [B, N, T, H], swapaxes(1, 2) makes these, for query, key and value"
-    return hint if t != n and n in lengths else ""
-
-
-def _segments(segment_ids, b, t, s, n, unbatched) -> tuple[jax.Array, jax.Array] | None:
-    if segment_ids is None:
-        return None
-    if not isinstance(segment_ids, tuple):
-        if t != s:
-            raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
-        segment_ids = (segment_ids, segment_ids)
-    if len(segment_ids) != 2:
-        raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
-    pair = []
-    for name, ids, length in zip(("queries", "keys"), segment_ids, (t, s), strict=True):
-        shape, got = (length,) if unbatched else (b, length), getattr(ids, "shape", ())
-        hint = _swapped(t, n, got[-1:]) or layouts.transposed(got, shape)
-        hint += f"; {BOOL_IDS}" * (getattr(ids, "dtype", None) == np.dtype(bool))
-        ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
-        if not np.can_cast(ids.dtype, np.int32):
-            # Cut off to 32 bits, two documents could become one, or padding.
-            if isinstance(ids, jax.core.Tracer):
-                raise ValueError(
-                    f"segment_ids of {name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
-                    f"write .astype(jnp.int32) behind them, got {ids.dtype}"
-                )
-            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-                raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
-        pair.append(jnp.asarray(ids, jnp.int32).reshape(b, length))
-    return pair[0], pair[1]
 
 
 def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[int, int] | None]:

@@ -47,7 +47,7 @@ def choose(
         if share is not None and share.spread is not None:
             first = share.spread.first
             key, segments = jax.tree.map(share.spread.gathered, (key, segments))
-        select = functools.partial(scorer.select, segment_ids=segments, scale=scale, first=first)
+        select = functools.partial(scorer.select_blocks, segments=segments, scale=scale, first=first)
         if share is None or share.splits_keys:
             return select(query, key, pooled=scored).ids
         own = share.own_kv_heads()

@@ -5,7 +5,6 @@ An array is read in one order only: here it is guessed that another was meant, a
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 # Prompts and tests may have fewer tokens than a model has heads; of one token, only more heads than any model has tell.
 _FEW_HEADS, _MOST_HEADS = 16, 128
@@ -63,17 +62,6 @@ BY_ENTRY = (
     "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
     "padding are segment_ids="
 )
-
-
-def transposed(shape: Any, wanted: Sequence[int]) -> str:
-    """A hint, for the end of an error, if axes that should have lengths ``wanted`` come in the opposite order.
-
-    Example:
-      >>> transposed((8, 2), (2, 8))
-      '; its axes come in the other order: write x.T'
-    """
-    is_turned = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
-    return "; its axes come in the other order: write x.T" if is_turned else ""
 
 
 def _warn(kind: str, message: str, stacklevel: int) -> None:

@@ -8,13 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.options import Natural, Positive, checked, near, parsed_options
+from ..masks.options import Natural, Positive, checked, near, own_keywords, parsed_options
 from ..masks.presets import presets
 from ..masks.serialization import register_value
-from ..ops.kernels.call import accumulator
+from ..ops.kernels.call import (
+    accumulator,
+    check_arrays,
+    checked_array,
+    checked_numbers,
+    checked_scalars,
+    checked_segments,
+    described,
+)
 from ..ops.kernels.triton_gpu import choose, score
 from ..ops.planning.platforms import candidates, own_arrays, platform
-from ..ops.planning.selection import Selection, checked_sizes, top_k_blocks
+from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
 _SCORE_BYTES = 1 << 28
@@ -200,6 +208,7 @@ class Scorer(abc.ABC):
         rows = key[:, : at.size].reshape(len(key), *at.shape, *key.shape[2:]) if size == stride else key[:, at]
         return self.pooled(jnp.moveaxis(rows, 2, -2))
 
+    @own_keywords
     def select(
         self,
         query: jax.Array,
@@ -208,26 +217,83 @@ class Scorer(abc.ABC):
         scale: float | None = None,
         *,
         pooled: jax.Array | None = None,
-        first: jax.Array | None = None,
+        first: jax.Array | int | None = None,
     ) -> Selection:
         """The blocks that each query of a sequence chooses.
 
         Args:
-          query: [B, T, N, H].
-          key: [B, T, K, H].
+          query: [B, T, N, H], or [T, N, H] without a batch: then nothing below has a batch axis.
+          key: [B, T, K, H], in the dtype of query.
           segment_ids: int [B, T], or a pair of those for queries and keys, as of `block_sparse_attention`.
           scale: as there.
           pooled: [B, windows, K, H], what is scored of the windows, where a layer has learnt it; None for `pool`.
           first: the position of the first query, where the queries are some of the sequence in a row, T' of them.
+            Segment ids are those of the whole sequence still.
 
         Returns:
           A `Selection` of ids [B, T, N or K, count], or [B, T', ...].
+
+        Raises:
+          ValueError: shapes, dtypes, heads, lengths or ids that do not fit, or a scale that is no finite number.
+          TypeError: query or key is no array, or an argument is unknown.
+
+        Example:
+          >>> import jax, sparse_layers as sl
+          >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
+          >>> chosen = sl.MoBA(block=16, count=2).select(q, k)
+          >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen).shape
+          (1, 64, 2, 16)
+        """
+        query, key = checked_array("query", query), checked_array("key", key)
+        check_arrays(query, key)
+        unbatched, batch, tokens = query.ndim == 3, query.shape[:-3], (query.shape[-3], key.shape[-3])
+        if first is None and tokens[0] != tokens[1]:
+            raise ValueError(
+                f"query and key must be of one sequence, got T = {tokens[0]} queries and {tokens[1]} keys; first= says "
+                "where queries begin that are some of it"
+            )
+        first = None if first is None else checked_position("first", first)
+        scale = None if scale is None else checked_scalars(scale, None, 1)[0]
+        if getattr(segment_ids, "ndim", 0) >= query.ndim:
+            raise ValueError(
+                f"segment_ids must be integers of shape {(*batch, tokens[1])}, got {described(segment_ids)}; a value "
+                "goes to attention alone: write sl.block_sparse_attention(q, k, v, mask, selection=scorer.select(q, k))"
+            )
+        segments = checked_segments(segment_ids, batch, (tokens[1], tokens[1]), query.shape[-2])
+        if pooled is not None:
+            shape = (*batch, self.windows(tokens[1]), *key.shape[-2:])
+            rule = f"floats of shape {shape}, of the windows of {self.window[0]} keys in {tokens[1]}"
+            pooled = jnp.asarray(checked_numbers("pooled", pooled, shape, jnp.floating, rule))
+        if not unbatched:
+            return self.select_blocks(query, key, segments, scale, pooled=pooled, first=first)
+        pooled = None if pooled is None else pooled[None]
+        selection = self.select_blocks(query[None], key[None], segments, scale, pooled=pooled, first=first)
+        return Selection(selection.ids[0], block=self.block)
+
+    def select_blocks(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        segments: tuple[jax.Array, jax.Array] | None = None,
+        scale: float | None = None,
+        *,
+        pooled: jax.Array | None = None,
+        first: jax.Array | int | None = None,
+    ) -> Selection:
+        """`select` without its checks: of a batch, ids as a pair, and keys of which only the length counts if pooled.
+
+        Args:
+          query, key, scale, pooled, first: see `select`.
+          segments: int [B, T] of queries and of keys, or None.
+
+        Returns:
+          A `Selection`, see `select`.
         """
         query, key = jax.lax.stop_gradient((query, key))
         (batch, asking, heads, _), (length, kv_heads) = query.shape, key.shape[1:3]
         start, at = jnp.zeros((1, length), jnp.int32), jnp.arange(asking)
-        if segment_ids is not None:
-            of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        if segments is not None:
+            of_queries, of_keys = segments
             # Padding may hold anything, NaN too, and one makes a mean of it.
             padding = of_keys < 0
             start = jnp.where(padding, jax.vmap(_first_tokens)(of_queries), jax.vmap(_first_tokens)(of_keys))

@@ -18,6 +18,8 @@ def names():
         "top": lambda scores, k=2, block=16, granularity=16, **options: sl.top_k_blocks(
             scores, k, block=block, granularity=granularity, **options
         ),
+        "select": sl.MoBA(block=16, count=1).select,
+        "documents": jnp.zeros((2, 32), int),
     }
 
 
@@ -27,6 +29,7 @@ IDS = "must be integers of shape [..., ceil(T / granularity), G, k]"
 NUMBERS = "must be numbers of blocks, or -1 for none"
 SHAPE = "ids must have shape [2, 32, G, k], one row for each 1 of T = 32 queries, with G one of [1, 4]"
 FLOATS = "must be floats of shape"
+DOCUMENTS = "must be integers of shape (2, 32)"
 
 MISUSES = [
     # The value.
@@ -88,4 +91,38 @@ MISUSES = [
     Misuse("sl.mean_pool_blocks(k, 0)", ValueError, "block", "got 0", "must be an integer >= 1"),
     Misuse("sl.mean_pool_blocks(k.astype(int), 16)", ValueError, "x", "int32", FLOATS),
     Misuse("sl.mean_pool_blocks(3, 16)", TypeError, "x", "int: 3", ARRAY),
+    # A scorer that is asked: its arrays are those of the op.
+    Misuse("select(q, q[:1])", ValueError, "batch sizes of query, key", "(1, 32, 4, 16)", "must agree"),
+    Misuse("select(q, q[0])", ValueError, "key", "(32, 4, 16)", "as many axes as query, 4"),
+    Misuse("select(q[0, 0], q[0, 0])", ValueError, "query", "(4, 16)", "[B, T, N, H] or [T, N, H]"),
+    Misuse("select(q, q[..., :8])", ValueError, "query and key", "(2, 32, 4, 8)", "agree in size H"),
+    Misuse("select(q, q[:, :, :3])", ValueError, "key heads", "got 3 and 4", "must divide"),
+    Misuse(
+        "select(q, q[:, :20])", ValueError, "query and key", "T = 32 queries and 20 keys", "must be of one sequence"
+    ),
+    Misuse("select(q[:, :9], q)", ValueError, "query and key", "T = 9 queries and 32 keys", "first= says where"),
+    Misuse("select(q[:, :0], q[:, :0])", ValueError, "query", "(2, 0, 4, 16)", "must not be empty"),
+    Misuse("select(q.astype(int), q)", ValueError, "query", "int32", "float32, bfloat16, float16 or float64"),
+    Misuse("select(q, q.astype(jnp.float16))", ValueError, "key", "float16", "dtype of query, float32"),
+    Misuse("select(q, None)", TypeError, "key", "NoneType: None", ARRAY),
+    Misuse("select(q.tolist(), k)", TypeError, "query", "list: [[[[", ARRAY),
+    Misuse("select(q)", TypeError, "Scorer.select", "float32[2, 32, 4, 16]", "key= must be given"),
+    Misuse("select(q, k, v)", ValueError, "segment_ids", "float32 of shape (2, 32, 4, 16)", "v, mask, selection="),
+    Misuse("select(q[0], k[0], v[0])", ValueError, "segment_ids", "float32 of shape (32, 4, 16)", "selection="),
+    Misuse("select(q, k, value=v)", TypeError, "Scorer.select: unknown argument", "'value'", "selection="),
+    Misuse("select(q, k, documents > 0)", ValueError, "segment_ids of queries", "bool", "jnp.where(valid, 0, -1)"),
+    Misuse("select(q, k, documents * 1.0)", ValueError, "segment_ids of queries", "float32", DOCUMENTS),
+    Misuse("select(q, k, np.ones(32, int))", ValueError, "segment_ids of queries", "(32,)", DOCUMENTS),
+    Misuse("select(q, k, documents.T)", ValueError, "segment_ids of queries", "(32, 2)", "write x.T"),
+    Misuse("select(q, k, [[0], [0, 1]])", ValueError, "segment_ids of queries", "[[0], [0, 1]]", DOCUMENTS),
+    Misuse("select(q, k, (documents,))", ValueError, "segment_ids", "1 entries", "or a pair"),
+    Misuse("select(q, k, (documents, None))", ValueError, "segment_ids of keys", "None", DOCUMENTS),
+    Misuse("select(q, k, np.full((2, 32), 2**32))", ValueError, "segment_ids", "4294967296", "must fit into int32"),
+    Misuse("select(q[0], k[0], documents)", ValueError, "segment_ids", "(2, 32)", "integers of shape (32,)"),
+    Misuse("select(q[:, :9], k, documents[:, :9], first=3)", ValueError, "segment_ids", "(2, 9)", DOCUMENTS),
+    Misuse("select(q, k, scale='1')", ValueError, "scale", "'1'", "must be a finite Python number"),
+    Misuse("select(q[:, :9], k, first=-1)", ValueError, "first", "got -1", "must be an integer >= 0"),
+    Misuse("select(q[:, :9], k, first=jnp.arange(2))", ValueError, "first", "shape (2,)", "must be an integer >= 0"),
+    Misuse("select(q, k, pooled=k)", ValueError, "pooled", "(2, 32, 4, 16)", "floats of shape (2, 2, 4, 16)"),
+    Misuse("select(q, k, first=jnp.float32(1))", ValueError, "first", "float32 of shape ()", "an array [] of one"),
 ]

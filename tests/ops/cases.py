@@ -92,33 +92,39 @@ class Case:
         """The op's answers and gradients, by `NAMES`, compiled."""
         return self.compiled(implementation)()
 
-    def compiled(self, implementation: str) -> Callable[[], dict[str, np.ndarray]]:
-        """What gives the answers of `call`, as often as it is called."""
-        arrays = self.arrays()
-        dynamic = self.mask if isinstance(self.mask, jax.Array) else None
+    def op(self, implementation: str) -> Callable[..., Any]:
+        """Returns the op as a function of (query, key, value, sinks, run-time mask or None, selection): (out, lse)."""
         params, fixed = self.params(), self.mask
         if self.split:
             params, fixed = {}, candidates(self.mask, *self.shape, **params)[-1]
 
+        def op(query, key, value, sinks, dynamic, selection):
+            return sl.block_sparse_attention(
+                query,
+                key,
+                value,
+                fixed if dynamic is None else dynamic,
+                segment_ids=self.segments,
+                selection=selection,
+                scale=self.scale,
+                logits_soft_cap=self.soft_cap,
+                sinks=sinks,
+                implementation=implementation,
+                return_lse=True,
+                **params,
+            )
+
+        return op
+
+    def compiled(self, implementation: str) -> Callable[[], dict[str, np.ndarray]]:
+        """Returns the function of no arguments that gives the answers of `call`."""
+        arrays, op = self.arrays(), self.op(implementation)
+        dynamic = self.mask if isinstance(self.mask, jax.Array) else None
+
         @compiled
         def answers(arrays, dynamic, selection):
-            def op(query, key, value, sinks):
-                return sl.block_sparse_attention(
-                    query,
-                    key,
-                    value,
-                    fixed if dynamic is None else dynamic,
-                    segment_ids=self.segments,
-                    selection=selection,
-                    scale=self.scale,
-                    logits_soft_cap=self.soft_cap,
-                    sinks=sinks,
-                    implementation=implementation,
-                    return_lse=True,
-                    **params,
-                )
-
-            (out, lse), pullback = jax.vjp(op, *(arrays[x] for x in ("query", "key", "value", "sinks")))
+            operands = (arrays[x] for x in ("query", "key", "value", "sinks"))
+            (out, lse), pullback = jax.vjp(lambda *x: op(*x, dynamic, selection), *operands)
             return out, lse, *pullback((arrays["dout"], arrays["dlse"]))
 
         return lambda: _named(answers(arrays, dynamic, self.selection()))

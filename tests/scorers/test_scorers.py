@@ -242,6 +242,21 @@ def test_ties_go_to_the_first_and_padding_may_hold_anything():
     )
 
 
+@pytest.mark.parametrize("name", ["moba", "infllm"])
+def test_arrays_without_a_batch_choose_as_a_batch_of_one(name):
+    """All arguments, and the op takes the selection with arrays of these axes."""
+    scorer, length, heads = CASES[name]
+    (q, k, v), ids = arrays(length, heads), jnp.asarray(documents(length))
+    right = scorer.select(q, k, ids)
+    found = scorer.select(q[0], k[0], ids[0])
+    np.testing.assert_array_equal(found.ids, right.ids[0])
+    out = sl.block_sparse_attention(q[0], k[0], v[0], sl.Causal(), selection=found)
+    whole = sl.block_sparse_attention(q, k, v, sl.Causal(), selection=right)
+    np.testing.assert_allclose(out, whole[0], atol=1e-6)
+    own = scorer.select(q[0, 100:140], k[0], (ids[0], ids[0]), pooled=scorer.pool(k)[0], first=100)
+    np.testing.assert_array_equal(own.ids, scorer.select(q, k, ids, pooled=scorer.pool(k)).ids[0, 100:140])
+
+
 def test_padding_on_the_left_is_not_chosen():
     q, k, v = arrays(256, (2, 2))
     fn, mask = compiled(sl.make_attention_fn(sl.MoBA(32, 2, first=1), 256)), jnp.arange(256) >= 128

@@ -1,14 +1,19 @@
 """`to_huggingface`: models of ours in the files of Hugging Face's library, what `from_huggingface` does backwards."""
 
+import contextlib
 import errno
 import json
 import math
 import os
 import pathlib
+import secrets
+import shutil
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -38,13 +43,14 @@ def to_huggingface(
     Args:
       model: a `SparseTransformer` that computes, but for its patterns, what a family of `from_huggingface` does.
         Scanned layers are written one by one.
-      folder: a new or an empty one. Its parents are made, too.
+      folder: a new or an empty one. Its parents are made, too. A write that fails midway leaves none of them.
       config: words of config.json that the model does not know, or that shall stand there instead, as
         ``{"eos_token_id": 2}``; also a whole config.json. With a "model_type" the model is written as of that family,
         otherwise as of the first that computes the same. Ids of special tokens are null unless they are said here.
 
     Raises:
-      TypeError: model is no `SparseTransformer`, folder is no path, config is no mapping.
+      TypeError: model is no `SparseTransformer`, or its parameters have no values, as inside of ``nnx.jit`` or of
+        ``nnx.eval_shape``; folder is no path, config is no mapping.
       FileExistsError: folder is a file, or has files: nothing is overwritten.
       ValueError: no family computes what the model does, or not the one that config says; `from_huggingface` would
         refuse config; parameters (sinks, a scorer's index) or a dtype that such files have no names for.
@@ -74,9 +80,10 @@ def to_huggingface(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         rule = "folder must be new or empty, nothing is overwritten: name another one, or remove this one first"
         raise FileExistsError(errno.EEXIST, rule, str(path))
+    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    _check_values(params)
     family, words = config_of(model, path / "config.json", config or {})
     _, settings = described(Config(path / "config.json", words))
-    params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     places = places_of(model, family, family.prefix, settings["seq_len"])
     unnamed = [at for at in params if at not in places or params[at].dtype.name not in _DTYPES]
     if unnamed:
@@ -90,10 +97,50 @@ def to_huggingface(
             stacklevel=2,
         )
 
-    path.mkdir(parents=True, exist_ok=True)
-    _write_tensors(path / "model.safetensors", model, places, params)
-    # Last, so that a folder with it is complete.
-    (path / "config.json").write_text(json.dumps(words, indent=2) + "\n")
+    _write_folder(path, words, model, places, params)
+
+
+def _check_values(params: Mapping[Any, Any]) -> None:
+    """Refuses parameters that are tracers or shapes alone.
+
+    Raises:
+      TypeError: names the first of them.
+    """
+    for at, param in params.items():
+        value = param.get_value()
+        if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"model: parameters must have values to be written, got {type(value).__name__} for "
+                f"{'.'.join(map(str, at))}: call to_huggingface outside of jit, with a model that nnx.eval_shape did "
+                "not make"
+            )
+
+
+def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -> None:
+    """Writes both files, or leaves nothing: a new folder gets its name when it is complete.
+
+    An empty folder is filled where it is: it may be a mount, or its parent may be read-only.
+    """
+    empty = path.exists()
+    folder = path if empty else path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    parents = [parent for parent in path.parents if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=empty)
+        _write_tensors(folder / "model.safetensors", *tensors)
+        # Last, so that a folder with it is complete.
+        (folder / "config.json").write_text(json.dumps(words, indent=2) + "\n")
+        if not empty:
+            folder.rename(path)
+    except BaseException:
+        if empty:
+            for name in ("model.safetensors", "config.json"):
+                (path / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        for parent in parents:
+            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+                parent.rmdir()
+        raise
 
 
 def _write_tensors(

@@ -9,13 +9,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import scorer_hint
+from ...masks.foreign import BOOL_IDS, scorer_hint
 from ...masks.options import real
-from ..planning.lists import Candidates, StateTable, chosen_candidates, run_time_candidates, run_time_table, state_table
+from ..planning.head_groups import HeadGroup, head_groups
+from ..planning.lists import (
+    BlockPairs,
+    StateTable,
+    planned_block_pairs,
+    run_time_block_pairs,
+    run_time_table,
+    selected_block_pairs,
+    state_table,
+    unpacked_tiles,
+)
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 from ..planning.selection import Selection, known
@@ -153,6 +164,98 @@ def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int
     return jnp.asarray(ids)
 
 
+def check_arrays(query: jax.Array, key: jax.Array, value: jax.Array | None = None) -> None:
+    """Refuses query, key and value that do not fit each other; without a value, the first two.
+
+    Raises:
+      ValueError: other axes, dtypes, batch sizes, heads or sizes than `block_sparse_attention` takes.
+    """
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
+    arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, x in arrays.items():
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} must have as many axes as query, {query.ndim}, got shape {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
+        if 0 in x.shape[-3:]:
+            raise ValueError(f"{name} must not be empty along length, heads or size, got shape {x.shape}")
+    hint = "axes are [B, length, heads, size]"
+    if len({x.shape[:-3] for x in arrays.values()}) > 1:
+        shapes = ", ".join(str(x.shape) for x in arrays.values())
+        raise ValueError(f"batch sizes of {', '.join(arrays)} must agree, got {shapes}")
+    if value is not None and key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(f"key and value must agree in length and heads ({hint}), got {key.shape} and {value.shape}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must agree in size H ({hint}), got {query.shape} and {key.shape}")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"the key heads must divide the query heads, got {key.shape[-2]} and {query.shape[-2]} "
+            f"from shapes {key.shape} and {query.shape}; {hint}"
+        )
+
+
+def checked_segments(
+    segment_ids: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: int
+) -> tuple[jax.Array, jax.Array] | None:
+    """The segment ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
+
+    Args:
+      segment_ids: integers [*batch, T] if T == S, a pair of those for queries and keys, or None.
+      batch: (B,), or () for arrays without this axis.
+      lengths: (T, S).
+      heads: N, by which errors recognise [B, N, T, H].
+
+    Raises:
+      ValueError: another shape or dtype, or ids that do not fit into int32.
+    """
+    if segment_ids is None:
+        return None
+    t, s = lengths
+    if not isinstance(segment_ids, tuple):
+        if t != s:
+            raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
+    pair = []
+    for name, ids, length in zip(("queries", "keys"), segment_ids, lengths, strict=True):
+        shape, got = (*batch, length), getattr(ids, "shape", ())
+        hint = swapped_hint(t, heads, got[-1:]) or transposed(got, shape)
+        hint += f"; {BOOL_IDS}" * (getattr(ids, "dtype", None) == np.dtype(bool))
+        ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
+        if not np.can_cast(ids.dtype, np.int32):
+            # Cut off to 32 bits, two documents could become one, or padding.
+            if isinstance(ids, jax.core.Tracer):
+                raise ValueError(
+                    f"segment_ids of {name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
+                    f"write .astype(jnp.int32) behind them, got {ids.dtype}"
+                )
+            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
+        pair.append(jnp.asarray(ids, jnp.int32).reshape(*(batch or (1,)), length))
+    return pair[0], pair[1]
+
+
+def swapped_hint(t: int, n: int, lengths: Sequence[int]) -> str:
+    """A hint, for the end of an error, if the heads of query are as many as what is said to be its length."""
+    hint = "; heads come after tokens: of axes [B, N, T, H], swapaxes(1, 2) makes these, for query, key and value"
+    return hint if t != n and n in lengths else ""
+
+
+def transposed(shape: Any, wanted: Sequence[int]) -> str:
+    """A hint, for the end of an error, if axes that should have lengths ``wanted`` come in the opposite order.
+
+    Example:
+      >>> transposed((8, 2), (2, 8))
+      '; its axes come in the other order: write x.T'
+    """
+    is_turned = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
+    return "; its axes come in the other order: write x.T" if is_turned else ""
+
+
 def checked_array(name: str, x: Any) -> jax.Array:
     """The argument ``name`` as a JAX array.
 
@@ -225,9 +328,90 @@ def differentiable_once(name: str) -> Callable[[Callable[..., Any]], Callable[..
     return mark
 
 
+def groups_of(call: Call, operands: Operands, *, merge: bool) -> tuple[HeadGroup, ...]:
+    """The query heads of a call, by the chains that they take in turn; ``merge`` as in `head_groups`.
+
+    With a run-time mask or a selection, chains have one pass, whose blocks are known at run time only.
+    """
+    if operands.mask is not None:
+        return head_groups([(None,)], merge=merge)
+    chains = call.chains if operands.chosen is None else [(None,)] * len(call.chains)
+    return head_groups(chains, merge=merge)
+
+
+class PassBlocks(NamedTuple):
+    """The blocks that one pass of a head group computes.
+
+    Attributes:
+      q_order: token of each query row.
+      kv_order: token of each key row.
+      shape: (bq, bkv), rows of a block.
+      pairs: [LB, LH, n], those that the mask, a selection and segment ids leave.
+      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold it, or there are none.
+      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
+      granularity: queries of a block that choose together; 1 without a selection.
+      segments: as in the operands.
+    """
+
+    q_order: RowOrder
+    kv_order: RowOrder
+    shape: tuple[int, int]
+    pairs: BlockPairs
+    rule: Reordered | None
+    tiles: jax.Array | np.ndarray | None
+    granularity: int
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def pass_blocks(
+    call: Call,
+    operands: Operands,
+    group: HeadGroup,
+    passes: tuple[Pass, ...],
+    rows: int,
+    in_tiles: Callable[..., bool],
+    *,
+    dkv: bool,
+) -> PassBlocks:
+    """The blocks of a pass, for kernels that read bool tiles or compute rules.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, with the queries and the selected blocks of the group.
+      group: the heads.
+      passes: one of ``group.passes``.
+      rows: queries of a block with a selection; its blocks of keys are those of the lists.
+      in_tiles: in_tiles(masks, shape) is True if masks known beforehand are read as tiles, not computed by a rule.
+      dkv: whether the lists are those of the backward pass.
+    """
+    sizes, granularity, orders = passes[0] if passes else call, 1, row_orders(operands, passes)
+    shape = sizes.bwd_shape if dkv else sizes.fwd_shape
+    masks = tuple(one.mask for one in passes) if passes else call.masks[group.first :: group.step]
+    if call.selection is not None:
+        block, granularity = call.selection
+        shape = rows, block
+    with_tiles = bool(masks) and in_tiles(masks, shape)
+    if passes:
+        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
+    else:
+        pairs, tiles = run_time_blocks(call, operands, shape, masks, with_tiles)
+    if isinstance(tiles, np.ndarray):  # packed
+        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    pairs = pairs.with_segments(operands.segments, orders, shape)
+    rule = masks[0] if masks and not with_tiles else None
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
+
+
+def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:
+    """Row orders of queries and of keys in a pass of a head group: natural ones if its blocks are known at run time."""
+    if passes:
+        return passes[0].q_order, passes[0].kv_order
+    return RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+
+
 def run_time_blocks(
     call: Call, operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
-) -> tuple[Candidates, Any]:
+) -> tuple[BlockPairs, Any]:
     """The pairs of blocks that a run-time mask or a selection leaves, in natural row order, and their mask tiles.
 
     Args:
@@ -238,14 +422,14 @@ def run_time_blocks(
       with_tiles: whether to make tiles of these; otherwise rules compute them.
 
     Returns:
-      The candidates, and their tiles: of a run-time mask as `run_time_candidates` has them, else `static_candidates`.
+      The pairs, and their tiles: of a run-time mask as `run_time_block_pairs` has them, else `planned_block_pairs`.
     """
     if operands.chosen is None:
         assert operands.mask is not None
-        return run_time_candidates(operands.mask, shape)
+        return run_time_block_pairs(operands.mask, shape)
     assert call.selection is not None
     table, tiles = table_of(operands, shape, masks, with_tiles)
-    return chosen_candidates(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
+    return selected_block_pairs(operands.chosen, call.selection[1], shape, table, operands.query.shape[2]), tiles
 
 
 def table_of(

@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import BlockLists, Candidates, Extents, static_candidates, unpacked_tiles
-from ..planning.plan import Pass
-from ..planning.views import RowOrder
-from .call import Call, Operands, accumulator, joined, lowered, merged, over_batches, run_time_blocks
+from ..planning.lists import BlockLists
+from ..planning.views import Reordered
+from .call import Call, Operands, PassBlocks, accumulator, groups_of, joined, lowered, merged, over_batches, pass_blocks
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -61,7 +60,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
             state = merged(state, _forward_pass(call, link, q, k, v))
         return tuple(state)
 
-    out, lse = _by_head_class(call, operands, run, (query, *state), dkv=False)
+    out, lse = _by_head_group(call, operands, run, (query, *state), dkv=False)
     return out.astype(query.dtype), lse
 
 
@@ -83,7 +82,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
         empty = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
         return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
 
-    return _of_operands(operands, *_by_head_class(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
+    return _of_operands(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
 
 
 def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,81 +97,38 @@ def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Link:
-    """One pass, and what may attend in it."""
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    shape: tuple[int, int]
-    candidates: Candidates
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None  # computes a masked block from row indices ...
-    tiles: jax.Array | np.ndarray | None  # ... or else it is looked up here, [tiles, bq, bkv], if there are any
-    granularity: int  # queries of a block that choose together
-    segments: tuple[jax.Array, jax.Array] | None  # as in the operands
-
-    @staticmethod
-    def of(link: Pass, segments: tuple[jax.Array, jax.Array] | None, dkv: bool) -> "_Link":
-        """A pass of a plan."""
-        shape = link.bwd_shape if dkv else link.fwd_shape
-        rule = link.mask if link.mask.computable else None
-        candidates, tiles = static_candidates((link.mask,), shape, rule is None)
-        return _Link(link.q_order, link.kv_order, shape, candidates, rule, _bools(tiles, shape), 1, segments).limited()
-
-    @staticmethod
-    def at_run_time(call: Call, operands: Operands, dkv: bool) -> "_Link":
-        """The pass of a call whose blocks are known at run time only, by its mask or by a selection."""
-        orders = RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
-        shape, granularity, masks = call.bwd_shape if dkv else call.fwd_shape, 1, call.masks
-        if call.selection is not None:
-            block, granularity = call.selection
-            shape = max(granularity, _LEAST_ROWS), block
-        rule = masks[0] if len(masks) == 1 and masks[0].computable else None
-        candidates, tiles = run_time_blocks(call, operands, shape, masks, rule is None)
-        return _Link(*orders, shape, candidates, rule, _bools(tiles, shape), granularity, operands.segments).limited()
-
-    def limited(self) -> "_Link":
-        """The link whose candidates are those that the segment ids leave."""
-        if self.segments is None:
-            return self
-        sides = zip((self.q_order, self.kv_order), self.segments, self.shape, strict=True)
-        return dataclasses.replace(self, candidates=self.candidates.with_segments(*(Extents.of(*x) for x in sides)))
-
-
 # Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
 _LEAST_ROWS = 16
 
 
-def _bools(tiles: jax.Array | np.ndarray | None, shape: tuple[int, int]) -> jax.Array | np.ndarray | None:
-    """Tiles as bools, as those of JAX are and packed ones are not; None for none at all."""
-    if isinstance(tiles, np.ndarray):
-        return unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-    return tiles
+def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+    """True if partial blocks are looked up: several masks are not computed in one pass, and some not at all."""
+    return len(masks) > 1 or not masks[0].computable
 
 
-def _by_head_class(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
-    """Calls run(links, (q, k, v, ...)) once for each mask of a plan, with the heads that use it; joins the heads again.
+def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
+    """Calls run(links, (q, k, v, ...)) once for each head group, and joins the heads again.
 
-    Heads h, h + C, h + 2C, ... share mask h of C. With C > 1 the key heads are repeated to one a query head, since a
-    group of query heads then need not share a mask; gradients of keys come back repeated, too.
+    With several groups the key heads are repeated to one a query head: the query heads of one key head then need not
+    be in one group. Gradients of keys come back repeated, too.
     """
     key, value = operands.key, operands.value
     query, *others = by_query
-    if operands.mask is not None or operands.chosen is not None:
-        return run([_Link.at_run_time(call, operands, dkv)], (query, key, value, *others))
-    classes = len(call.chains)
-    if classes > 1:
+    groups = groups_of(call, operands, merge=operands.chosen is not None)
+    rows = _LEAST_ROWS if call.selection is None else max(_LEAST_ROWS, call.selection[1])
+    if len(groups) > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
-    arrays = [[x[:, :, c::classes] for c in range(classes)] for x in (query, key, value, *others)]
-    links = [[_Link.of(link, operands.segments, dkv) for link in chain] for chain in call.chains]
-    results = [run(*args) for args in zip(links, zip(*arrays, strict=True), strict=True)]
+    results = []
+    for group in groups:
+        links = [pass_blocks(call, operands, group, passes, rows, _in_tiles, dkv=dkv) for passes in group.passes]
+        results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
     return [joined(parts) for parts in zip(*results, strict=True)]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(call: Call, link: _Link, query, key, value):
+def _forward_pass(call: Call, link: PassBlocks, query, key, value):
     """(out, lse) of one pass in token order; rows that the pass does not hold have out 0 and lse -inf."""
     blocks = _Blocks.of(link, False, query, key, value)
     wide, precision = _arithmetic(query)
@@ -203,7 +159,7 @@ def _forward_pass(call: Call, link: _Link, query, key, value):
     return blocks.of_rows(out), blocks.of_rows(lse, -jnp.inf)
 
 
-def _backward_pass(call: Call, link: _Link, query, key, value, lse, delta, dout):
+def _backward_pass(call: Call, link: PassBlocks, query, key, value, lse, delta, dout):
     """(dq, dk, dv) of one pass in token order, in the accumulator's dtype."""
     blocks = _Blocks.of(link, True, query, key, value)
     wide, precision = _arithmetic(query)
@@ -276,7 +232,7 @@ def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Ar
         start = jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
-    total, out = _by_head_class(call, operands, run, (operands.query, shift), dkv=False)
+    total, out = _by_head_group(call, operands, run, (operands.query, shift), dkv=False)
     if operands.sinks is not None:
         total = total + _weights(operands.sinks.astype(shift.dtype)[None, None], shift)
     some = total > 0
@@ -304,7 +260,7 @@ def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: ja
         return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
 
     by_query = operands.query, lse, delta, dout
-    return _of_operands(operands, *_by_head_class(call, operands, run, by_query, dkv=False))
+    return _of_operands(operands, *_by_head_group(call, operands, run, by_query, dkv=False))
 
 
 def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
@@ -314,7 +270,7 @@ def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
-def _by_pairs(link: _Link, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
+def _by_pairs(link: PassBlocks, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
     """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
 
     Args:
@@ -432,7 +388,7 @@ class _Layout:
 class _Blocks:
     """The operands of a pass in blocks and row order, its lists, and the mask of any pair of blocks."""
 
-    link: _Link
+    link: PassBlocks
     layout: _Layout
     lists: BlockLists
     query: jax.Array  # [lists' blocks, B, K, G * bq, H]
@@ -441,10 +397,10 @@ class _Blocks:
     segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
 
     @staticmethod
-    def of(link: _Link, by_key: bool, query, key, value) -> "_Blocks":
-        lists = link.candidates.lists(by_key)
+    def of(link: PassBlocks, by_key: bool, query, key, value) -> "_Blocks":
+        lists = link.pairs.lists(by_key)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
-        rows, cols = (n * side for n, side in zip(link.candidates.blocks, link.shape, strict=True))
+        rows, cols = (n * side for n, side in zip(link.pairs.blocks, link.shape, strict=True))
         segments = link.segments
         if segments is not None:
             sides = zip((link.q_order, link.kv_order), segments, (rows, cols), link.shape, strict=True)
@@ -463,13 +419,13 @@ class _Blocks:
         """Those of all blocks of the major side, in the order of the spans."""
         batches, lists, major = self.lists.spans.shape[:3]
         batch, own, block = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
-        queries, keys = self.link.candidates.blocks
+        queries, keys = self.link.pairs.blocks
         kv = batch * self.layout.kv_lists + own * self.layout.kv_lists // lists
         return _Line(block, (batch * lists + own) * queries, kv * keys, batch)
 
     def rows(self, x: jax.Array) -> jax.Array:
         """[B, T, N, ...] in token order -> [lists' blocks, B, K, G * bq, ...]."""
-        (rows, _), (bq, _) = self.link.candidates.blocks, self.link.shape
+        (rows, _), (bq, _) = self.link.pairs.blocks, self.link.shape
         return self.layout.blocked(self.link.q_order.gather(x, rows * bq), bq, self.layout.lists, self.layout.group)
 
     def of_rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
@@ -507,8 +463,8 @@ class _Blocks:
         """Which pairs of a masked entry, blocks (i, j), may attend: [.., G * bq, bkv]."""
         (bq, bkv), link, lists = self.link.shape, self.link, self.lists
         found = [jnp.ones(self.link.shape, bool)]
-        if link.mask is not None:
-            found.append(link.mask(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
+        if link.rule is not None:
+            found.append(link.rule(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
         elif link.tiles is not None:
             tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
             own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)
@@ -518,7 +474,7 @@ class _Blocks:
             part = np.arange(bq, dtype=np.int32) // link.granularity
             found.append(((bits >> part) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            places = (line.batch * n + x for n, x in zip(link.candidates.blocks, (i, j), strict=True))
+            places = (line.batch * n + x for n, x in zip(link.pairs.blocks, (i, j), strict=True))
             q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, places, strict=True))
             found.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
         allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in found))

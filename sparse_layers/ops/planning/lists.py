@@ -1,8 +1,8 @@
 """Block lists: for each block of one side, the blocks of the other that it meets, as arrays that kernels walk over.
 
 Lists are data, not constants of a compilation: a longer list compiles nothing anew. All come from one builder, a stable
-sort of `Candidates`, whether these were planned beforehand (then it is numpy's), looked up by document, or chosen by
-the model a moment ago (then it is XLA's, under jit). The lists by key, for dk and dv, come from the same candidates.
+sort of `BlockPairs`, whether these were planned beforehand (then it is numpy's), looked up by document, or chosen by
+the model a moment ago (then it is XLA's, under jit). The lists by key, for dk and dv, come from the same pairs.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class BlockLists:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Candidates:
+class BlockPairs:
     """Pairs of blocks that may be active, in any order, each once.
 
     Attributes:
@@ -75,7 +75,7 @@ class Candidates:
       chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
-      most_in_row: where rows are known at run time only, how many candidates each has, one row after the other.
+      most_in_row: where rows are known at run time only, how many pairs each has, one row after the other.
     """
 
     row: Any
@@ -96,7 +96,7 @@ class Candidates:
         bound = self.blocks[not by_key]
         return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
 
-    def sorted(self, by_key: bool) -> "Candidates":
+    def sorted(self, by_key: bool) -> "BlockPairs":
         """The same, known beforehand, in the order of query blocks; or of key blocks, the last query block first.
 
         Lists of key blocks often end at the same queries, and begin at others: so walked, these are in caches.
@@ -113,7 +113,7 @@ class Candidates:
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
 
     def starts(self, by_key: bool) -> np.ndarray | None:
-        """Where each block's candidates begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
+        """Where each block's pairs begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
         major, blocks = (self.column, self.blocks[1]) if by_key else (self.row, self.blocks[0])
         if isinstance(major, np.ndarray):
             lines = major[0]
@@ -126,7 +126,7 @@ class Candidates:
         return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.most_in_row, (heads, 1))
 
     def lists(self, by_key: bool) -> BlockLists:
-        """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the candidates."""
+        """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the pairs."""
         xp: Any = np if isinstance(self.kind, np.ndarray) else jnp
         major, minor = (self.column, self.row) if by_key else (self.row, self.column)
         batches, heads, n = self.kind.shape
@@ -153,7 +153,7 @@ class Candidates:
         block, tile, chosen_by = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
         return BlockLists(spans, block, tile, chosen_by, self.blocks[not by_key], self.group)
 
-    def in_parts(self, parts: int, by_key: bool, states: np.ndarray, minor_blocks: int) -> "Candidates":
+    def in_parts(self, parts: int, by_key: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
         """The same pairs, where blocks of the minor side are cut; made on the device, for they may be millions.
 
         Args:
@@ -172,8 +172,19 @@ class Candidates:
         (row, column), blocks = (sides[::-1], numbers[::-1]) if by_key else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
 
-    def with_segments(self, q_ids: "Extents", kv_ids: "Extents") -> "Candidates":
-        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only."""
+    def with_segments(
+        self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
+    ) -> "BlockPairs":
+        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only.
+
+        Args:
+          segments: int32 ids of queries [B, T] and of keys [B, S], negative ones for padding; None drops nothing.
+          orders: row orders of queries and of keys.
+          shape: (bq, bkv), rows of a block.
+        """
+        if segments is None:
+            return self
+        q_ids, kv_ids = (Extents.of(*side) for side in zip(orders, segments, shape, strict=True))
         a, b = q_ids.at(self.row), kv_ids.at(self.column)
         meet = (a.least <= b.largest) & (b.least <= a.largest)
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
@@ -184,7 +195,7 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class Extents:
-    """The segment ids of blocks: int32 [B, blocks], or of candidates [B, LH, n].
+    """The segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n].
 
     Attributes:
       least: the smallest id but for padding, which is negative; the largest int32 if there is nothing else.
@@ -219,9 +230,9 @@ class Extents:
 # --- masks known beforehand ------------------------------------------------------------------------------------------
 
 
-def static_candidates(
+def planned_block_pairs(
     masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool
-) -> tuple[Candidates, np.ndarray | None]:
+) -> tuple[BlockPairs, np.ndarray | None]:
     """The active blocks of masks in row space, one for each list head; cached.
 
     Args:
@@ -230,13 +241,13 @@ def static_candidates(
       with_tiles: whether to make mask tiles; otherwise MASKED ones have the number 0, and rules compute them.
 
     Returns:
-      The candidates, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
+      The pairs, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
     """
-    return _static_candidates(tuple(masks), shape, with_tiles)
+    return _planned_block_pairs(tuple(masks), shape, with_tiles)
 
 
 @bounded_cache()
-def _static_candidates(masks: tuple[Reordered, ...], shape: tuple[int, int], with_tiles: bool):
+def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], with_tiles: bool):
     blocks = grid_shape(masks[0], shape)
     grids = [active_blocks(mask, *blocks, *shape) for mask in masks]
     n = max(len(grid.rows) for grid in grids)
@@ -259,7 +270,7 @@ def _static_candidates(masks: tuple[Reordered, ...], shape: tuple[int, int], wit
     tiles = None
     if with_tiles:
         tiles = np.frombuffer(b"".join(distinct), np.uint8).reshape(len(distinct), shape[0], -(-shape[1] // 8))
-    return Candidates(row, column, kind, tile, None, blocks), tiles
+    return BlockPairs(row, column, kind, tile, None, blocks), tiles
 
 
 def _alike(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -292,14 +303,14 @@ def unpacked_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
 # --- masks known at run time -----------------------------------------------------------------------------------------
 
 
-def run_time_candidates(mask: jax.Array, shape: tuple[int, int]) -> tuple[Candidates, jax.Array]:
+def run_time_block_pairs(mask: jax.Array, shape: tuple[int, int]) -> tuple[BlockPairs, jax.Array]:
     """All blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * rows * columns, bq, bkv]."""
     tiles, kind = tiled(mask, shape)
     heads, rows, columns = kind.shape
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
     tile = np.arange(heads * rows * columns, dtype=np.int32).reshape(1, heads, -1)
     row, column = (np.broadcast_to(x, tile.shape) for x in (row, column))
-    return Candidates(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
+    return BlockPairs(row, column, kind.reshape(tile.shape), tile, None, (rows, columns)), tiles.reshape(-1, *shape)
 
 
 def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
@@ -323,7 +334,7 @@ _TABLE_CELLS = 1 << 20
 _NOTHING, _EVERYTHING = -2, -1
 
 
-def chosen_candidates(
+def selected_block_pairs(
     ids: jax.Array,
     granularity: int,
     shape: tuple[int, int],
@@ -331,7 +342,7 @@ def chosen_candidates(
     heads: int,
     start: Any = 0,
     ordered: bool = True,
-) -> Candidates:
+) -> BlockPairs:
     """The blocks that queries chose and that a mask leaves something of.
 
     Args:
@@ -381,7 +392,7 @@ def chosen_candidates(
     states = table.at(np.arange(lists)[:, None, None] % classes, row + start, column)
     kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
     kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
-    found = Candidates(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
+    found = BlockPairs(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
     names = ("row", "column", "kind", "tile") + (("chosen_by",) if parts > 1 else ())
     n = column.shape[2] * column.shape[3]
     flat = {name: getattr(found, name).reshape(batch, lists, n) for name in names}
@@ -433,11 +444,11 @@ class StateTable:
 
 
 def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool) -> tuple[StateTable, Any]:
-    """The table of masks known beforehand, in natural order, and their tiles as `static_candidates` has them."""
+    """The table of masks known beforehand, in natural order, and their tiles as `planned_block_pairs` has them."""
     blocks, finer = grid_shape(masks[0], shape), 1
     while blocks[0] * blocks[1] * len(masks) > _TABLE_CELLS * finer and finer * shape[0] < masks[0].q_order.rows:
         finer *= 2
-    found, tiles = static_candidates(masks, (shape[0] * finer, shape[1]), with_tiles)
+    found, tiles = planned_block_pairs(masks, (shape[0] * finer, shape[1]), with_tiles)
     states = np.full((len(masks), -(-blocks[0] // finer), blocks[1]), _NOTHING, np.int32)
     for head, own in enumerate(states):
         live = found.kind[0, head] != DEAD
@@ -449,7 +460,7 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
 
 
 def run_time_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
-    """The table of a run-time mask [C, T, S], and its tiles as `run_time_candidates` has them."""
-    found, tiles = run_time_candidates(mask, shape)
+    """The table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
+    found, tiles = run_time_block_pairs(mask, shape)
     entries = jnp.where(found.kind == FREE, _EVERYTHING, jnp.where(found.kind == DEAD, _NOTHING, found.tile))
     return StateTable(entries.reshape(len(mask), *found.blocks), found.blocks, 1), tiles

@@ -8,7 +8,7 @@ from ...masks.algebra import FULL, PARTIAL
 from ...masks.counting import count
 from ...masks.pictures import FORMULA, shortened, svg
 from ...masks.primitives import Causal, Full
-from .lists import static_candidates
+from .lists import planned_block_pairs
 from .plan import Pass, Plan, make_plan
 
 # Of a plan in a notebook: most masks, most cells on a side of a picture, and most pairs looked at to find out whether a
@@ -45,7 +45,7 @@ def saving(plan: Plan, h: int, is_causal: bool) -> str:
 
 def kept(link: Pass) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, column and state of each block that the forward of a pass computes."""
-    found, _ = static_candidates([link.mask], link.fwd_shape, False)
+    found, _ = planned_block_pairs([link.mask], link.fwd_shape, False)
     return found.row[0, 0], found.column[0, 0], found.kind[0, 0]
 
 

@@ -240,16 +240,25 @@ def top_k_blocks(
 
 def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
     """Bools [rows, blocks] each: which may be chosen, and of these, which must be; numpy's if ``start`` is known."""
-    traced = isinstance(start, jax.Array)
-    if traced and not (start.shape == () and jnp.issubdtype(start.dtype, jnp.integer)):
-        raise ValueError(
-            f"start must be an integer >= 0 or an array [] of one, got {start.dtype} of shape {start.shape}"
-        )
-    xp: Any = jnp if traced else np
-    last = (start if traced else checked("start", start, Natural)) + (xp.arange(rows) + 1) * granularity - 1
+    xp: Any = jnp if isinstance(start, jax.Array) else np
+    last = checked_position("start", start) + (xp.arange(rows) + 1) * granularity - 1
     own, other = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
     may = other <= own if causal else xp.ones((rows, blocks), bool)
     return may, may & xp.broadcast_to(forced(own, other), may.shape)
+
+
+def checked_position(name: str, position: Any) -> Any:
+    """The argument ``name``, a position among the keys: an integer, or a JAX array [] of one.
+
+    Raises:
+      ValueError: another shape or dtype, or an integer below 0.
+    """
+    if not isinstance(position, jax.Array):
+        return checked(name, position, Natural)
+    if position.shape or not jnp.issubdtype(position.dtype, jnp.integer):
+        got = f"{position.dtype} of shape {position.shape}"
+        raise ValueError(f"{name} must be an integer >= 0 or an array [] of one, got {got}")
+    return position
 
 
 @own_keywords

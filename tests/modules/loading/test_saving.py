@@ -1,5 +1,6 @@
 """Models are written as Hugging Face writes them: tensor by tensor what its own library wrote."""
 
+import errno
 import json
 import pathlib
 import warnings
@@ -184,3 +185,48 @@ def test_nothing_is_overwritten(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     (tmp_path / "empty").mkdir()
     sl.to_huggingface(model, tmp_path / "empty")
+
+
+def small_model():
+    rope = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "use_bias": False, "seq_len": 16}
+    return sl.SparseTransformer(11, 2, 8, 1, patterns="causal", rngs=nnx.Rngs(0), **rope)
+
+
+@pytest.mark.parametrize("kind", ["jit", "eval_shape"])
+def test_parameters_without_values_are_refused_before_anything_is_written(kind, tmp_path):
+    folder = tmp_path / "parent" / "new"
+    value = {"jit": ".*Tracer", "eval_shape": "ShapeDtypeStruct"}[kind]
+    with pytest.raises(TypeError, match=rf"^model: parameters must have values.*got {value} for .*outside of jit"):
+        if kind == "jit":
+            nnx.jit(lambda model: sl.to_huggingface(model, folder))(small_model())
+        else:
+            sl.to_huggingface(nnx.eval_shape(small_model), folder)
+    assert not [*tmp_path.iterdir()]
+    sl.to_huggingface(small_model(), folder)
+    assert not [path for path in folder.parent.iterdir() if path != folder]
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("failing", ["model.safetensors", "config.json"])
+def test_a_write_that_fails_midway_leaves_nothing(failing, empty, tmp_path, monkeypatch):
+    folder = tmp_path / "parent" / "new"
+    if empty:
+        folder.mkdir(parents=True)
+    before, path_open = [*tmp_path.rglob("*")], pathlib.Path.open
+
+    def full(path, mode="r", *args, **options):
+        file = path_open(path, mode, *args, **options)
+        if path.name == failing:
+            file.write(b"half" if "b" in mode else "half")
+            file.close()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "open", full)
+        patch.setattr(pathlib.Path, "write_text", lambda path, text: path.open("w").write(text))
+        with pytest.raises(OSError, match="No space left on device"):
+            sl.to_huggingface(small_model(), folder)
+    assert [*tmp_path.rglob("*")] == before
+    sl.to_huggingface(small_model(), folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]

@@ -16,7 +16,7 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.gpu import assembler, bridge, hardware
 from sparse_layers.ops.kernels.gpu.bridge import call_triton  # before a fixture replaces it
 from tests.ops import test_selections as selections
-from tests.ops.cases import CASES, candidates
+from tests.ops.cases import CASES
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 import triton
@@ -191,28 +191,12 @@ def program(case, implementation):
 
     The op is mapped, rematerialised and scanned; gradients of key and value and the lse are there to be pruned.
     """
-    params, fixed = case.params(), case.mask
-    dynamic = isinstance(case.mask, jax.Array)
-    if case.split:
-        params, fixed = {}, candidates(case.mask, *case.shape, **params)[-1]
+    op = case.op(implementation)
 
     def loss(query, key, value, sinks, mask, selection):
         @jax.checkpoint
         def layer(query, key, value):
-            out, _ = sl.block_sparse_attention(
-                query,
-                key,
-                value,
-                mask if dynamic else fixed,
-                segment_ids=case.segments,
-                selection=selection,
-                scale=case.scale,
-                logits_soft_cap=case.soft_cap,
-                sinks=sinks,
-                implementation=implementation,
-                return_lse=True,
-                **params,
-            )
+            out, _ = op(query, key, value, sinks, mask, selection)
             return out
 
         def step(query, _):

@@ -23,7 +23,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     schedule_of,
     taken,
 )
-from sparse_layers.ops.planning.lists import BlockLists, static_candidates
+from sparse_layers.ops.planning.lists import BlockLists, planned_block_pairs
 
 
 @pytest.mark.parametrize(("batch", "shape", "programs"), [(2, (1, 3, 17), 5), (4, (2, 2, 9), 7), (1, (1, 1, 3), 132)])
@@ -215,7 +215,7 @@ def test_long_lists_of_many_query_heads_are_cut_by_head(group, longest, cut):
 def lists_of(masks, length, queries=128):
     """The lists of the key blocks of the last pass of some masks."""
     chains = [sl.make_plan(mask, length, implementation="triton").chains[0] for mask in masks]
-    return static_candidates([chain[-1].mask for chain in chains], (queries, 128), False)[0].sorted(True).lists(True)
+    return planned_block_pairs([chain[-1].mask for chain in chains], (queries, 128), False)[0].sorted(True).lists(True)
 
 
 @pytest.mark.parametrize(("length", "programs", "alike"), [(8192, 5, False), (9000, 132, False), (9000, 132, True)])

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 import sparse_layers as sl
 from sparse_layers.ops.kernels.pallas_tpu import sides
 from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, LIMITED, MASKED, Steps
-from sparse_layers.ops.planning.lists import Candidates, Extents, static_candidates
+from sparse_layers.ops.planning.lists import BlockPairs, planned_block_pairs
 from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.ops.cases import SMALL, Case, candidates, check, compiled
 
@@ -68,7 +68,7 @@ def as_steps(lists):
 
 
 def passes(mask, shape, length=192):
-    return static_candidates([Reordered(mask, RowOrder(length), RowOrder(length))], shape, False)[0]
+    return planned_block_pairs([Reordered(mask, RowOrder(length), RowOrder(length))], shape, False)[0]
 
 
 @pytest.mark.parametrize("mask", [*(sl.preset(name, **SMALL[name]) for name in SMALL), HOLES, sl.Empty()], ids=str)
@@ -87,7 +87,7 @@ def test_a_word_holds_the_largest_blocks_that_its_bits_allow():
     most = (1 << 14) - 1
 
     def steps(minors):
-        one = Candidates(*np.array([most, minors - 1, FREE, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
+        one = BlockPairs(*np.array([most, minors - 1, FREE, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
         return Steps.of(one.lists(False), False, "a pass")
 
     last = unpacked(steps(most + 1))[0][0][-1]
@@ -116,8 +116,7 @@ def test_steps_made_at_run_time(by_key):
 
     @jax.jit
     def made(ids):
-        extents = Extents.of(RowOrder(96), ids, 16)
-        lists = candidates.with_segments(extents, extents).lists(by_key)
+        lists = candidates.with_segments((ids, ids), (RowOrder(96),) * 2, (16, 16)).lists(by_key)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

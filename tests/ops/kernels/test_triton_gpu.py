@@ -24,7 +24,7 @@ from sparse_layers.ops.kernels.triton_gpu import chain, settings
 from sparse_layers.ops.kernels.triton_gpu.link import Link
 from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_of
 from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
-from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, Candidates
+from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
 from tests.ops.cases import CHAINS, SMALL, candidates
@@ -243,7 +243,7 @@ def test_the_kernel_makes_the_same_lists_as_a_sort(by_key, chosen):
     tile = rng.integers(-1, 9, (1, heads, n)).astype(np.int32)
     by = rng.integers(0, 99, kind.shape).astype(np.int32) if chosen else None
     row, column = (minor, major) if by_key else (major, minor)
-    found = Candidates(row, column, kind, tile, by, blocks, group=2)
+    found = BlockPairs(row, column, kind, tile, by, blocks, group=2)
     starts = found.starts(by_key)
     assert (np.diff(starts, axis=1) > 64).any() and (np.diff(starts, axis=1) == 0).any()
     wanted, lists = found.lists(by_key), _compacted(found, starts, by_key)

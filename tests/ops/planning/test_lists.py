@@ -53,7 +53,7 @@ def unpacked(tiles, columns):
 )
 def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
     t, s = 150, 170
-    candidates, tiles = lists.static_candidates(natural(masks, t, s), shape, True)
+    candidates, tiles = lists.planned_block_pairs(natural(masks, t, s), shape, True)
     assert candidates.kind.shape[:2] == (1, len(masks))
     arrays = ("row", "column", "kind", "tile")
 
@@ -106,7 +106,7 @@ def test_lists_in_row_orders_of_a_pass():
         CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), RowOrder.gathered(t, 12, 8, 12)),
     }.items():
         moved = Reordered(mask, *orders)
-        candidates, tiles = lists.static_candidates([moved], shape, True)
+        candidates, tiles = lists.planned_block_pairs([moved], shape, True)
         lengths = tuple(order.rows for order in orders)
         for by_key in (False, True):
             pairs = decoded(candidates.lists(by_key), by_key, shape, lengths, unpacked(tiles, shape[1]))
@@ -115,11 +115,11 @@ def test_lists_in_row_orders_of_a_pass():
 
 def test_tiles_are_kept_once_and_rules_need_none():
     masks = natural([CAUSAL, NEAR], 1024, 1024)
-    candidates, tiles = lists.static_candidates(masks, (64, 64), True)
+    candidates, tiles = lists.planned_block_pairs(masks, (64, 64), True)
     assert tiles.shape == (3, 64, 8) and tiles.dtype == np.uint8  # each one's diagonal, and the window's end
     np.testing.assert_array_equal(lists.packed_tiles(lists.unpacked_tiles(tiles, 64)), tiles)
-    assert lists.static_candidates(masks, (64, 64), True)[0] is candidates, "made once"
-    assert lists.static_candidates(masks, (64, 64), False)[1] is None
+    assert lists.planned_block_pairs(masks, (64, 64), True)[0] is candidates, "made once"
+    assert lists.planned_block_pairs(masks, (64, 64), False)[1] is None
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (48, 16)])
@@ -143,7 +143,7 @@ def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
         return masked_tiles(mask, rows, *more)
 
     monkeypatch.setattr(lists, "masked_tiles", record)
-    found, tiles = lists.static_candidates(natural([mask], t, s), shape, True)
+    found, tiles = lists.planned_block_pairs(natural([mask], t, s), shape, True)
     assert len(made) < (found.kind == lists.MASKED).sum()
     for by_key in (False, True):
         pairs = decoded(found.lists(by_key), by_key, shape, (t, s), unpacked(tiles, shape[1]))
@@ -156,14 +156,14 @@ def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, by_key):
     """Those of keys, or, for lists of key blocks, of queries; of the last block not all parts exist."""
     lengths, shape, parts = (150, 170), (16, 8), 4
     coarse = (64, 8) if by_key else (16, 32)
-    whole, tiles = lists.static_candidates(natural(masks, *lengths), coarse, True)
+    whole, tiles = lists.planned_block_pairs(natural(masks, *lengths), coarse, True)
     tiles = np.concatenate([np.ones((1, *coarse), bool), unpacked(tiles, coarse[1])])
     tiles = tiles.reshape(-1, parts, *shape) if by_key else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
     states = np.where(tiles.all((2, 3)), lists.FREE, np.where(tiles.any((2, 3)), lists.MASKED, lists.DEAD))
     whole = whole.sorted(by_key)
     cut = whole.in_parts(parts, by_key, states, -(-lengths[not by_key] // shape[not by_key]))
     found = cut.lists(by_key)
-    wanted, _ = lists.static_candidates(natural(masks, *lengths), shape, True)
+    wanted, _ = lists.planned_block_pairs(natural(masks, *lengths), shape, True)
     wanted = wanted.sorted(by_key).lists(by_key)
     np.testing.assert_array_equal(found.counts, wanted.counts)
     np.testing.assert_array_equal(found.block[: len(wanted.block)], wanted.block)  # in the same order, too
@@ -181,12 +181,11 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
     q_ids = np.stack([np.repeat([3, 0, -1], 32), np.sort(rng.integers(-1, 4, t)), np.full(t, -1)]).astype(np.int32)
     kv_ids = np.stack([np.repeat([3, 0, 7, -1], 32), np.sort(rng.integers(-1, 4, s)), np.full(s, -1)]).astype(np.int32)
     orders = RowOrder(t), RowOrder(s)
-    candidates, tiles = lists.static_candidates(natural([sl.Full()], t, s), shape, True)
+    candidates, tiles = lists.planned_block_pairs(natural([sl.Full()], t, s), shape, True)
 
     @jax.jit
     def both(*ids):
-        extents = (lists.Extents.of(*x) for x in zip(orders, ids, shape, strict=True))
-        found = candidates.with_segments(*extents)
+        found = candidates.with_segments(ids, orders, shape)
         return found.lists(False), found.lists(True)
 
     for by_key, found in enumerate(both(q_ids, kv_ids)):
@@ -199,6 +198,7 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         counts = np.asarray(found.counts)[:, 0].sum(1)
         assert counts[0].tolist() == [8, 8] and counts[2].tolist() == [0, 0]
         assert 0 < counts[1, 0] < counts[1, 1] < 48
+    assert candidates.with_segments(None, orders, shape) is candidates
 
 
 def test_run_time_masks():
@@ -213,7 +213,7 @@ def test_run_time_masks():
 
 
 def _listed(mask, by_key):
-    candidates, tiles = lists.run_time_candidates(mask, (16, 16))
+    candidates, tiles = lists.run_time_block_pairs(mask, (16, 16))
     return candidates.lists(by_key), tiles
 
 
@@ -246,7 +246,7 @@ def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
 
         @jax.jit
         def both(ids, table=table):
-            candidates = lists.chosen_candidates(ids, granularity, shape, table, heads)
+            candidates = lists.selected_block_pairs(ids, granularity, shape, table, heads)
             return candidates.lists(False), candidates.lists(True)
 
         found = both(ids)
@@ -272,7 +272,7 @@ def test_chosen_blocks_in_any_order(granularity, rows, k):
 
     @functools.partial(jax.jit, static_argnums=1)
     def live(ids, ordered):
-        found = lists.chosen_candidates(ids, granularity, (rows, 16), table, 2, ordered=ordered)
+        found = lists.selected_block_pairs(ids, granularity, (rows, 16), table, 2, ordered=ordered)
         return found.kind != lists.DEAD, (found.row, found.column, found.kind, found.tile)
 
     def chosen(ordered):
@@ -290,7 +290,7 @@ def test_chosen_blocks_in_any_order(granularity, rows, k):
 def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole():
     table, _ = lists.state_table(natural([CAUSAL], 96, 96), (32, 32), True)
     ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
-    found = jax.jit(lambda ids: lists.chosen_candidates(ids, 16, (32, 32), table, 1).lists(False))(ids)
+    found = jax.jit(lambda ids: lists.selected_block_pairs(ids, 16, (32, 32), table, 1).lists(False))(ids)
     assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
     assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
 
@@ -305,7 +305,7 @@ def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
 
     @jax.jit
     def both(ids):
-        found = lists.chosen_candidates(ids, 16, shape, table, 1)
+        found = lists.selected_block_pairs(ids, 16, shape, table, 1)
         return found.lists(False), found.lists(True)
 
     for by_key, found in enumerate(both(ids)):
@@ -322,7 +322,7 @@ def test_chosen_blocks_of_a_run_time_mask():
     @jax.jit
     def both(mask, ids):
         table, tiles = lists.run_time_table(mask, shape)
-        found = lists.chosen_candidates(ids, 16, shape, table, 4)
+        found = lists.selected_block_pairs(ids, 16, shape, table, 4)
         return found.lists(False), found.lists(True), tiles
 
     *found, tiles = both(mask, ids)

@@ -10,7 +10,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.ops.planning import plan as plans
-from sparse_layers.ops.planning.lists import FREE, static_candidates, unpacked_tiles
+from sparse_layers.ops.planning.lists import FREE, planned_block_pairs, unpacked_tiles
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops.cases import BOTH_WAYS, NEEDED, SMALL, candidates, compiled, oracle
@@ -64,7 +64,7 @@ def rebuilt(link, shape):
     bq, bkv = shape
     rows, columns = link.padded(shape)
     in_rows = np.zeros((rows, columns), bool)
-    found, tiles = static_candidates([link.mask], shape, not link.mask.computable)
+    found, tiles = planned_block_pairs([link.mask], shape, not link.mask.computable)
     blocks = [x[0, 0].tolist() for x in (found.row, found.column, found.kind, found.tile)]
     for i, j, kind, number in zip(*blocks, strict=True):
         q, k = np.arange(i * bq, (i + 1) * bq), np.arange(j * bkv, (j + 1) * bkv)
@@ -371,7 +371,7 @@ def test_a_pass_as_mask_info(mask):
                 steps = np.nonzero(info.block_mask[0])
                 read = info.data_next[0][steps]
                 found = np.stack([*((read, steps[1]) if by_key else (steps[0], read)), info.block_mask[0][steps]])
-                wanted = static_candidates([link.mask], shape, False)[0]
+                wanted = planned_block_pairs([link.mask], shape, False)[0]
                 wanted = np.concatenate([wanted.row[0], wanted.column[0], wanted.kind[0]])
                 np.testing.assert_array_equal(found[:, np.lexsort(found[1::-1])], wanted)
                 assert (info.q_sequence is not None) == link.mask.computable

@@ -1,8 +1,31 @@
-"""The forward kernel: programs stay, and take one item of work after the other: a head and a block of queries.
+"""The Hopper forward kernel: block-sparse attention with an online softmax, written in Gluon.
 
-One warp fetches tiles of q, k and v with the copy engine. Groups of four warps have 64 queries each: while the
-tensor cores multiply the scores of one block of keys, and the weights of the block before with its values, a group
-computes the softmax of what is there.
+**Persistent programs.** One program runs on each multiprocessor and works through a queue of work tiles: a query head
+and a block of 128 queries each.
+**Warp specialization.** One warp loads tiles of q, k and v with the copy engine (TMA). Two groups of four warps compute
+64 queries each.
+**Lists, not patterns.** The loading warp walks the block list of a work tile. Blocks without masked pairs come first,
+so that the loop over them evaluates no mask.
+**Two products in flight.** The tensor cores multiply the scores of one step and p @ v of the step before, while the
+group computes the softmax in between.
+**A stage of the ring holds the keys of a step and the values of the step before.** Both arrive at one barrier and leave
+at two, since the keys are done earlier.
+
+A work tile of three steps; S, P, O are `scores`, `p` and `acc`. Stages follow each other in the ring::
+
+    stage          0                1                     2                     3
+    loading warp   K0               K1 V0                 K2 V1                    V2
+      waits for    free.k free.v    free.k free.v         free.k free.v         free.k free.v
+    group          S0 = q K0'       S1 = q K1'            S2 = q K2'            O += P2 V2
+      tensor cores                  O += P0 V0            O += P1 V1
+      waits for    ready.kv[0]      ready.kv[1]           ready.kv[2]           ready.kv[3]
+      softmax      P0 of S0         P1 of S1, O *= alpha  P2 of S2, O *= alpha  O / l_i, lse
+      arrives at   free.k free.v    free.k, then free.v   free.k, then free.v   free.k free.v
+
+* ``ready.q``, ``ready.kv``, ``ready.earlier_out``: the copy engine has written the tile.
+* ``free.q``, ``free.k``, ``free.v``: both groups have read the tile, so that the next one may overwrite it. ``free.k``
+  protects the keys until the scores are done, ``free.v`` the values until p @ v is done.
+* `WorkQueue` carries the work tile from the loading warp to the groups, one ahead.
 
 Rules that ptxas does not state, each learnt from a wrong result or a slow program; `benchmarks/gluon_resources.py`
 looks for what breaks them.
@@ -18,7 +41,7 @@ looks for what breaks them.
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 # pyright: reportAssignmentType=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,8 +70,11 @@ from .tiles import (
     words_of,
 )
 
-# What groups are told of an item: itself, its first step, first masked one and end, and the first one's mask tile.
-NUMBERS = gl.constexpr(5)
+LN_2 = gl.constexpr(0.6931471805599453)
+# Integers of a work tile in the queue: its number, its first step, its first masked step, the end of its steps, and the
+# mask tile of its first step. `_consumer` reads them by these indices.
+VALUES = gl.constexpr(5)
+WORK_TILE, FIRST, FIRST_MASKED, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
 
 
 class Forward(NamedTuple):
@@ -61,197 +87,279 @@ class Forward(NamedTuple):
     BEFORE: bool  # whether there are results of an earlier pass
 
 
-@gluon.jit
-def _queue(GROUPS: gl.constexpr):
-    """How the one who fetches tells the groups that compute what comes: (numbers, full, empty), of two items."""
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return numbers, barriers(2, 1), barriers(2, GROUPS)
+class Descriptors(NamedTuple):
+    """TMA descriptors, each by the name of its array; see `forward_kernel`."""
+
+    q: Any
+    k: Any
+    v: Any
+    k2: Any  # k and v of a second pass
+    v2: Any
+    earlier_out: Any
+    out: Any
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any  # [Q_STAGES * groups, 64, D]
+    k: Any  # [KV_STAGES, PART, D]
+    v: Any
+    out: Any  # [groups, 64, D]; first of the earlier pass, then the result on its way out
+
+
+class Ready(NamedTuple):
+    """Barriers that say that the copy engine has written a tile."""
+
+    q: Any  # [Q_STAGES * groups]
+    kv: Any  # [KV_STAGES]: keys of a step, and values of the step before
+    earlier_out: Any  # [groups]
+
+
+class Free(NamedTuple):
+    """Barriers that say that a tile has been read and may be overwritten."""
+
+    q: Any  # [Q_STAGES * groups]
+    k: Any  # [KV_STAGES]
+    v: Any  # [KV_STAGES]
+
+
+class WorkQueue(NamedTuple):
+    """Two work tiles in shared memory, which the loading warp writes and the groups read."""
+
+    slots: Any  # int32 [2 * VALUES, 1]; a field called values would hide one of Triton's tuples
+    ready: Any  # [2]
+    free: Any  # [2]
+
+
+class BlockListPointers(NamedTuple):
+    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
+
+    spans: Any
+    entries: Any
+    mask_tiles: Any
+    chosen_by: Any
+    mask_bits: Any
+    q_segments: Any
+    kv_segments: Any
+
+
+class RowPointers(NamedTuple):
+    """Pointers to one number a query row, or a head."""
+
+    sinks: Any
+    earlier_lse: Any
+    lse: Any
+
+
+# --- the queue of work tiles -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _scheduled(schedule, turn):
-    """The item of this program in a round, -1 after its last one."""
-    return gl.load(schedule + turn * gl.num_programs(0) + gl.program_id(0))
+def _allocate_queue(GROUPS: gl.constexpr):
+    """Allocates the queue and its barriers."""
+    slots = gl.allocate_shared_memory(gl.int32, [2 * VALUES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return WorkQueue(slots, barriers(2, 1), barriers(2, GROUPS))
 
 
 @gluon.jit
-def _tell(work, turn, found):
-    """Tells the groups that compute the numbers of an item, of which the first is -1 after the last item."""
-    numbers, full, empty = work
-    mbarrier.wait(empty.index(turn % 2), (turn // 2 & 1) ^ 1)
-    for i in gl.static_range(NUMBERS):
-        place = numbers.index(turn % 2 * NUMBERS + i)
-        place.store(gl.full([1], found[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full.index(turn % 2), count=1)
+def _scheduled(schedule, round):
+    """Number of the work tile of this program in a round, -1 after its last one."""
+    return gl.load(schedule + round * gl.num_programs(0) + gl.program_id(0))
 
 
 @gluon.jit
-def _told(work, turn, NUMBER: gl.constexpr):
-    """One of the numbers of an item that a group computes, when it has waited for them."""
-    place = work[0].index(turn % 2 * NUMBERS + NUMBER)
-    return gl.sum(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _put(queue, round, values):
+    """Writes a work tile to the queue; its number is -1 after the last one."""
+    mbarrier.wait(queue.free.index(round % 2), (round // 2 & 1) ^ 1)
+    for i in gl.static_range(VALUES):
+        slot = queue.slots.index(round % 2 * VALUES + i)
+        slot.store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(queue.ready.index(round % 2), count=1)
 
 
 @gluon.jit
-def _fetch_keys(desc, more, b, row, head, full, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
-    """Begins to load k or v of a step: rows of a second pass are numbered after those of the first."""
+def _get(queue, round, INDEX: gl.constexpr):
+    """Reads one integer of a work tile, which is ready."""
+    slot = queue.slots.index(round % 2 * VALUES + INDEX)
+    return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+                    L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Reads the next work tile, and starts the loads of a group that it begins with.
+
+    Returns (number or -1, (first step, first masked step, end), mask words of the first step, initial m_i): m_i begins
+    with the sink or the lse of an earlier pass, to base 2.
+    """
+    mbarrier.wait(queue.ready.index(round % 2), round // 2 & 1)
+    work_tile = _get(queue, round, WORK_TILE)
+    span = _get(queue, round, FIRST), _get(queue, round, FIRST_MASKED), _get(queue, round, END)
+    words = _mask_words(lists, _get(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
+    mbarrier.arrive(queue.free.index(round % 2), count=1)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    batch, pass_head, q_block = item_of(gl.maximum(work_tile, 0), A.OWN_HEADS, L)
+    if F.SINKS:
+        m_i = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+        m_i += gl.load(rows.sinks + A.FIRST_HEAD + pass_head * A.HEAD_STEP) * LOG2_E
+    if F.BEFORE:
+        row = q_block * Q.TILE + row_in_tile + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        m_i = gl.load(rows.earlier_lse + (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
+    return work_tile, span, words, m_i
+
+
+# --- the loading warp ------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_kv(desc, desc2, batch, row, kv_head, ready, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
+    """Starts to load k or v of a step. Rows of a second pass are numbered after those of the first."""
     if KV2.ROWS == 0 or row < KV.ROWS:
-        load_tile(desc, corner_of(b, row, head, 0, KV, A.D), full, buffer)
+        load_tile(desc, corner_of(batch, row, kv_head, 0, KV, A.D), ready, buffer)
     else:
-        other = reinterpret(buffer, more.dtype, more.block_shape, more.layout)
-        load_tile(more, corner_of(b, row - KV.ROWS, head, 0, KV2, A.D), full, other)
+        buffer2 = reinterpret(buffer, desc2.dtype, desc2.block_shape, desc2.layout)
+        load_tile(desc2, corner_of(batch, row - KV.ROWS, kv_head, 0, KV2, A.D), ready, buffer2)
 
 
 @gluon.jit
-def _producer(descs, buffers, full, empty, work, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Fetches q, k and v in the order in which they will be needed, and says where lists are."""
+    """Loads q, k and v in the order in which the groups need them."""
     PARTS: gl.constexpr = KV.TILE // F.PART
-    n = 0
-    turn = 0
-    item = _scheduled(schedule, turn)
-    while item >= 0:
-        coming = _scheduled(schedule, turn + 1)
-        b, own, block = item_of(item, A.OWN_HEADS, L)
-        head = A.FIRST_HEAD + own * A.HEAD_STEP
+    loaded = 0  # steps of all work tiles
+    round = 0
+    work_tile = _scheduled(schedule, round)
+    while work_tile >= 0:
+        next_work_tile = _scheduled(schedule, round + 1)
+        batch, pass_head, q_block = item_of(work_tile, A.OWN_HEADS, L)
+        head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
-        first, first_masked, end = span_of(lists[0], b, head, block, L)
+        first, first_masked, end = span_of(lists.spans, batch, head, q_block, L)
         for group in gl.static_range(Q.TILE // ROWS):
-            slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + group
-            mbarrier.wait(empty[0].index(slot), (turn // F.Q_STAGES & 1) ^ 1)
-            row = block * Q.TILE + group * ROWS
-            fetch(descs[0], b, row, head, full[0].index(slot), buffers[0].index(slot), Q, A.D)
-        tile = gl.load(lists[2] + first, mask=end > first, other=-1)
-        first, first_masked, end = first * PARTS, first_masked * PARTS, end * PARTS  # steps
-        _tell(work, turn, (item, first, first_masked, end, tile))
-        turn += 1
-        # Values are needed a step later than keys: with the keys of step n come the values of the step before.
-        before = 0
-        for i in range(first, end + gl.where(end > first, 1, 0)):
-            slot = n % F.KV_STAGES
-            at = full[1].index(slot)
-            row = before
-            if i < end:
-                row = gl.load(lists[1] + i // PARTS) * KV.TILE + i % PARTS * F.PART
-            mbarrier.wait(empty[1].index(slot), (n // F.KV_STAGES & 1) ^ 1)
-            if i == first:  # no values will wait for it, and groups must not arrive there before it is over
-                mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
-            both = (i > first) & (i < end)
-            mbarrier.expect(at, 2 * descs[1].block_type.nbytes, pred=both)
-            mbarrier.expect(at, descs[1].block_type.nbytes, pred=both == 0)
-            if i < end:
-                _fetch_keys(descs[1], descs[5], b, row, kv_head, at, buffers[1].index(slot), A, KV, KV2)
-            if i > first:
-                mbarrier.wait(empty[2].index(slot), (n // F.KV_STAGES & 1) ^ 1)
-                _fetch_keys(descs[2], descs[6], b, before, kv_head, at, buffers[2].index(slot), A, KV, KV2)
-            before = row
-            n += 1
-        item = coming
-    _tell(work, turn, (-1, 0, 0, 0, -1))
+            q_slot = round % F.Q_STAGES * (Q.TILE // ROWS) + group
+            mbarrier.wait(free.q.index(q_slot), (round // F.Q_STAGES & 1) ^ 1)
+            q_row = q_block * Q.TILE + group * ROWS
+            fetch(descs.q, batch, q_row, head, ready.q.index(q_slot), buffers.q.index(q_slot), Q, A.D)
+        mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
+        first, first_masked, end = first * PARTS, first_masked * PARTS, end * PARTS  # entries of the list -> steps
+        _put(queue, round, (work_tile, first, first_masked, end, mask_tile))
+        round += 1
+        # A group needs values a step later than keys: with the keys of a step come the values of the step before.
+        v_row = 0
+        for step in range(first, end + gl.where(end > first, 1, 0)):
+            stage = loaded % F.KV_STAGES
+            kv_ready = ready.kv.index(stage)
+            k_row = v_row
+            if step < end:
+                k_row = gl.load(lists.entries + step // PARTS) * KV.TILE + step % PARTS * F.PART
+            mbarrier.wait(free.k.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
+            if step == first:  # no values will wait for it, and groups must not arrive there before it is over
+                mbarrier.wait(free.v.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
+            k_and_v = (step > first) & (step < end)
+            mbarrier.expect(kv_ready, 2 * descs.k.block_type.nbytes, pred=k_and_v)
+            mbarrier.expect(kv_ready, descs.k.block_type.nbytes, pred=k_and_v == 0)
+            if step < end:
+                _load_kv(descs.k, descs.k2, batch, k_row, kv_head, kv_ready, buffers.k.index(stage), A, KV, KV2)
+            if step > first:
+                mbarrier.wait(free.v.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
+                _load_kv(descs.v, descs.v2, batch, v_row, kv_head, kv_ready, buffers.v.index(stage), A, KV, KV2)
+            v_row = k_row
+            loaded += 1
+        work_tile = next_work_tile
+    _put(queue, round, (-1, 0, 0, 0, -1))
+
+
+# --- the groups that compute -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _limited(scores, words, within, i, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-             L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scores of a step that is masked: -inf where the pair may not attend."""
-    PARTS: gl.constexpr = KV.TILE // F.PART
-    if L.CHOSEN > 0:
-        by = gl.load(lists[3] + i // PARTS)
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + within
-        words = gl.where(((by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
-    scores = masked(scores, words, F.PART, LAYOUT, A)
-    if A.SEGMENTED:
-        first = gl.load(lists[1] + i // PARTS) * KV.TILE + i % PARTS * F.PART
-        column = first + gl.arange(0, F.PART, layout=gl.SliceLayout(0, LAYOUT))
-        other = gl.load(lists[6] + b * KV.ROWS + column)
-        scores = gl.where(segment[:, None] == other[None, :], scores, float("-inf"))
-    return scores
-
-
-@gluon.jit
-def _softmax(scores, top, total, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT_ROWS: gl.constexpr):
-    """(weights, largest logit, sum of weights, what earlier results are multiplied by)."""
-    raised = gl.maximum(top, gl.max(scores, 1) * FACTOR)
-    shift = raised
-    if MASKED:
-        shift = gl.where(raised == float("-inf"), 0.0, raised)  # a row that has seen no key yet
-    weights = exp2(scores * FACTOR - shift[:, None])
-    old = exp2(top - shift)
-    total = total * old + gl.sum(weights, 1)
-    return weights, raised, total, gl.convert_layout(old, OUT_ROWS)
-
-
-@gluon.jit
-def _words(lists, number, part, within, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):
-    """The words of a part of a mask tile; number -1 lets everything pass, and is the first one."""
+def _mask_words(lists, mask_tile, part, row_in_tile, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
+                LAYOUT: gl.constexpr):  # fmt: skip
+    """Loads the mask bits of a step, 32 keys a word. Mask tile -1 allows every pair and lies first in the array."""
     WORDS: gl.constexpr = KV.TILE // 32
-    tile = lists[4] + ((number + 1) * Q.TILE + within) * WORDS + part * (F.PART // 32)
+    tile = lists.mask_bits + ((mask_tile + 1) * Q.TILE + row_in_tile) * WORDS + part * (F.PART // 32)
     return words_of(tile, F.PART, LAYOUT, WORDS)
 
 
 @gluon.jit
-def _next(work, turn, lists, rows, within, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
-          F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """What a group needs of its next item before it begins.
-
-    (item or -1, its steps: the first, the first masked one and the end, the first one's mask tile, what rows begin
-    with: the logits to base 2 of sinks or of an earlier pass.)
-    """
-    _, full, empty = work
-    mbarrier.wait(full.index(turn % 2), turn // 2 & 1)
-    item = _told(work, turn, 0)
-    span = _told(work, turn, 1), _told(work, turn, 2), _told(work, turn, 3)
-    words = _words(lists, _told(work, turn, 4), 0, within, Q, KV, F, LAYOUT)
-    mbarrier.arrive(empty.index(turn % 2), count=1)
-    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    b, own, block = item_of(gl.maximum(item, 0), A.OWN_HEADS, L)
-    if F.SINKS:
-        top = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-        top += gl.load(rows[0] + A.FIRST_HEAD + own * A.HEAD_STEP) * LOG2_E
-    if F.BEFORE:
-        row = block * Q.TILE + within + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        top = gl.load(rows[1] + (b * A.OWN_HEADS + own) * Q.ROWS + row) * LOG2_E
-    return item, span, words, top
+def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl.constexpr, Q: gl.constexpr,
+                KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores [64, PART] of a masked step: -inf where the pair may not attend."""
+    PARTS: gl.constexpr = KV.TILE // F.PART
+    if L.CHOSEN > 0:  # bit i of an entry: whether the i-th part of the block's queries selected it
+        selected_by = gl.load(lists.chosen_by + step // PARTS)
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
+        words = gl.where(((selected_by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
+    scores = masked(scores, words, F.PART, LAYOUT, A)
+    if A.SEGMENTED:
+        k_row = gl.load(lists.entries + step // PARTS) * KV.TILE + step % PARTS * F.PART
+        column = k_row + gl.arange(0, F.PART, layout=gl.SliceLayout(0, LAYOUT))
+        kv_segment = gl.load(lists.kv_segments + batch * KV.ROWS + column)
+        scores = gl.where(q_segment[:, None] == kv_segment[None, :], scores, float("-inf"))
+    return scores
 
 
 @gluon.jit
-def _steps(first, last, n, state, q, buffers, full, empty, lists, within, b, segment, A: gl.constexpr, Q: gl.constexpr,
-           KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr,
-           OUT: gl.constexpr):  # fmt: skip
-    """Goes on over steps first .. last - 1; the weights of the step before are still to be multiplied."""
-    weights, top, total, out = state
+def _softmax(scores, m_i, l_i, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT_ROWS: gl.constexpr):
+    """One step of the online softmax, to base 2.
+
+    Returns (p [64, PART], new m_i, new l_i, alpha): the weights, the largest logit and the sum of weights of each row,
+    and the factor for earlier results, with the layout of the accumulator's rows.
+    """
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * FACTOR)
+    shift = m_new
+    if MASKED:
+        shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+    p = exp2(scores * FACTOR - shift[:, None])
+    alpha = exp2(m_i - shift)
+    l_i = l_i * alpha + gl.sum(p, 1)
+    return p, m_new, l_i, gl.convert_layout(alpha, OUT_ROWS)
+
+
+@gluon.jit
+def _attend_steps(first, end, done, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_segment,
+                  A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
+                  MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+    """Computes steps first .. end - 1. On entry and on return p @ v of the last step is still to be added.
+
+    ``state`` is (p as `pack` has it, m_i, l_i, acc). ``done`` counts the steps of all work tiles.
+    """
+    packed_p, m_i, l_i, acc = state
     COLUMNS: gl.constexpr = F.PART
     PARTS: gl.constexpr = KV.TILE // F.PART
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    for i in range(first, last):
-        slot = n % F.KV_STAGES
+    for step in range(first, end):
+        stage = done % F.KV_STAGES
         words = 0
-        if MASKED:  # early, for this takes long
-            words = _words(lists, gl.load(lists[2] + i // PARTS), i % PARTS, within, Q, KV, F, SCORES)
-        mbarrier.wait(full[1].index(slot), n // F.KV_STAGES & 1)
-        keys = flat(buffers[1].index(slot), COLUMNS, A.D)
+        if MASKED:  # loaded first, for this takes long
+            words = _mask_words(
+                lists, gl.load(lists.mask_tiles + step // PARTS), step % PARTS, row_in_tile, Q, KV, F, SCORES
+            )
+        mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
+        k_tile = flat(buffers.k.index(stage), COLUMNS, A.D)  # [PART, D]
         scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
-        scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
-        left = unpack(weights, q.dtype, ROWS, COLUMNS, LEFT)
-        out = warpgroup_mma(left, flat(buffers[2].index(slot), COLUMNS, A.D), out, is_async=True)
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
+        p = unpack(packed_p, q_tile.dtype, ROWS, COLUMNS, LEFT)
+        acc = warpgroup_mma(p, flat(buffers.v.index(stage), COLUMNS, A.D), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(empty[1].index(slot), count=1)
+        mbarrier.arrive(free.k.index(stage), count=1)
         scores = logits(scores, A)
         if MASKED:
-            scores = _limited(scores, words, within, i, b, segment, lists, A, Q, KV, L, F, SCORES)
-        found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
-        out = warpgroup_mma_wait(0, deps=[out])
-        mbarrier.arrive(empty[2].index(slot), count=1)
-        weights = pack(found, q.dtype, ROWS, COLUMNS)
-        out = out * old[:, None]
-        n += 1
-    return n, (weights, top, total, out)
+            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A, Q, KV, L, F, SCORES)
+        new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.v.index(stage), count=1)
+        packed_p = pack(new_p, q_tile.dtype, ROWS, COLUMNS)
+        acc = acc * alpha[:, None]
+        done += 1
+    return done, (packed_p, m_i, l_i, acc)
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, rows, A: gl.constexpr,
-               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes 64 of the rows of each item."""
+def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, rows, A: gl.constexpr,
+              Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
+    """Computes 64 of the rows of each work tile."""
     COLUMNS: gl.constexpr = F.PART
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
@@ -259,78 +367,80 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, work, lists, row
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     D: gl.constexpr = A.D
-    dtype: gl.constexpr = descs[0].dtype
-    within = GROUP * ROWS
-    staged = buffers[3].index(GROUP)
-    n = 0
-    turn = 0
-    item, span, words, begun = _next(work, turn, lists, rows, within, A, Q, KV, L, F, SCORES)
-    while item >= 0:
+    dtype: gl.constexpr = descs.q.dtype
+    row_in_tile = GROUP * ROWS
+    out_tile = buffers.out.index(GROUP)
+    done = 0
+    round = 0
+    work_tile, span, words, initial_m = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, SCORES)
+    while work_tile >= 0:
         first, first_masked, end = span
-        b, own, block = item_of(item, A.OWN_HEADS, L)
-        row = block * Q.TILE + within + gl.arange(0, ROWS, layout=BY_ROW)
-        at = (b * A.OWN_HEADS + own) * Q.ROWS + row
-        segment = row
+        batch, pass_head, q_block = item_of(work_tile, A.OWN_HEADS, L)
+        row = q_block * Q.TILE + row_in_tile + gl.arange(0, ROWS, layout=BY_ROW)
+        lse_index = (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row
+        q_segment = row
         if A.SEGMENTED:
-            segment = gl.load(lists[5] + b * Q.ROWS + row)
-        top = begun
-        total = gl.where(top == float("-inf"), 0.0, 1.0)
-        out = gl.zeros([ROWS, D], gl.float32, OUT)
+            q_segment = gl.load(lists.q_segments + batch * Q.ROWS + row)
+        m_i = initial_m  # [64]: the largest logit so far, to base 2
+        l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
+        acc = gl.zeros([ROWS, D], gl.float32, OUT)  # the sum of p @ v
 
-        slot = turn % F.Q_STAGES * (Q.TILE // ROWS) + GROUP
-        q = flat(buffers[0].index(slot), ROWS, A.D)
-        if F.BEFORE:  # it is needed last, and comes while the item is computed
-            tma.store_wait(0)  # where the results of the item before were staged
-            fetch(descs[4], b, block * Q.TILE + within, own, full[2].index(GROUP), staged, Q, A.D)
-        mbarrier.wait(full[0].index(slot), turn // F.Q_STAGES & 1)
+        q_slot = round % F.Q_STAGES * (Q.TILE // ROWS) + GROUP
+        q_tile = flat(buffers.q.index(q_slot), ROWS, A.D)  # [64, D]
+        if F.BEFORE:  # it is needed last, and comes while the work tile is computed
+            tma.store_wait(0)  # where the results of the work tile before were staged
+            fetch(descs.earlier_out, batch, q_block * Q.TILE + row_in_tile, pass_head, ready.earlier_out.index(GROUP),
+                  out_tile, Q, A.D)  # fmt: skip
+        mbarrier.wait(ready.q.index(q_slot), round // F.Q_STAGES & 1)
         if end > first:
-            step = n % F.KV_STAGES
-            mbarrier.wait(full[1].index(step), n // F.KV_STAGES & 1)
+            stage = done % F.KV_STAGES
+            mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
             scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
-            keys = flat(buffers[1].index(step), COLUMNS, A.D)
-            scores = warpgroup_mma(q, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
+            k_tile = flat(buffers.k.index(stage), COLUMNS, A.D)  # [PART, D]
+            scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(empty[1].index(step), count=1)
-            mbarrier.arrive(empty[2].index(step), count=1)
+            mbarrier.arrive(free.k.index(stage), count=1)
+            mbarrier.arrive(free.v.index(stage), count=1)
             scores = logits(scores, A)
             if first_masked == first:
-                scores = _limited(scores, words, within, first, b, segment, lists, A, Q, KV, L, F, SCORES)
-            found, top, total, old = _softmax(scores, top, total, factor(A.SCALE, A.CAP), True, OUT_ROWS)
-            out = out * old[:, None]
-            state = pack(found, dtype, ROWS, COLUMNS), top, total, out
-            n += 1
-            middle = gl.maximum(first_masked, first + 1)
-            n, state = _steps(first + 1, middle, n, state, q, buffers, full, empty, lists, within, b, segment,
-                              A, Q, KV, L, F, False, SCORES, OUT)  # fmt: skip
-            n, state = _steps(middle, end, n, state, q, buffers, full, empty, lists, within, b, segment,
-                              A, Q, KV, L, F, True, SCORES, OUT)  # fmt: skip
-            weights, top, total, out = state
-            step = n % F.KV_STAGES
-            mbarrier.wait(full[1].index(step), n // F.KV_STAGES & 1)
-            left = unpack(weights, dtype, ROWS, COLUMNS, LEFT)
-            out = warpgroup_mma(left, flat(buffers[2].index(step), COLUMNS, A.D), out, is_async=True)
-            out = warpgroup_mma_wait(0, deps=[out])
-            mbarrier.arrive(empty[1].index(step), count=1)
-            mbarrier.arrive(empty[2].index(step), count=1)
-            n += 1
-        mbarrier.arrive(empty[0].index(slot), count=1)
+                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_segment, lists, A, Q, KV, L, F, SCORES)
+            p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, factor(A.SCALE, A.CAP), True, OUT_ROWS)
+            acc = acc * alpha[:, None]
+            state = pack(p, dtype, ROWS, COLUMNS), m_i, l_i, acc
+            done += 1
+            masked_from = gl.maximum(first_masked, first + 1)
+            done, state = _attend_steps(first + 1, masked_from, done, state, q_tile, buffers, ready, free, lists,
+                                        row_in_tile, batch, q_segment, A, Q, KV, L, F, False, SCORES, OUT)  # fmt: skip
+            done, state = _attend_steps(masked_from, end, done, state, q_tile, buffers, ready, free, lists,
+                                        row_in_tile, batch, q_segment, A, Q, KV, L, F, True, SCORES, OUT)  # fmt: skip
+            packed_p, m_i, l_i, acc = state
+            stage = done % F.KV_STAGES
+            mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
+            last_p = unpack(packed_p, dtype, ROWS, COLUMNS, LEFT)
+            acc = warpgroup_mma(last_p, flat(buffers.v.index(stage), COLUMNS, A.D), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free.k.index(stage), count=1)
+            mbarrier.arrive(free.v.index(stage), count=1)
+            done += 1
+        mbarrier.arrive(free.q.index(q_slot), count=1)
         if F.BEFORE:
-            mbarrier.wait(full[2].index(GROUP), turn & 1)
-            kept = exp2(begun - gl.where(top == float("-inf"), 0.0, top))
-            out += flat(staged, ROWS, D).load(OUT).to(gl.float32) * gl.convert_layout(kept, OUT_ROWS)[:, None]
-        turn += 1
-        # Its loads are on their way while the results of this item go out.
-        coming = _next(work, turn, lists, rows, within, A, Q, KV, L, F, SCORES)
+            mbarrier.wait(ready.earlier_out.index(GROUP), round & 1)
+            earlier_weight = exp2(initial_m - gl.where(m_i == float("-inf"), 0.0, m_i))
+            earlier_out = flat(out_tile, ROWS, D).load(OUT).to(gl.float32)
+            acc += earlier_out * gl.convert_layout(earlier_weight, OUT_ROWS)[:, None]
+        round += 1
+        # Its loads are on their way while the results of this work tile go out.
+        next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, SCORES)
 
-        nothing = total == 0
-        total = gl.where(nothing, 1.0, total)
-        gl.store(rows[2] + at, gl.where(nothing, float("-inf"), (top + gl.log2(total)) * 0.6931471805599453))
-        result = out * gl.convert_layout(1.0 / total, OUT_ROWS)[:, None]
+        is_empty = l_i == 0
+        l_i = gl.where(is_empty, 1.0, l_i)
+        gl.store(rows.lse + lse_index, gl.where(is_empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2))
+        out = acc * gl.convert_layout(1.0 / l_i, OUT_ROWS)[:, None]
         tma.store_wait(0)
-        flat(staged, ROWS, D).store(result.to(dtype))
+        flat(out_tile, ROWS, D).store(out.to(dtype))
         fence_async_shared()
-        store_tile(descs[3], corner_of(b, block * Q.TILE + within, own, 0, Q, A.D), staged)
-        item, span, words, begun = coming
+        store_tile(descs.out, corner_of(batch, q_block * Q.TILE + row_in_tile, pass_head, 0, Q, A.D), out_tile)
+        work_tile, span, words, initial_m = next_work_tile
     tma.store_wait(0)
 
 
@@ -339,20 +449,20 @@ def forward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has 64 rows, those of a group, and D columns
     k,  # [B, *axes of KV, KV_HEADS, H]
     v,  # [B, *axes of KV, KV_HEADS, HV]
-    more_k,  # k and v by the axes of KV2, if there is a second pass
-    more_v,
-    before,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
-    schedule,  # int32 [rounds + 1, programs]: the items of each program, and -1 behind them
+    k2,  # k and v by the axes of KV2, if there is a second pass
+    v2,
+    earlier_out,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
+    schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, and -1 behind them
     spans,  # this and the next three: `BlockLists`
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,  # int32 [1 + tiles, Q.TILE, KV.TILE / 32]
+    mask_bits,  # int32 [1 + tiles, Q.TILE, KV.TILE / 32]
     q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
     kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
     sinks,  # float32 [HEADS], if SINKS
-    before_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if BEFORE
-    out,  # a descriptor as that of ``before``
+    earlier_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if BEFORE
+    out,  # a descriptor like that of ``earlier_out``
     lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row
     A: gl.constexpr,
     Q: gl.constexpr,
@@ -363,25 +473,24 @@ def forward_kernel(
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
     FETCHING: gl.constexpr,
 ):
-    """Attention of the items that this program takes: rounded out, and lse."""
+    """Attention of the work tiles of this program: out, rounded, and lse."""
     GROUPS: gl.constexpr = Q.TILE // ROWS
+    descs = Descriptors(q, k, v, k2, v2, earlier_out, out)
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
-    k_buffer, v_buffer = buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES)
-    q_full, q_empty = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
-    kv_full = barriers(F.KV_STAGES, 1)
-    k_empty, v_empty = barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS)
-    before_full, work = barriers(GROUPS, 1), _queue(GROUPS)
+    buffers = Buffers(q_buffer, buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES), out_buffer)
+    q_ready, q_free = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
+    kv_ready = barriers(F.KV_STAGES, 1)
+    free = Free(q_free, barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS))
+    ready = Ready(q_ready, kv_ready, barriers(GROUPS, 1))
+    queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    descs = q, k, v, out, before, more_k, more_v
-    buffers = q_buffer, k_buffer, v_buffer, out_buffer
-    full, empty = (q_full, kv_full, before_full), (q_empty, k_empty, v_empty)
-    lists = spans, entries, tiles, chosen_by, bits, q_segments, kv_segments
-    rows = sinks, before_lse, lse
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    rows = RowPointers(sinks, earlier_lse, lse)
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, full, empty, work, lists, rows, A, Q, KV, L, F)),
-            (_consumer, (1, descs, buffers, full, empty, work, lists, rows, A, Q, KV, L, F)),
-            (_producer, (descs, buffers, full, empty, work, schedule, lists, A, Q, KV, KV2, L, F)),
+            (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
+            (_consumer, (1, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
+            (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
         ],
         [4, 1],
         [REGISTERS, FETCHING],

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
-from ...planning.lists import MOST_PARTS, BlockLists, Candidates, static_candidates
+from ...planning.lists import MOST_PARTS, BlockLists, BlockPairs, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, merged
@@ -57,12 +57,12 @@ def products_begin_from(lse: jax.Array, call: Call) -> jax.Array:
 def _of_both(passes: tuple[Pass, ...], more: tuple[Pass, ...], q: Side, kv: Side) -> Lists:
     """Lists over the key blocks of two passes with the same query rows; those of the second one are numbered last."""
     shape = q.block, kv.block
-    (a, tiles), (b, more_tiles) = (static_candidates([x.mask for x in each], shape, True) for each in (passes, more))
+    (a, tiles), (b, more_tiles) = (planned_block_pairs([x.mask for x in each], shape, True) for each in (passes, more))
     assert tiles is not None and more_tiles is not None
     tile = np.where(b.tile < 0, b.tile, b.tile + len(tiles))
     pairs = (a.row, b.row), (a.column, b.column + a.blocks[1]), (a.kind, b.kind), (a.tile, tile)
     row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in pairs)
-    both = Candidates(row, column, kind, tile, None, (a.blocks[0], a.blocks[1] + b.blocks[1]))
+    both = BlockPairs(row, column, kind, tile, None, (a.blocks[0], a.blocks[1] + b.blocks[1]))
     bits = bits_of(np.concatenate([tiles, more_tiles]), q, kv, dkv=False)
     return Lists(both.lists(by_key=False), bits, both.longest(by_key=False))
 

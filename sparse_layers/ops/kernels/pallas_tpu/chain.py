@@ -3,18 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, Extents, static_candidates, unpacked_tiles
+from ...planning.head_groups import HeadGroup, head_groups
+from ...planning.lists import MOST_PARTS
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
-from ...planning.views import RowOrder
-from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches, run_time_blocks
+from ...planning.views import Reordered
+from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches, pass_blocks, row_orders
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -80,17 +81,17 @@ def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     dtype, operands = operands.query.dtype, _no_float16(operands)
     outs, lses = [], []
-    for heads in _classes(call, operands):
+    for heads in _groups(call, operands):
         out, lse = None, None
         if operands.sinks is not None:
-            lse = jnp.broadcast_to(heads.of(base_2_sinks(operands.sinks), 0), heads.query.shape[:3])
-        for one in heads.passes:
-            if one is None or one.q_order.natural:
-                final = one is heads.passes[-1]
-                out, lse = heads.forward(one, operands.query.dtype if final else jnp.float32, out, lse)
+            lse = jnp.broadcast_to(heads.group.select(base_2_sinks(operands.sinks), 0), heads.query.shape[:3])
+        for passes in heads.group.passes:
+            if row_orders(operands, passes)[0].natural:
+                final = passes is heads.group.passes[-1]
+                out, lse = heads.forward(passes, operands.query.dtype if final else jnp.float32, out, lse)
             else:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
-                own = heads.forward(one, jnp.float32, None, None)
+                own = heads.forward(passes, jnp.float32, None, None)
                 if lse is not None:
                     own = merged((jnp.zeros_like(own[0]) if out is None else out, lse), own)
                 out, lse = own
@@ -107,10 +108,10 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: a row without keys gives nothing
     by_query = lse, delta, dout.astype(operands.query.dtype)
     dqs, dk, dv = [], *(jnp.zeros_like(x, jnp.float32) for x in (operands.key, operands.value))
-    for heads in _classes(call, operands):
+    for heads in _groups(call, operands):
         dq = jnp.zeros_like(heads.query, jnp.float32)
-        for one in heads.passes:
-            more_q, more_k, more_v = heads.backward(one, *(heads.of(x, 2) for x in by_query))
+        for passes in heads.group.passes:
+            more_q, more_k, more_v = heads.backward(passes, *map(heads.group.select, by_query))
             dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
         dqs.append(dq)
     return joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype)
@@ -118,111 +119,86 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Heads:
-    """The query heads first, first + stride, ..., which share a chain.
+    """The query heads of a group, which share a chain. With a run-time mask they need not share a mask.
 
     Attributes:
       call: the call of the op.
       operands: its arrays.
-      first, stride: which heads.
-      passes: the chain; (None,) for a run-time mask, whose heads need not share a mask, and for blocks that were
-        chosen at run time.
+      group: which heads, and their chain.
       query: [B, T, heads, H].
     """
 
     call: Call
     operands: Operands
-    first: int
-    stride: int
-    passes: tuple[Pass | None, ...]
+    group: HeadGroup
     query: jax.Array
 
-    def of(self, x: jax.Array, axis: int) -> jax.Array:
-        """The part of an array with all N query heads along an axis."""
-        return jax.lax.slice_in_dim(x, self.first, None, self.stride, axis)
-
-    def forward(self, one: Pass | None, out_dtype, out: jax.Array | None, lse: jax.Array | None):
+    def forward(self, passes: tuple[Pass, ...], out_dtype, out: jax.Array | None, lse: jax.Array | None):
         """(out, lse) of one pass in token order, going on from the given ones (out None: zeros)."""
-        link, steps, arrays = self._prepare(one, backward=False)
-        q_order, bq = self._orders(one)[0], link.shape[0]
+        link, steps, arrays = self._prepare(passes, backward=False)
+        q_order, bq = row_orders(self.operands, passes)[0], link.shape[0]
         start = None if out is None else by_rows(q_order, out, bq), None if lse is None else vector(q_order, lse, bq)
         out, lse = forward_pass(link, steps, arrays, out_dtype, *start)
         lse = lse.reshape(*lse.shape[:2], -1)
         return by_tokens(q_order, out), by_tokens(q_order, lse, -jnp.inf)
 
-    def backward(self, one: Pass | None, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+    def backward(self, passes: tuple[Pass, ...], lse: jax.Array, delta: jax.Array, dout: jax.Array):
         """(dq, dk, dv) of one pass in token order; dk and dv for all key heads."""
-        q_order, kv_order = self._orders(one)
-        link, steps, arrays = self._prepare(one, backward=True)
+        q_order, kv_order = row_orders(self.operands, passes)
+        link, steps, arrays = self._prepare(passes, backward=True)
         bq = link.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
         # Query heads of one key head are summed inside the kernel if all are here and share their list.
-        members = link.group // self.stride if link.group % self.stride == 0 else 1
+        members = link.group // link.stride if link.group % link.stride == 0 else 1
         if steps.words.shape[1] > 1 and steps.group % members:
             members = 1
         dq, dk, dv = backward_pass(link, steps, arrays, *by_query, members)
         dk, dv = by_tokens(kv_order, dk), by_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
-        if dk.shape[2] != key.shape[2] or self.stride > 1:
+        if dk.shape[2] != key.shape[2] or link.stride > 1:
             kv_heads = link.kv_head(np.arange(0, link.heads, members))
             dk, dv = (
                 jnp.zeros_like(like, jnp.float32).at[:, :, kv_heads].add(x) for x, like in ((dk, key), (dv, value))
             )
         return by_tokens(q_order, dq) * self.call.scale, dk, dv
 
-    def _orders(self, one: Pass | None) -> tuple[RowOrder, RowOrder]:
-        if one is None:
-            return RowOrder(self.query.shape[1]), RowOrder(self.operands.key.shape[1])
-        return one.q_order, one.kv_order
-
-    def _prepare(self, one: Pass | None, *, backward: bool) -> tuple[Link, Steps, Arrays]:
+    def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
-        orders = self._orders(one)
-        mask, shape, candidates, tiles = self._candidates(one, backward)
-        segments, ids = self.operands.segments, (None, None)
-        if segments is not None:
-            sides = [*zip(orders, segments, shape, strict=True)]
+        operands, rows = self.operands, 0
+        if operands.chosen is not None:
+            rows = _choosing_rows(self.call, backward, operands.chosen.shape[1])
+            operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
+        blocks = pass_blocks(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
+        (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
+        ids = (None, None)
+        if blocks.segments is not None:
+            sides = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
-            candidates = candidates.with_segments(*(Extents.of(*side) for side in sides))
-        rows, columns = candidates.blocks
         steps = Steps.of(
-            candidates.lists(by_key=backward),
+            pairs.lists(by_key=backward),
             tiles is not None,
-            f"a pass over {rows} x {columns} blocks of {shape[0]} x {shape[1]}",
+            f"a pass over {pairs.blocks[0]} x {pairs.blocks[1]} blocks of {bq} x {bkv}",
         )
         if tiles is not None:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
-        (q_order, kv_order), (bq, bkv) = orders, shape
-        key, value = (by_rows(kv_order, x, bkv) for x in (self.operands.key, self.operands.value))
-        arrays = Arrays(by_rows(q_order, self.query, bq), key, value, tiles, *ids)
-        group = self.operands.query.shape[2] // self.operands.key.shape[2]
-        limited = segments is not None or candidates.chosen_by is not None
-        return Link(self.call, self.query.shape[2], self.first, self.stride, group, shape, mask, limited), steps, arrays
-
-    def _candidates(self, one: Pass | None, backward: bool):
-        """(rule that computes masked blocks, block shape, pairs of blocks, bool mask tiles) of a pass."""
-        if one is not None:
-            mask, shape = one.mask, one.bwd_shape if backward else one.fwd_shape
-            candidates, tiles = static_candidates((mask,), shape, in_tiles(mask, shape, _TUNED))
-        else:
-            shape, operands = self.call.bwd_shape if backward else self.call.fwd_shape, self.operands
-            if operands.chosen is not None:
-                assert self.call.selection is not None
-                shape = _choosing_rows(self.call, backward, operands.chosen.shape[1]), self.call.selection[0]
-                operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
-            masks = self.call.masks[self.first :][:1]  # none if the mask is a run-time array
-            mask = masks[0] if masks else None
-            with_tiles = mask is not None and in_tiles(mask, shape, _TUNED)
-            candidates, tiles = run_time_blocks(self.call, operands, shape, masks, with_tiles)
-        if isinstance(tiles, np.ndarray):
-            mask, tiles = None, unpacked_tiles(tiles, shape[1]) if len(tiles) else None
-        return mask, shape, candidates, tiles
+        key, value = (by_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
+        arrays = Arrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
+        limited = blocks.segments is not None or pairs.chosen_by is not None
+        queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
+        which = self.query.shape[2], self.group.first, self.group.step, queries_per_key
+        return Link(self.call, *which, blocks.shape, blocks.rule, limited), steps, arrays
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""
         each = self.operands.query.shape[2] // ids.shape[2]
-        if ids.shape[2] == 1 or each % self.stride == 0:
+        if ids.shape[2] == 1 or each % self.group.step == 0:
             return ids
-        return jnp.repeat(ids, each, axis=2)[:, :, self.first :: self.stride]
+        return self.group.select(jnp.repeat(ids, each, axis=2))
+
+
+def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+    """True if the kernels read the partial blocks of a group's mask as tiles, by the tuning of this backend."""
+    return in_tiles(masks[0], shape, _TUNED)
 
 
 def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
@@ -232,18 +208,10 @@ def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
     return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
 
 
-def _classes(call: Call, operands: Operands) -> list[_Heads]:
-    """The heads by chain: heads h, h + C, h + 2C, ... share chain h of C."""
-    chains = ((None,),) if operands.mask is not None else call.chains
-    if operands.chosen is not None:
-        chains = ((None,),) * len(chains)
-    if not operands.query.size:
-        chains = ((),)  # no batch entries: nothing to compute
-    stride = len(chains)
-    return [
-        _Heads(call, operands, first, stride, chain, operands.query[:, :, first::stride])
-        for first, chain in enumerate(chains)
-    ]
+def _groups(call: Call, operands: Operands) -> list[_Heads]:
+    """The heads by chain; without batch entries no passes, as there is nothing to compute."""
+    groups = groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
+    return [_Heads(call, operands, group, group.select(operands.query)) for group in groups]
 
 
 def _no_float16(operands: Operands) -> Operands:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, Candidates, Extents, StateTable, chosen_candidates, differs
+from ...planning.lists import DEAD, BlockPairs, StateTable, differs, selected_block_pairs
 from ...planning.params import BwdParams
 from ...planning.views import Axis, RowOrder
 from ..call import Call, Operands, table_of
@@ -259,7 +259,7 @@ class Choices(Link):
     @functools.cached_property
     def live(self) -> jax.Array:
         """bool [B, T, k, N]: which choices are there to be looked at."""
-        kind, group = self._candidates.kind, self._candidates.group
+        kind, group = self._pairs.kind, self._pairs.group
         live = jnp.repeat(kind != DEAD, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
@@ -305,20 +305,16 @@ class Choices(Link):
         return self._launch(q, kv, kv, [(q, self.choice_lists(q, kv))], settings, None, kernel == "dkv")
 
     @functools.cached_property
-    def _candidates(self) -> Candidates:
+    def _pairs(self) -> BlockPairs:
         operands = self.operands
         assert self.call.selection is not None and operands.chosen is not None and self.table is not None
         (block, granularity), heads = self.call.selection, operands.query.shape[2]
         table, start = self.table[0], self.start
-        found = chosen_candidates(operands.chosen, granularity, (1, block), table, heads, start, self.ordered)
-        if operands.segments is not None:
-            orders = RowOrder(operands.query.shape[1]), self.kv_order
-            sides = zip(orders, operands.segments, (1, block), strict=True)
-            found = found.with_segments(*(Extents.of(*side) for side in sides))
-        return found
+        found = selected_block_pairs(operands.chosen, granularity, (1, block), table, heads, start, self.ordered)
+        return found.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
 
     def choice_lists(self, q: Side, kv: Side) -> Lists:
-        found = self._candidates
+        found = self._pairs
         assert self.table is not None
         rows = jax.lax.broadcasted_iota(jnp.int32, found.kind.shape, 2)
         found = dataclasses.replace(only_whole(found, kv), row=rows, blocks=(self.q_order.rows, found.blocks[1]))

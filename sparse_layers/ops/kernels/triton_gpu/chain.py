@@ -13,8 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ...planning.head_groups import HeadGroup
 from ...planning.views import RowOrder
-from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches
+from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches
 from ..gpu.hardware import MAX_BATCH_ENTRIES
 from . import by_key
 from .link import Gradients, Link, Rows
@@ -38,10 +39,9 @@ def backward(
 
 
 class _Group(NamedTuple):
-    """The query heads first, first + step, ..., whose chains differ in their masks only."""
+    """Query heads whose chains differ in their masks only, and what does their passes."""
 
-    first: int
-    step: int
+    heads: HeadGroup
     links: list[Link]
 
 
@@ -55,14 +55,9 @@ def _padding_apart(operands: Operands) -> Operands:
 
 def groups(call: Call, operands: Operands, link_type: type[Link]) -> list[_Group]:
     """All query heads, by the chains that they take."""
-    if operands.mask is not None or operands.chosen is not None:
-        return [_Group(0, 1, [link_type(call, operands, 0, 1, ())])]
-    alike = len({tuple((p.q_order, p.kv_order, p.fwd_shape, p.bwd_shape) for p in chain) for chain in call.chains}) == 1
-    chains = [call.chains] if alike else [(chain,) for chain in call.chains]
-    step = len(chains)
     return [
-        _Group(first, step, [link_type(call, operands, first, step, passes) for passes in zip(*own, strict=True)])
-        for first, own in enumerate(chains)
+        _Group(heads, [link_type(call, operands, heads.first, heads.step, passes) for passes in heads.passes])
+        for heads in groups_of(call, operands, merge=True)
     ]
 
 
@@ -114,12 +109,12 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
             both = merged(state.whole(), link.forward(None, None, False).whole())
             state = Rows(RowOrder(link.q_order.length), (both[0], both[1].swapaxes(1, 2)))
     if state is None:
-        nothing = jnp.zeros_like(operands.query[:, :, group.first :: group.step, 0], jnp.float32)
+        nothing = jnp.zeros_like(group.heads.select(operands.query)[..., 0], jnp.float32)
         out, lse = nothing[..., None] * jnp.zeros(operands.value.shape[-1]), nothing - jnp.inf
     else:
         out, lse = state.whole()
     if sinks is not None and not in_kernels:
-        sinks = jnp.broadcast_to(sinks[group.first :: group.step], lse.shape)
+        sinks = jnp.broadcast_to(group.heads.select(sinks, 0), lse.shape)
         out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
     return out, lse
 
@@ -181,7 +176,7 @@ def _backward_by_query(
             dq, dkv = link.dq(gradients, *before, may_round, rounded_keys(link))
             queries = dq if queries is None or goes_on else _added(queries, dq)
             keys = keys if dkv is None else dkv
-        none = jnp.zeros_like(query[:, :, group.first :: group.step])
+        none = jnp.zeros_like(group.heads.select(query))
         dqs.append(none if queries is None else queries.whole()[0])
     for link in by_keys:
         if link.kv_order.complete:

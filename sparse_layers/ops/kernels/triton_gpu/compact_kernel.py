@@ -1,6 +1,6 @@
-"""Lists from candidates that lie sorted by their major block already: the live ones brought together, free ones first.
+"""Lists from block pairs, sorted by their major block already: the live ones brought together, free ones first.
 
-This is what `Candidates.lists` does by a sort, for a tenth of its time: documents leave some blocks of a static list,
+This is what `BlockPairs.lists` does by a sort, for a tenth of its time: documents leave some blocks of a static list,
 and the blocks that a query chose are few.
 """
 
@@ -17,7 +17,7 @@ CHUNK = 64
 
 
 class Sizes(NamedTuple):
-    """What the kernel knows of the candidates."""
+    """What the kernel knows of the pairs."""
 
     N: int  # of each list batch and list head
     HEADS: int
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def compact_kernel(
-    starts,  # int32 [HEADS, BLOCKS + 1]: where the candidates of each major block begin
+    starts,  # int32 [HEADS, BLOCKS + 1]: where the pairs of each major block begin
     kind,  # int32 [LB, HEADS, N]
     block,  # int32 [BATCHES, HEADS, N]
     tile,  # int32 [TILE_BATCHES, HEADS, N]

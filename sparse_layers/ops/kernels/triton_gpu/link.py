@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, static_candidates
+from ...planning.lists import MOST_PARTS, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, Operands
+from ..call import Call, Operands, row_orders
 from ..gpu import bridge, hardware
 from . import tiles
 from .backward_kernel import dkv_kernel, dq_kernel
@@ -92,12 +92,12 @@ class Link:
     @property
     def q_order(self) -> RowOrder:
         """Token of each query row."""
-        return self.passes[0].q_order if self.passes else RowOrder(self.operands.query.shape[1])
+        return row_orders(self.operands, self.passes)[0]
 
     @property
     def kv_order(self) -> RowOrder:
         """Token of each key row."""
-        return self.passes[0].kv_order if self.passes else RowOrder(self.operands.key.shape[1])
+        return row_orders(self.operands, self.passes)[1]
 
     def goes_with(self, other: "Link", kernel: str) -> bool:
         """Whether one kernel can do both: they have the same query rows, and lists for as many heads.
@@ -124,7 +124,7 @@ class Link:
         if rows is None or not complete or not self.passes or self.also or self.operands.segments is not None:
             return False
         for one in self.passes:  # a quick look, before lists are made for the sake of the question
-            columns = static_candidates([one.mask], one.fwd_shape, False)[0].column
+            columns = planned_block_pairs([one.mask], one.fwd_shape, False)[0].column
             if np.bincount(columns.ravel()).max(initial=0) > max(1, rows // one.fwd_shape[0]):
                 return False
         prepared = self._prepared("fused")

@@ -17,9 +17,8 @@ from ...planning.lists import (
     FREE,
     MASKED,
     BlockLists,
-    Candidates,
-    Extents,
-    static_candidates,
+    BlockPairs,
+    planned_block_pairs,
     unpacked_tiles,
 )
 from ...planning.plan import Pass
@@ -118,9 +117,9 @@ class Lists:
 
 
 @bounded_cache()
-def _sorted(passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool) -> Candidates:
-    """The candidates of masks known beforehand, sorted by the major block."""
-    return static_candidates([one.mask for one in passes], shape, True)[0].sorted(dkv)
+def _sorted(passes: tuple[Pass, ...], shape: tuple[int, int], dkv: bool) -> BlockPairs:
+    """The pairs of masks known beforehand, sorted by the major block."""
+    return planned_block_pairs([one.mask for one in passes], shape, True)[0].sorted(dkv)
 
 
 def lists_of(
@@ -132,35 +131,33 @@ def lists_of(
     """
     q, kv = (minor, major) if dkv else (major, minor)
     if operands.chosen is not None or operands.mask is not None:
-        candidates, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
-        bits, starts = bits_of(tiles, major, minor, dkv), candidates.starts(dkv)
+        pairs, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
+        bits, starts = bits_of(tiles, major, minor, dkv), pairs.starts(dkv)
     elif operands.segments is None:
         return _static_lists(passes, major, minor, dkv)
     else:
-        candidates, bits, starts = _in_parts(passes, major, minor, dkv, parts)
-    if operands.segments is not None:
-        extents = (Extents.of(side.order, x, side.block) for side, x in zip((q, kv), operands.segments, strict=True))
-        candidates = candidates.with_segments(*extents)
-    chosen = 0 if call.selection is None or candidates.chosen_by is None else call.selection[1]
-    candidates = only_whole(candidates, minor)
-    lists = candidates.lists(dkv) if starts is None else _compacted(candidates, starts, dkv)
-    return Lists(lists, bits, candidates.longest(dkv), chosen)
+        pairs, bits, starts = _in_parts(passes, major, minor, dkv, parts)
+    pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
+    chosen = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
+    pairs = only_whole(pairs, minor)
+    lists = pairs.lists(dkv) if starts is None else _compacted(pairs, starts, dkv)
+    return Lists(lists, bits, pairs.longest(dkv), chosen)
 
 
 def _in_parts(
     passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool, parts: int
-) -> tuple[Candidates, np.ndarray, np.ndarray | None]:
-    """The candidates of masks known beforehand, sorted by the major block, their bits, and where lists begin.
+) -> tuple[BlockPairs, np.ndarray, np.ndarray | None]:
+    """The pairs of masks known beforehand, sorted by the major block, their bits, and where lists begin.
 
     Blocks of the masks are ``parts`` of the minor side: they are cut on the device.
     """
     whole = dataclasses.replace(minor, block=minor.block * parts, tile=minor.tile * parts)
-    candidates = _sorted(passes, (whole.block, major.block) if dkv else (major.block, whole.block), dkv)
-    starts = candidates.starts(dkv)
+    pairs = _sorted(passes, (whole.block, major.block) if dkv else (major.block, whole.block), dkv)
+    starts = pairs.starts(dkv)
     if parts == 1:
-        return candidates, _static_bits(passes, major, minor, dkv), starts
+        return pairs, _static_bits(passes, major, minor, dkv), starts
     bits, states = _bits_in_parts(passes, major, whole, dkv, parts)
-    return candidates.in_parts(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
+    return pairs.in_parts(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
 
 
 @bounded_cache()
@@ -174,15 +171,15 @@ def _bits_in_parts(
     return np.concatenate([bits[0, :1], bits[1:].reshape(-1, *bits.shape[2:])]), states
 
 
-def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLists:
-    """`Candidates.lists` of candidates that are sorted by their major block, of which ``starts`` says where they begin.
+def _compacted(pairs: BlockPairs, starts: np.ndarray, dkv: bool) -> BlockLists:
+    """`BlockPairs.lists` of pairs that are sorted by their major block, of which ``starts`` says where they begin.
 
-    Lists lie where their candidates lay, with gaps between them.
+    Lists lie where their pairs lay, with gaps between them.
     """
-    batches, heads, n = candidates.kind.shape
-    minor, blocks = candidates.row if dkv else candidates.column, candidates.blocks[dkv]
-    tile, chosen_by = candidates.tile, candidates.chosen_by
-    arrays = starts, candidates.kind, minor, tile, starts if chosen_by is None else chosen_by
+    batches, heads, n = pairs.kind.shape
+    minor, blocks = pairs.row if dkv else pairs.column, pairs.blocks[dkv]
+    tile, chosen_by = pairs.tile, pairs.chosen_by
+    arrays = starts, pairs.kind, minor, tile, starts if chosen_by is None else chosen_by
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
     outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
     outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -192,7 +189,7 @@ def _compacted(candidates: Candidates, starts: np.ndarray, dkv: bool) -> BlockLi
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
     by = None if chosen_by is None else by
-    return BlockLists(spans, block, tile, by, candidates.blocks[not dkv], candidates.group)
+    return BlockLists(spans, block, tile, by, pairs.blocks[not dkv], pairs.group)
 
 
 @bounded_cache()
@@ -206,15 +203,15 @@ def _static_lists(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool)
 @bounded_cache()
 def _static_bits(passes: tuple[Pass, ...], major: Side, minor: Side, dkv: bool) -> np.ndarray:
     shape = (minor.block, major.block) if dkv else (major.block, minor.block)
-    return bits_of(static_candidates([one.mask for one in passes], shape, True)[1], major, minor, dkv)
+    return bits_of(planned_block_pairs([one.mask for one in passes], shape, True)[1], major, minor, dkv)
 
 
-def only_whole(candidates: Candidates, minor: Side) -> Candidates:
-    """The candidates, none of them free if tiles reach beyond the blocks of the minor side."""
+def only_whole(pairs: BlockPairs, minor: Side) -> BlockPairs:
+    """The pairs, none of them free if tiles reach beyond the blocks of the minor side."""
     if minor.exact:
-        return candidates
-    xp: Any = np if isinstance(candidates.kind, np.ndarray) else jnp
-    return dataclasses.replace(candidates, kind=xp.where(candidates.kind == FREE, MASKED, candidates.kind))
+        return pairs
+    xp: Any = np if isinstance(pairs.kind, np.ndarray) else jnp
+    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FREE, MASKED, pairs.kind))
 
 
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:

@@ -1,0 +1,54 @@
+"""Head groups: which query heads a backend computes together, and the passes that they take."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .plan import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadGroup:
+    """The query heads first, first + step, first + 2 * step, ..., up to the last of all N.
+
+    Attributes:
+      first: the first of these heads.
+      step: from one of them to the next.
+      passes: for each pass of the chain, the `Pass` values that these heads take in turn: head i of the group takes
+        entry ``i % len``. They differ in their masks only. () if the blocks of the pass are known at run time only.
+    """
+
+    first: int
+    step: int
+    passes: tuple[tuple[Pass, ...], ...]
+
+    def select(self, x: Any, axis: int = 2) -> Any:
+        """The heads of the group, [.., heads, ..], from x [.., N, ..] with all query heads along ``axis``."""
+        return x[(slice(None),) * axis + (slice(self.first, None, self.step),)]
+
+
+def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tuple[HeadGroup, ...]:
+    """Groups query heads by the chains that they take in turn: head h takes chain ``h % len(chains)``.
+
+    Args:
+      chains: the passes of each; None stands for a pass whose blocks are known at run time only.
+      merge: whether the backend takes several masks in one pass. Chains that differ in their masks only are one group
+        of all heads then.
+
+    Returns:
+      The groups by their first heads: one for each chain, or one for all.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> chains = sl.make_plan([sl.Causal(), sl.Full()], 64).chains
+      >>> [(group.first, group.step, len(group.passes[0])) for group in head_groups(chains, merge=False)]
+      [(0, 2, 1), (1, 2, 1)]
+      >>> [(group.first, group.step, len(group.passes[0])) for group in head_groups(chains, merge=True)]
+      [(0, 1, 2)]
+    """
+    layouts = {tuple(one and (one.q_order, one.kv_order, one.fwd_shape, one.bwd_shape) for one in x) for x in chains}
+    members = [chains] if merge and len(layouts) == 1 else [(chain,) for chain in chains]
+    return tuple(
+        HeadGroup(first, len(members), tuple(tuple(filter(None, turns)) for turns in zip(*own, strict=True)))
+        for first, own in enumerate(members)
+    )
