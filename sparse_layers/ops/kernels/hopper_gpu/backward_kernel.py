@@ -1,13 +1,44 @@
-"""The backward kernel: a program has a key head and a block of 128 keys; it gives dk and dv, and adds to dq.
+"""The backward kernel for Hopper: a program computes dk and dv of 128 keys of a key head, and adds to dq.
 
-Where some of these would take much longer than others all are cut into pieces, which add to dk and dv in float32.
+**One work tile a program.** It is a block of N keys of a key head, whose k and v stay in shared memory, for all query
+heads of that key head. Where some lists are much longer than others, a work tile is a split of a list. Splits add to
+dk and dv in float32.
 
-With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dk = ds^T q, dq = ds k: five products a block.
-Each of two groups of four warps has 64 of the keys, and dk and dv of these in registers. Scores are transposed, keys by
-queries, so that p and ds are left sides as they are; for dq, ds goes through shared memory, where each group multiplies
-all keys, for half of the head size. The copy engine adds it to an array in float32, in the order in which it comes.
+**One warp loads, two groups of four warps multiply.** The producer drives the copy engine: k and v once, then for each
+step a stage of q, lse, dout and delta. Each group has ROWS = 64 of the keys, and their dk and dv in registers.
 
-The rules of `forward_kernel.py` hold here, too.
+**Scores are transposed.** Scores, p, dp and ds are [keys, queries]. So p and ds go from registers, as they are, into
+the products of dv and dk. Accumulators of scores start at -lse, see `products_begin_from`, if logits are only scaled.
+
+**Five products a step.** Of scores = k q^T and dp = v dout^T, the second runs on during p = exp(scores - lse). With
+ds = p * (dp - delta), the other three run together: dv += p dout, dk += ds q and dq = ds^T k.
+
+**dq goes through shared memory.** Groups exchange ds there, and each multiplies ds of all N keys by half of the columns
+of k. The copy engine adds dq to an array in float32, in the order in which programs get there.
+
+M = F.PART queries of a step, N = KV.TILE keys of a program, D the head size, rounded up. Time runs to the right, step n
+uses the stage n % STAGES, and ^ is the wait for a product:
+
+    producer   wait free.q_dout, load q, lse -> ready.q, dout, delta -> ready.dout; so on, up to STAGES steps ahead
+
+    a group    wait      wait                                            bar 8       arrive
+               ready.q   ready.dout                                      |           free.q_dout
+               |         |                                               |           |
+    products   [------- scores ------^                    [----------- dv -----------^
+                         [---------- dp ----------^                [------- dk ------^
+                                                                         [--------- dq ---------^
+    registers                         [ mask, p ]  [ ds ]                                        [ dq ]
+    shared     read q    read dout                         [ ds -> ds[n % 2] ]                   -> dq[group] -> add
+
+* ready.kv, 0 for k and 1 for v: groups wait for both once, before their first step.
+* ready.q and ready.dout, by stage: all of q and lse has arrived, or of dout and delta.
+* free.q_dout, by stage: both groups have read q, lse, dout and delta.
+* bar 8: both groups have stored their rows of ds. Two buffers are enough: a group that passes it at step n + 1 knows
+  that the other one has waited for dq of step n. So both may write to ds[n % 2] again.
+* dq[group] is free once the copy engine has read the tile that it adds (`tma.store_wait`). dk and dv leave by it, too.
+
+The rules that ptxas does not state, in `forward_kernel.py`, hold here, too. One more: a wait for a barrier that is over
+is a branch, which keeps ptxas from moving the wait for dp before the exponentials.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -46,17 +77,89 @@ from .tiles import (
 
 
 class Backward(NamedTuple):
-    """How the kernel is compiled, beside the bundles of `tiles.py`."""
+    """Constants of the kernel's compilation, beside the bundles of `tiles.py`."""
 
-    PART: int  # queries of a step; a block of the lists has one or more such parts
-    STAGES: int  # parts of q and dout that are held or on their way
+    PART: int  # M, queries of a step; a block of the lists has one or more tiles of so many
+    STAGES: int  # tiles of q and dout that are held or on their way
     ADD: bool  # whether dk and dv are added to what is there
-    TIMES: int  # query heads that have the same pieces, one after the other: these say those of the pass's first head
+    TIMES: int  # query heads that have the same splits, one after the other: these say those of the pass's first head
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of the arrays, see `backward_kernel`."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Buffers(NamedTuple):
+    """Shared memory; the first axis is that of `index`."""
+
+    q: Any  # [STAGES, M, D]
+    k: Any  # [1, N, D]
+    v: Any  # [1, N, D]
+    dout: Any  # [STAGES, M, D]
+    lse: Any  # float32 [STAGES, 1, M]
+    delta: Any  # float32 [STAGES, 1, M]
+    ds: Any  # [2, N, M], by steps
+    dq: Any  # float32 [2, M, D / 2], by groups; dk and dv leave by it at last
+
+
+class Ready(NamedTuple):
+    """Barriers that say that data arrived."""
+
+    q: Any  # by stage, with lse
+    dout: Any  # by stage, with delta
+    kv: Any  # 0 for k and 1 for v
+
+
+class Free(NamedTuple):
+    """Barriers that say that a buffer may be overwritten."""
+
+    q_dout: Any  # by stage, lse and delta, too
+
+
+class BlockListPointers(NamedTuple):
+    """The lists of the pass, by blocks of keys, and segment ids."""
+
+    spans: Any
+    entries: Any
+    mask_tiles: Any
+    chosen_by: Any
+    mask_bits: Any
+    q_segments: Any
+    kv_segments: Any
+
+
+class Schedule(NamedTuple):
+    """Pointers to the work of all programs."""
+
+    work_tiles: Any  # which work tile each program has
+    splits: Any  # those of the lists, if L.PIECES > 0
+
+
+class WorkTile(NamedTuple):
+    """The work of one program; query heads are numbered as the pass has them."""
+
+    batch: Any
+    kv_head: Any
+    kv_block: Any
+    first_head: Any
+    end_head: Any
+    first_entry: Any  # of a split: where it begins in the list of the first head, and ends in that of the last one
+    end_entry: Any
 
 
 @gluon.jit
-def _heads_of(kv_head, A: gl.constexpr):
-    """The query heads of a key head that are of the pass: FIRST_HEAD + own * HEAD_STEP for own from first to end."""
+def _query_heads(kv_head, A: gl.constexpr):
+    """Query heads of a key head that are of the pass: FIRST_HEAD + i * HEAD_STEP for i from first to end."""
     if A.HEADS == A.KV_HEADS and A.HEAD_STEP == 1:
         return kv_head, kv_head + 1
     else:
@@ -66,34 +169,33 @@ def _heads_of(kv_head, A: gl.constexpr):
 
 
 @gluon.jit
-def _item(order, pieces, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
-    """What a program has: (batch entry, key head, block, query heads: the first, the end, and a part of their lists).
-
-    That part begins so many entries into the list of the first one, and ends so many into that of the last one.
-    """
-    item = gl.load(order + gl.program_id(0))
+def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr):
+    """The work tile of this program."""
+    number = gl.load(schedule.work_tiles + gl.program_id(0))
     if L.PIECES == 0:
-        b, kv_head, block = item_of(item, A.KV_HEADS, L)
-        first_own, end_own = _heads_of(kv_head, A)
-        return b, kv_head, block, first_own, end_own, (0, 0)
+        batch, kv_head, kv_block = item_of(number, A.KV_HEADS, L)
+        first_head, end_head = _query_heads(kv_head, A)
+        return WorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
     else:
-        line = pieces + item % L.PIECES * 5
-        more = item // L.PIECES % F.TIMES
-        first_own, end_own = gl.load(line + 1) + more, gl.load(line + 2) + more
-        kv_head = (A.FIRST_HEAD + first_own * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
-        part = gl.load(line + 3), gl.load(line + 4)
-        return item // L.PIECES // F.TIMES, kv_head, gl.load(line), first_own, end_own, part
+        split = schedule.splits + number % L.PIECES * 5
+        head_offset = number // L.PIECES % F.TIMES
+        first_head, end_head = gl.load(split + 1) + head_offset, gl.load(split + 2) + head_offset
+        kv_head = (A.FIRST_HEAD + first_head * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
+        first_entry, end_entry = gl.load(split + 3), gl.load(split + 4)
+        batch, kv_block = number // L.PIECES // F.TIMES, gl.load(split)
+        return WorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
 
 
 @gluon.jit
-def _entries(spans, b, own, block, first_own, end_own, part, A: gl.constexpr, L: gl.constexpr):
-    """What an item has of the list of a query head: (first entry, first masked one, end)."""
-    first, masked_from, end = span_of(spans, b, A.FIRST_HEAD + own * A.HEAD_STEP, block, L)
+def _entries(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
+    """Entries of a work tile in the list of a query head: (first entry, first masked one, end)."""
+    head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
+    first, first_masked, end = span_of(spans, work_tile.batch, head, work_tile.kv_block, L)
     if L.PIECES > 0:
-        end = gl.where(own + 1 == end_own, first + part[1], end)
-        first = gl.where(own == first_own, first + part[0], first)
-        masked_from = gl.minimum(gl.maximum(masked_from, first), end)
-    return first, masked_from, end
+        end = gl.where(pass_head + 1 == work_tile.end_head, first + work_tile.end_entry, end)
+        first = gl.where(pass_head == work_tile.first_head, first + work_tile.first_entry, first)
+        first_masked = gl.minimum(gl.maximum(first_masked, first), end)
+    return first, first_masked, end
 
 
 @gluon.jit
@@ -107,11 +209,11 @@ def columns_of(x, PART: gl.constexpr, SIZE: gl.constexpr):
 
 
 def _layout_of_swapped(rows: int, columns: int) -> Any:
-    """The layout of a float32 tile as `_swapped` has it, in which the copy engine finds the tile as it was.
+    """The layout of a float32 tile as `_swapped` has it, in which the copy engine finds the tile unswapped.
 
-    The copy engine has rows in lines of 128 bytes, and 16 bytes, part i of row r, at place i ^ (r % 8) of their line.
-    Sixteen threads store at a time: two columns each, so two parts of each of four rows. The parts of two of the rows
-    would be at the same places, in the same banks. Odd rows that store the other half of a line have other places.
+    The copy engine has rows in lines of 128 bytes, and chunk i of 16 bytes of row r at position i ^ (r % 8) of a line.
+    Sixteen threads store at a time, two columns each: two chunks of each of four rows. The chunks of two of the rows
+    would be at the same positions, in the same banks. Odd rows that store the second half of a line avoid that.
     """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4 ^ 16], [2, 8], [4, 16]]
     bases += [[1 << i, 0] for i in range(3, rows.bit_length() - 1)]
@@ -128,202 +230,218 @@ def _swapped(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, low.type.layout))
     odd = (gl.arange(0, ROWS, layout=LAYOUT) & 1) != 0
     odd = gl.expand_dims(gl.expand_dims(odd, 1), 2)
-    both = gl.join(gl.where(odd, high, low), gl.where(odd, low, high))
-    return gl.reshape(gl.permute(both, (0, 1, 3, 2)), [ROWS, COLUMNS])
+    halves = gl.join(gl.where(odd, high, low), gl.where(odd, low, high))
+    return gl.reshape(gl.permute(halves, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @gluon.jit
-def _producer(descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Fetches k and v, and q and dout, lse and delta of the queries that see them."""
-    PARTS: gl.constexpr = Q.TILE // F.PART
-    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L, F)
-    for j in gl.static_range(2):
-        fetch(descs[2 + j], b, block * KV.TILE, kv_head, full[2].index(j), buffers[2 + j].index(0), KV, A.D)
-    n = 0
-    for own in range(first_own, end_own):
-        head = A.FIRST_HEAD + own * A.HEAD_STEP
-        first, _, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
-        line = b * A.OWN_HEADS + own
-        for i in range(first * PARTS, end * PARTS):
-            row = gl.load(lists[1] + i // PARTS) * Q.TILE + i % PARTS * F.PART
-            slot = n % F.STAGES
-            mbarrier.wait(empty.index(slot), (n // F.STAGES & 1) ^ 1)
-            for j in gl.static_range(2):  # q with lse, dout with delta
-                ready = full[j].index(slot)
-                mbarrier.expect(ready, descs[j].block_type.nbytes + descs[4 + j].block_type.nbytes)
-                load_tile(descs[j], corner_of(b, row, head, 0, Q, A.D), ready, buffers[j].index(slot))
-                load_tile(descs[4 + j], [line, row], ready, buffers[4 + j].index(slot))
-            n += 1
+    """Loads k and v, then q with lse and dout with delta of the queries that attend to them."""
+    M: gl.constexpr = F.PART
+    TILES: gl.constexpr = Q.TILE // M  # of a block of queries
+    work_tile = _load_work_tile(schedule, A, L, F)
+    batch, row = work_tile.batch, work_tile.kv_block * KV.TILE
+    fetch(descs.k, batch, row, work_tile.kv_head, ready.kv.index(0), buffers.k.index(0), KV, A.D)
+    fetch(descs.v, batch, row, work_tile.kv_head, ready.kv.index(1), buffers.v.index(0), KV, A.D)
+    step = 0
+    for pass_head in range(work_tile.first_head, work_tile.end_head):
+        head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
+        first, _, end = _entries(lists.spans, work_tile, pass_head, A, L)
+        scalars_row = batch * A.OWN_HEADS + pass_head
+        for i in range(first * TILES, end * TILES):
+            q_block = gl.load(lists.entries + i // TILES)
+            row = q_block * Q.TILE + i % TILES * M
+            stage = step % F.STAGES
+            mbarrier.wait(free.q_dout.index(stage), (step // F.STAGES & 1) ^ 1)
+            mbarrier.expect(ready.q.index(stage), descs.q.block_type.nbytes + descs.lse.block_type.nbytes)
+            corner = corner_of(batch, row, head, 0, Q, A.D)
+            load_tile(descs.q, corner, ready.q.index(stage), buffers.q.index(stage))
+            load_tile(descs.lse, [scalars_row, row], ready.q.index(stage), buffers.lse.index(stage))
+            mbarrier.expect(ready.dout.index(stage), descs.dout.block_type.nbytes + descs.delta.block_type.nbytes)
+            load_tile(descs.dout, corner, ready.dout.index(stage), buffers.dout.index(stage))
+            load_tile(descs.delta, [scalars_row, row], ready.dout.index(stage), buffers.delta.index(stage))
+            step += 1
 
 
 @gluon.jit
-def _limited(scores, words, i, part, b, segment, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
-             L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scores of an entry that is masked: -inf where the pair may not attend."""
-    PART: gl.constexpr = F.PART
-    scores = masked(scores, words, PART, LAYOUT, A)
-    column = part * PART + gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
+def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A: gl.constexpr, Q: gl.constexpr,
+                L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Scores [ROWS, M] of an entry that is masked: -inf where the pair may not attend."""
+    M: gl.constexpr = F.PART
+    scores = masked(scores, words, M, LAYOUT, A)
+    column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.CHOSEN > 0:
-        chosen = (gl.load(lists[3] + i) >> (column // L.CHOSEN)) & 1
+        chosen = (gl.load(lists.chosen_by + entry) >> (column // L.CHOSEN)) & 1
         scores = gl.where((chosen != 0)[None, :], scores, float("-inf"))
     if A.SEGMENTED:
-        other = gl.load(lists[6] + b * Q.ROWS + gl.load(lists[1] + i) * Q.TILE + column)
-        scores = gl.where(segment[:, None] == other[None, :], scores, float("-inf"))
+        q_segment = gl.load(lists.q_segments + batch * Q.ROWS + gl.load(lists.entries + entry) * Q.TILE + column)
+        scores = gl.where(kv_segment[:, None] == q_segment[None, :], scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def weights_of(scores, base, A: gl.constexpr):
-    """p = exp(logit - lse), at most 1, see `lowered` of call.py; ``scores`` as of `logits`, ``base`` as in `link`."""
-    logs = scores + base if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP)
+def weights_of(scores, neg_lse, A: gl.constexpr):
+    """p = exp(logit - lse), at most 1, see `lowered`; ``scores`` of `logits`, ``neg_lse`` of `products_begin_from`."""
+    logs = scores + neg_lse if factor(A.SCALE, A.CAP) == 1.0 else scores * factor(A.SCALE, A.CAP)
     return exp2(gl.minimum(logs, 0.0))
 
 
 @gluon.jit
-def score_gradients(scores, weights, dweights, delta, A: gl.constexpr):
-    """ds = p * (dout v^T - delta), times the scale; ``scores`` as of `logits`."""
-    dscores = weights * (dweights * A.SCALE + delta)
+def score_gradients(scores, p, dp, delta, A: gl.constexpr):
+    """ds = p * (dp - delta), times the scale; ``scores`` as of `logits`, ``delta`` times -scale."""
+    ds = p * (dp * A.SCALE + delta)
     if A.CAP > 0:
         squashed = gl.maximum(scores, -A.CAP * LOG2_E) / (A.CAP * LOG2_E)
-        dscores = dscores * (1 - squashed * squashed)
-    return dscores
+        ds = ds * (1 - squashed * squashed)
+    return ds
 
 
 @gluon.jit
-def _steps(first, last, n, dk, dv, GROUP: gl.constexpr, descs, buffers, full, empty, lists, b, own, segment,
-           A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, MASKED: gl.constexpr,
-           SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
-    """Goes on over entries first .. last - 1."""
-    PART: gl.constexpr = F.PART
-    PARTS: gl.constexpr = Q.TILE // F.PART
-    WORDS: gl.constexpr = Q.TILE // 32
+def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffers, ready, free, lists, batch,
+                    pass_head, kv_segment, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr,
+                    F: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr):  # fmt: skip
+    """Adds entries first .. end - 1 of a list to dk and dv [ROWS, D] and to dq; returns the next step, dk and dv."""
+    M: gl.constexpr = F.PART
     D: gl.constexpr = A.D
+    TILES: gl.constexpr = Q.TILE // M  # of a block of queries
+    WORDS: gl.constexpr = Q.TILE // 32
     HALF: gl.constexpr = A.D // 2
-    QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // 2, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D // 2, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    dtype: gl.constexpr = descs[0].dtype
-    for i in range(first * PARTS, last * PARTS):
-        entry = i // PARTS
-        part = i % PARTS
-        index = gl.load(lists[1] + entry)
-        slot = n % F.STAGES
-        zero = n >> 30  # 0, but the compiler must not keep, and spill, what it could compute from a constant
-        keys = flat(buffers[2].index(zero), KV.TILE, D)
-        values = flat(buffers[3].index(zero), KV.TILE, D)
-        queries = flat(buffers[0].index(slot), PART, D)
-        douts = flat(buffers[1].index(slot), PART, D)
+    dtype: gl.constexpr = descs.q.dtype
+    for i in range(first * TILES, end * TILES):
+        entry = i // TILES
+        q_tile_in_block = i % TILES
+        q_block = gl.load(lists.entries + entry)
+        stage = step % F.STAGES
+        zero = step >> 30  # 0, but the compiler must not keep, and spill, what it could compute from a constant
+        k_tile = flat(buffers.k.index(zero), KV.TILE, D)  # [N, D]
+        v_tile = flat(buffers.v.index(zero), KV.TILE, D)  # [N, D]
+        q_tile = flat(buffers.q.index(stage), M, D)  # [M, D]
+        dout_tile = flat(buffers.dout.index(stage), M, D)  # [M, D]
         words = 0
-        if MASKED:  # early, for this takes long
-            tile = lists[4] + ((gl.load(lists[2] + entry) + 1) * KV.TILE + GROUP * ROWS) * WORDS + part * (PART // 32)
-            words = words_of(tile, PART, SCORES, WORDS)
-        mbarrier.wait(full[0].index(slot), n // F.STAGES & 1)
-        base = buffers[4].index(slot).load(SCORES)
-        scores = gl.zeros([ROWS, PART], gl.float32, SCORES)
+        if MASKED:  # loaded first, as this takes long
+            mask_row = (gl.load(lists.mask_tiles + entry) + 1) * KV.TILE + GROUP * ROWS
+            mask_tile = lists.mask_bits + mask_row * WORDS + q_tile_in_block * (M // 32)
+            words = words_of(mask_tile, M, SCORES, WORDS)
+        mbarrier.wait(ready.q.index(stage), step // F.STAGES & 1)
+        neg_lse = buffers.lse.index(stage).load(SCORES)  # [1, M]
+        scores = gl.zeros([ROWS, M], gl.float32, SCORES)  # [ROWS, M]
         if factor(A.SCALE, A.CAP) != 1.0:
-            scores, _ = gl.broadcast(base, scores)
-        scores = warpgroup_mma(keys.slice(GROUP * ROWS, ROWS, 0), queries.permute((1, 0)), scores, is_async=True)
-        mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
-        dweights = gl.zeros([ROWS, PART], gl.float32, SCORES)
-        dweights = warpgroup_mma(values.slice(GROUP * ROWS, ROWS, 0), douts.permute((1, 0)), dweights, use_acc=False,
-                                 is_async=True)  # fmt: skip
+            scores, _ = gl.broadcast(neg_lse, scores)
+        scores = warpgroup_mma(k_tile.slice(GROUP * ROWS, ROWS, 0), q_tile.permute((1, 0)), scores, is_async=True)
+        mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)
+        dp = gl.zeros([ROWS, M], gl.float32, SCORES)  # [ROWS, M]
+        dp = warpgroup_mma(v_tile.slice(GROUP * ROWS, ROWS, 0), dout_tile.permute((1, 0)), dp, use_acc=False,
+                           is_async=True)  # fmt: skip
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores = logits(scores, A)
         if MASKED:
-            scores = _limited(scores, words, entry, part, b, segment, lists, A, Q, KV, L, F, SCORES)
-        weights = weights_of(scores, base, A)
-        # Long over; a branch, lest ptxas moves the next wait before the exponentials.
-        mbarrier.wait(full[1].index(slot), n // F.STAGES & 1)
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-        delta = buffers[5].index(slot).load(SCORES)
-        dscores = score_gradients(scores, weights, dweights, delta, A).to(dtype)
-        again = late(n)
-        slot = again % F.STAGES
-        queries = flat(buffers[0].index(slot), PART, D)
-        douts = flat(buffers[1].index(slot), PART, D)
-        keys = flat(buffers[2].index(again >> 30), KV.TILE, D)
-        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT), douts, dv, is_async=True)
-        together_at = buffers[6].index(again % 2)
-        together_at.slice(GROUP * ROWS, ROWS, 0).store(dscores)
+            scores = _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A, Q, L, F, SCORES)
+        p = weights_of(scores, neg_lse, A)  # [ROWS, M]
+        # It is over, but a branch: ptxas would move the next wait before the exponentials.
+        mbarrier.wait(ready.dout.index(stage), step // F.STAGES & 1)
+        dp = warpgroup_mma_wait(0, deps=[dp])
+        delta = buffers.delta.index(stage).load(SCORES)  # [1, M]
+        ds = score_gradients(scores, p, dp, delta, A).to(dtype)  # [ROWS, M]
+        same_step = late(step)
+        stage = same_step % F.STAGES
+        q_tile = flat(buffers.q.index(stage), M, D)
+        dout_tile = flat(buffers.dout.index(stage), M, D)
+        k_tile = flat(buffers.k.index(same_step >> 30), KV.TILE, D)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), LEFT), dout_tile, dv, is_async=True)
+        ds_tile = buffers.ds.index(same_step % 2)  # [N, M], of both groups
+        ds_tile.slice(GROUP * ROWS, ROWS, 0).store(ds)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(dscores, LEFT), queries, dk, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q_tile, dk, is_async=True)
         together(8, 256)
-        dq = gl.zeros([PART, HALF], gl.float32, QUERIES)
-        dq = warpgroup_mma(together_at.permute((1, 0)), keys.slice(GROUP * HALF, HALF, 1), dq, use_acc=False,
+        dq = gl.zeros([M, HALF], gl.float32, DQ)  # [M, D / 2]
+        dq = warpgroup_mma(ds_tile.permute((1, 0)), k_tile.slice(GROUP * HALF, HALF, 1), dq, use_acc=False,
                            is_async=True)  # fmt: skip
         dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(free.q_dout.index(stage), count=1)
         dq = warpgroup_mma_wait(0, deps=[dq])
         tma.store_wait(0)
-        staged = buffers[7].index(GROUP)
-        reinterpret(staged, gl.float32, [PART, HALF], layout_of_swapped(PART, HALF)).store(_swapped(dq, PART, HALF))
+        dq_tile = buffers.dq.index(GROUP)
+        reinterpret(dq_tile, gl.float32, [M, HALF], layout_of_swapped(M, HALF)).store(_swapped(dq, M, HALF))
         fence_async_shared()
-        add_tile(descs[6], corner_of(b, index * Q.TILE + part * PART, own, GROUP * HALF, Q, D), staged)
-        n += 1
-    return n, dk, dv
+        row = q_block * Q.TILE + q_tile_in_block * M
+        add_tile(descs.dq, corner_of(batch, row, pass_head, GROUP * HALF, Q, D), dq_tile)
+        step += 1
+    return step, dk, dv
 
 
 @gluon.jit
-def _consumer(GROUP: gl.constexpr, descs, buffers, full, empty, order, lists, A: gl.constexpr, Q: gl.constexpr,
+def _store_gradient(x, desc, buffer, batch, row, kv_head, A: gl.constexpr, DKV: gl.constexpr, F: gl.constexpr):
+    """Has the copy engine store dk or dv [ROWS, D], or add it, by as many columns as a box of ``desc`` has."""
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    tile = reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
+    for i in gl.static_range(A.D // WIDTH):
+        columns = columns_of(x, i, WIDTH)
+        tma.store_wait(0)
+        flat(tile, ROWS, WIDTH).store(columns.to(desc.dtype))
+        fence_async_shared()
+        corner = corner_of(batch, row, kv_head, i * WIDTH, DKV, A.D)
+        if F.ADD:
+            add_tile(desc, corner, tile)
+        else:
+            store_tile(desc, corner, tile)
+
+
+@gluon.jit
+def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: gl.constexpr,
               KV: gl.constexpr, DKV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes half of the keys."""
+    """Computes dk and dv of half of the keys, and half of the columns of dq."""
     D: gl.constexpr = A.D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
-    WIDTH: gl.constexpr = descs[7].block_shape[-1]
-    b, kv_head, block, first_own, end_own, part = _item(order, lists[7], A, L, F)
-    row = block * KV.TILE + GROUP * ROWS
-    segment = 0
+    work_tile = _load_work_tile(schedule, A, L, F)
+    batch = work_tile.batch
+    row = work_tile.kv_block * KV.TILE + GROUP * ROWS
+    kv_segment = 0
     if A.SEGMENTED:
-        segment = gl.load(lists[5] + b * KV.ROWS + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)))
-    dk = gl.zeros([ROWS, D], gl.float32, SUMS)
-    dv = gl.zeros([ROWS, D], gl.float32, SUMS)
-    n = 0
-    for i in gl.static_range(2):
-        mbarrier.wait(full[2].index(i), 0)
-    for own in range(first_own, end_own):
-        first, masked_from, end = _entries(lists[0], b, own, block, first_own, end_own, part, A, L)
-        n, dk, dv = _steps(first, masked_from, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
-                           segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
-        _, masked_from, end = _entries(lists[0], b, late(own), block, first_own, end_own, part, A, L)
-        n, dk, dv = _steps(masked_from, end, n, dk, dv, GROUP, descs, buffers, full, empty, lists, b, own,
-                           segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
-    staged = reinterpret(buffers[7].index(GROUP), descs[7].dtype, descs[7].block_shape, descs[7].layout)
-    for i in gl.static_range(2 * (D // WIDTH)):
-        found = columns_of(dk if i < D // WIDTH else dv, i % (D // WIDTH), WIDTH)
-        tma.store_wait(0)
-        flat(staged, ROWS, WIDTH).store(found.to(descs[7].dtype))
-        fence_async_shared()
-        corner = corner_of(b, row, kv_head, i % (D // WIDTH) * WIDTH, DKV, D)
-        if F.ADD:
-            add_tile(descs[7 + i // (D // WIDTH)], corner, staged)
-        else:
-            store_tile(descs[7 + i // (D // WIDTH)], corner, staged)
+        first_key = lists.kv_segments + batch * KV.ROWS + row
+        kv_segment = gl.load(first_key + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)))  # [ROWS]
+    dk = gl.zeros([ROWS, D], gl.float32, SUMS)  # [ROWS, D]
+    dv = gl.zeros([ROWS, D], gl.float32, SUMS)  # [ROWS, D]
+    step = 0
+    mbarrier.wait(ready.kv.index(0), 0)
+    mbarrier.wait(ready.kv.index(1), 0)
+    for pass_head in range(work_tile.first_head, work_tile.end_head):
+        first, first_masked, end = _entries(lists.spans, work_tile, pass_head, A, L)
+        step, dk, dv = _backward_steps(first, first_masked, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+                                       batch, pass_head, kv_segment, A, Q, KV, L, F, False, SCORES, SUMS)  # fmt: skip
+        _, first_masked, end = _entries(lists.spans, work_tile, late(pass_head), A, L)
+        step, dk, dv = _backward_steps(first_masked, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+                                       batch, pass_head, kv_segment, A, Q, KV, L, F, True, SCORES, SUMS)  # fmt: skip
+    _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
+    _store_gradient(dv, descs.dv, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
     tma.store_wait(0)
 
 
 @gluon.jit
 def backward_kernel(
-    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has PART rows and D columns
+    q,  # descriptors: [B, *axes of Q, HEADS, H], a box has M = PART rows and D columns
     dout,  # [B, *axes of Q, HEADS, HV], likewise
-    k,  # [B, *axes of KV, KV_HEADS, H], a box has KV.TILE rows
+    k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.TILE rows
     v,  # [B, *axes of KV, KV_HEADS, HV]
-    lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has PART of a row: what products begin from, see `Link`
+    lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has M of a row; see `products_begin_from`
     delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
-    order,  # int32 [programs]: which item each has
-    spans,  # this and all up to ``bits``: as in `forward_kernel`, by blocks of keys
+    work_tiles,  # int32 [programs]: the number of the work tile of each program
+    spans,  # this and all up to ``mask_bits``: as in `forward_kernel`, by blocks of keys
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,  # int32 [1 + tiles, KV.TILE, Q.TILE / 32]
+    mask_bits,  # int32 [1 + tiles, N, Q.TILE / 32]
     q_segments,
     kv_segments,
-    pieces,  # int32 [PIECES, 5], as `schedule.cut_if_it_pays` makes them; any array if there are none
-    before_q,  # dq, dk and dv of earlier passes, whose places the results take; any array where there are none
-    before_k,
-    before_v,
-    dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has PART rows and half of D; added to
-    dk,  # [B, *axes of DKV, KV_HEADS, H], a box has half of KV.TILE rows, and of D if it is float32; added to if ADD
+    splits,  # int32 [PIECES, 5], as `schedule.cut_if_it_pays` makes them; any array if there are none
+    earlier_dq,  # dq, dk and dv of earlier passes, to which results are added in place; any array where there are none
+    earlier_dk,
+    earlier_dv,
+    dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has M rows and half of D; added to
+    dk,  # [B, *axes of DKV, KV_HEADS, H], a box has half of N rows, and of D if it is float32; added to if ADD
     dv,  # [B, *axes of DKV, KV_HEADS, HV], likewise
     A: gl.constexpr,
     Q: gl.constexpr,
@@ -334,23 +452,29 @@ def backward_kernel(
     REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
     FETCHING: gl.constexpr,
 ):
-    """dk and dv of this program's item, and what it adds to dq."""
-    q_buffer, dout_buffer = buffers_of(q, F.STAGES), buffers_of(dout, F.STAGES)
-    lse_buffer, delta_buffer = buffers_of(lse, F.STAGES), buffers_of(delta, F.STAGES)
-    k_buffer, v_buffer, dq_buffer = buffers_of(k, 1), buffers_of(v, 1), buffers_of(dq, 2)
-    ds_buffer = gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2))
-    q_full, dout_full, empty = barriers(F.STAGES, 1), barriers(F.STAGES, 1), barriers(F.STAGES, 2)
-    kv_full = barriers(2, 1)
+    """Computes dk and dv of this program's work tile, and adds to dq."""
+    buffers = Buffers(
+        q=buffers_of(q, F.STAGES),
+        dout=buffers_of(dout, F.STAGES),
+        lse=buffers_of(lse, F.STAGES),
+        delta=buffers_of(delta, F.STAGES),
+        k=buffers_of(k, 1),
+        v=buffers_of(v, 1),
+        dq=buffers_of(dq, 2),
+        ds=gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2)),
+    )
+    q_ready, dout_ready = barriers(F.STAGES, 1), barriers(F.STAGES, 1)
+    free = Free(q_dout=barriers(F.STAGES, 2))
+    ready = Ready(q=q_ready, dout=dout_ready, kv=barriers(2, 1))
     fence_async_shared()
-    descs = q, dout, k, v, lse, delta, dq, dk, dv
-    buffers = q_buffer, dout_buffer, k_buffer, v_buffer, lse_buffer, delta_buffer, ds_buffer, dq_buffer
-    full = q_full, dout_full, kv_full
-    lists = spans, entries, tiles, chosen_by, bits, kv_segments, q_segments, pieces
+    descs = Descriptors(q, k, v, dout, lse, delta, dq, dk, dv)
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    schedule = Schedule(work_tiles, splits)
     gl.warp_specialize(
         [
-            (_consumer, (0, descs, buffers, full, empty, order, lists, A, Q, KV, DKV, L, F)),
-            (_consumer, (1, descs, buffers, full, empty, order, lists, A, Q, KV, DKV, L, F)),
-            (_producer, (descs, buffers, full, empty, order, lists, A, Q, KV, L, F)),
+            (_consumer, (0, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
+            (_consumer, (1, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),
+            (_producer, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
         [REGISTERS, FETCHING],
