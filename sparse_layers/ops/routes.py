@@ -60,8 +60,8 @@ def route(
     """
     lengths, heads = (plan.q_len, plan.kv_len, plan.kv_len), 32 * len(plan.masks)
     shapes: Any = [jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for length in lengths]
-    ids = tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths[:2]) if segment_ids else None
-    operands = Operands(*shapes, segments=ids)
+    ids: Any = tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths[:2])
+    operands = Operands(*shapes, segments=ids if segment_ids else None)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     with assuming(device):
         name, reasons = ranked(call, operands)
