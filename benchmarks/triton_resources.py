@@ -87,7 +87,7 @@ class Launch:
     @property
     def by_keys(self) -> bool:
         """Whether a program holds keys."""
-        return self.name in ("dkv", "dqkv", "by_key")
+        return self.name in ("dkv", "dqkv", "kv_outer")
 
     @property
     def tiles(self) -> tuple[int, int]:

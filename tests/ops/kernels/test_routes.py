@@ -245,27 +245,27 @@ CALLS = [
     Call(
         "selected-by-1",
         sl.Causal(),
-        "hopper: triton by_key (split lists) + triton compact + triton forward | hopper gathered (split lists)",
+        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
         selected_by=1,
     ),
     Call(
         "selected-by-1-grouped",
         sl.Causal(),
-        "hopper: triton by_key (split lists) + triton compact + triton forward | hopper gathered (split lists)",
+        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
         selected_by=1,
         heads=(16, 4),
     ),
     Call(
         "selected-by-1-blocks-of-128",
         sl.Causal(),
-        "hopper: triton by_key (split lists) + triton compact + triton forward | hopper gathered (split lists)",
+        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
         selected_by=1,
         block=128,
     ),
     Call(
         "selected-by-1-blocks-of-32",
         sl.Causal(),
-        "triton: triton by_key (split lists) + triton compact + triton forward"
+        "triton: triton kv_outer (split lists) + triton compact + triton forward"
         " | triton dkv (split lists, with dq) + triton dkv (merges splits) + triton compact + triton dq + triton dkv",
         selected_by=1,
         block=32,
@@ -324,7 +324,7 @@ CALLS = [
     Call(
         "selected-by-1",
         sl.Causal(),
-        "triton: triton by_key + triton compact + triton forward"
+        "triton: triton kv_outer + triton compact + triton forward"
         " | triton dkv (with dq) + triton compact + triton dq + triton dkv",
         device="a100",
         selected_by=1,
@@ -356,7 +356,7 @@ def test_what_runs(call):
 def test_the_table_meets_every_kernel_of_attention():
     """By the names of the functions: those that serve selections of single queries, too."""
     named = {word for call in CALLS for part in call.route.split(" | ") for word in part.split() if word != "+"}
-    assert {"forward", "backward", "gathered", "dq", "dkv", "by_key", "compact"} <= named
+    assert {"forward", "backward", "query_gather", "dq", "dkv", "kv_outer", "compact"} <= named
     assert len({str(call) for call in CALLS}) == len(CALLS) >= 60
 
 

@@ -20,10 +20,10 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
+from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
+from sparse_layers.ops.kernels.gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.kernels.triton_gpu import chain, settings
 from sparse_layers.ops.kernels.triton_gpu.link import Link
-from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_of
-from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases

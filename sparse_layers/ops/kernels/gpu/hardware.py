@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 from typing import Any, NamedTuple
 
 from ....masks.options import near
@@ -58,6 +59,11 @@ def device_named(name: Any) -> Device:
         rule = "device must be the name of a GPU or its compute capability"
         raise ValueError(f"{rule}, one of {', '.join(map(repr, by_name))}; got {near(name, by_name)}")
     return by_name[name.lower()]
+
+
+def padded_size(size: int) -> int:
+    """Returns the width of the tile that holds a head size: a power of two, at least 16."""
+    return max(16, 1 << math.ceil(math.log2(size)))
 
 
 def local_device() -> Device | str:

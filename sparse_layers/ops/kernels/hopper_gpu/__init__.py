@@ -1,7 +1,7 @@
 """Block-sparse flash attention for Hopper GPUs in Gluon, Triton's lower level: forward and backward over block lists.
 
 The kernels are in `forward_kernel.py` and `backward_kernel.py`, and of blocks that single queries chose the backward
-one in `gathered_kernel.py`, launched by `gathered.py`. What they share is in `tiles.py` and `primitives.py`.
+one in `query_gather_kernel.py`, launched by `query_gather.py`. What they share is in `tiles.py` and `primitives.py`.
 `views.py` says row orders as boxes of descriptors, `schedule.py` who does what, and `settings.py` what fits. `link.py`
 does one pass of a chain. Chains are those of `triton_gpu`, whose kernels also do the passes that these cannot: this
 package stands on that one.
@@ -38,10 +38,10 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 def outdone(call: Call, operands: Operands) -> str | None:
     """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
     from ..gpu import hardware
-    from . import gathered, settings
+    from . import query_gather, settings
 
     if call.selection is not None and call.selection[1] < settings.ROWS:
-        if gathered.unserved(call, operands) is None:
+        if query_gather.unserved(call, operands) is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
         return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
@@ -73,11 +73,11 @@ def _left(call: Call, shapes: Operands, device: Any) -> tuple[tuple[str, str | N
     ``device`` is the one at hand: reasons depend on it, and are kept.
     """
     from ..triton_gpu import chain
-    from . import gathered
+    from . import query_gather
     from .link import HopperLink
 
     links: list[Any] = [link for group in chain.groups(call, shapes, HopperLink) for link in group.links]
-    by_choice = shapes.chosen is not None and gathered.unserved(call, shapes) is None
+    by_choice = shapes.chosen is not None and query_gather.unserved(call, shapes) is None
     return tuple(
         (
             link.passes[0].orders if link.passes else "natural order",
@@ -102,9 +102,9 @@ def backward(
     call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
-    from ..triton_gpu import by_key, chain
-    from . import gathered
+    from ..triton_gpu import chain, kv_outer
+    from . import query_gather
     from .link import HopperLink
 
-    choices = by_key.Choices if gathered.unserved(call, operands) else gathered.HopperChoices
+    choices = kv_outer.Choices if query_gather.unserved(call, operands) else query_gather.HopperChoices
     return chain.backward(call, operands, lse, delta, dout, link_type=HopperLink, choices_type=choices)

@@ -15,9 +15,9 @@ from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, merged
 from ..gpu import bridge, hardware
+from ..gpu.lists import Lists, Side, bits_of
+from ..gpu.work import LEAST_STEPS
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
-from ..triton_gpu.lists import Lists, Side, bits_of
-from ..triton_gpu.work import LEAST_STEPS
 from . import settings, views
 from .backward_kernel import Backward, backward_kernel
 from .forward_kernel import Forward, forward_kernel

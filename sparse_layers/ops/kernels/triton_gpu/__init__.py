@@ -1,10 +1,8 @@
 """Block-sparse flash attention for NVIDIA GPUs in Triton.
 
-Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`,
-`backward_kernel.py` and `by_key_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py`
-strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, and `settings.py` has
-the tile sizes. For scorers, `score.py` computes how much single queries want each block, and `choose.py` chooses.
-`decode.py` computes what a step of decoding reads of a cache.
+Programs follow lists of active blocks, full ones without any mask. The kernels are in `forward_kernel.py`,
+`backward_kernel.py` and `kv_outer_kernel.py`. `link.py` launches one pass, `chain.py` strings passes together,
+`kv_outer.py` takes single queries to the blocks of keys that they chose, and `settings.py` has the tile sizes.
 
 This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
 """
@@ -18,7 +16,8 @@ from ..call import Call, Operands, differentiable_once
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
     from ..gpu import hardware
-    from .settings import misfit, padded_size
+    from ..gpu.hardware import padded_size
+    from .settings import misfit
 
     device = hardware.local_device()
     if isinstance(device, str):

@@ -17,7 +17,7 @@ from ...planning.head_groups import HeadGroup
 from ...planning.views import RowOrder
 from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches
 from ..gpu.hardware import MAX_BATCH_ENTRIES
-from . import by_key
+from . import kv_outer
 from .link import Gradients, Link, Rows
 
 
@@ -31,7 +31,7 @@ def backward(
     operands: Operands,
     *by_query: jax.Array,
     link_type: type[Link] = Link,
-    choices_type: type[by_key.Choices] = by_key.Choices,
+    choices_type: type[kv_outer.Choices] = kv_outer.Choices,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `triton_gpu.backward`; ``by_query`` are lse, delta and dout, and the types are of what does the work."""
     backward = functools.partial(_backward, call, link_type, choices_type)
@@ -83,10 +83,10 @@ def _forward(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax
     operands = operands._replace(sinks=None if operands.sinks is None else base_2_sinks(operands.sinks))
     operands = _padding_apart(operands)
     by_query = functools.partial(_forward_by_query, call, link_type)
-    if not by_key.serves(call, operands):
+    if not kv_outer.serves(call, operands):
         return by_query(operands)
-    pays = by_key.pays(call, operands, "forward")
-    return jax.lax.cond(pays, functools.partial(by_key.forward, call), by_query, operands)
+    pays = kv_outer.pays(call, operands, "forward")
+    return jax.lax.cond(pays, functools.partial(kv_outer.forward, call), by_query, operands)
 
 
 def _forward_by_query(call: Call, link_type: type[Link], operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +122,7 @@ def _forward_of(group: _Group, operands: Operands) -> tuple[jax.Array, jax.Array
 def _backward(
     call: Call,
     link_type: type[Link],
-    choices_type: type[by_key.Choices],
+    choices_type: type[kv_outer.Choices],
     operands: Operands,
     lse: jax.Array,
     delta: jax.Array,
@@ -133,12 +133,12 @@ def _backward(
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     args = _padding_apart(operands), lse, delta, dout
     by_query = functools.partial(_backward_by_query, call, link_type)
-    if not by_key.serves(call, args[0]):
+    if not kv_outer.serves(call, args[0]):
         return by_query(*args)
-    by_choice = functools.partial(by_key.backward, call, choices_type)
+    by_choice = functools.partial(kv_outer.backward, call, choices_type)
     if choices_type.always_pays:
         return by_choice(*args)
-    return jax.lax.cond(by_key.pays(call, args[0], "backward"), by_choice, by_query, *args)
+    return jax.lax.cond(kv_outer.pays(call, args[0], "backward"), by_choice, by_query, *args)
 
 
 def _backward_by_query(

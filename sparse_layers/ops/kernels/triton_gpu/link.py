@@ -14,13 +14,13 @@ from ...planning.lists import MOST_PARTS, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands, row_orders
-from ..gpu import bridge, hardware
-from . import tiles
+from ..gpu import bridge, hardware, tiles
+from ..gpu.hardware import padded_size
+from ..gpu.lists import Lists, Side, kernel_order, lists_of
+from ..gpu.work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
-from .lists import Lists, Side, kernel_order, lists_of
-from .settings import Settings, choose, padded_size, pieces_asked, rows_of
-from .work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
+from .settings import Settings, choose, pieces_asked, rows_of
 
 # Rows of a tile that keep tensor cores busy.
 FULL_TILE = 64

@@ -24,12 +24,13 @@ from ...planning.params import BwdParams
 from ...planning.views import Axis, RowOrder
 from ..call import Call, Operands, table_of
 from ..gpu import hardware
-from .by_key_kernel import by_key_kernel
+from ..gpu.hardware import padded_size
+from ..gpu.lists import Lists, Side, bits_of, only_whole
+from .kv_outer_kernel import kv_outer_kernel
 from .link import FULL_TILE, Gradients, Link, Rows, varying_like
-from .lists import Lists, Side, bits_of, only_whole
-from .settings import choose, padded_size, shared_memory
+from .settings import choose, shared_memory
 
-KERNELS = "by_key", "dqkv"  # as their settings are called
+KERNELS = "kv_outer", "dqkv"  # as their settings are called
 # How many times what its queries chose a full tile has to walk over, for rows of choices to take less time: in the
 # forward pass with blocks of 128 keys, and in the backward pass. Measured on an H100 and an H200.
 LEAST_WASTE = {"forward": 2.0, "backward": 2.0}
@@ -265,12 +266,12 @@ class Choices(Link):
 
     def attend(self) -> tuple[jax.Array, jax.Array]:
         """(out [B, T, k, N, Hv] in the dtype of the query, lse [B, T, k, N]) of each choice; undefined unless live."""
-        prepared, rows = self._prepared("by_key"), self.q_order.rows
+        prepared, rows = self._prepared("kv_outer"), self.q_order.rows
         outputs = (
             prepared.output((rows, self.heads, self.operands.value.shape[-1]), True),
             prepared.output((self.heads, rows)),
         )
-        out, lse = prepared.run(by_key_kernel, self._segments, [], [], outputs, {}, {}, self.q_order)
+        out, lse = prepared.run(kv_outer_kernel, self._segments, [], [], outputs, {}, {}, self.q_order)
         return self._by_token(out), self._by_token(lse.swapaxes(1, 2))
 
     @property

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 
 from ..call import Call, Operands
 from ..gpu import bridge
-from ..triton_gpu import by_key
+from ..gpu.lists import Side
+from ..gpu.work import cut
+from ..triton_gpu import kv_outer
 from ..triton_gpu.link import Gradients, varying_like
-from ..triton_gpu.lists import Side
-from ..triton_gpu.work import cut
 from . import settings, views
-from .gathered_kernel import Gathered, gathered_kernel
 from .link import products_begin_from
+from .query_gather_kernel import Gathered, query_gather_kernel
 from .tiles import Arrays, Walk
 
 # Steps of a piece of a list at most, for some blocks are everybody's choice. With half and twice as many, passes of
@@ -30,10 +30,10 @@ LIST_BYTES = 40
 
 def unserved(call: Call, operands: Operands) -> str | None:
     """Why these gradients are left to plain Triton, or None."""
-    if call.selection is None or not by_key.serves(call, operands):
+    if call.selection is None or not kv_outer.serves(call, operands):
         return "queries are gathered that choose one by one, at least two tiles of them, without settings of kernels"
     sizes = operands.query.shape[-1], operands.value.shape[-1]
-    block = call.selection[0] // by_key.finer(call, operands)
+    block = call.selection[0] // kv_outer.finer(call, operands)
     if sizes not in [(size, size) for size in settings.SIZES]:
         return f"queries are gathered with heads of {settings.SIZES}, and these have {sizes}"
     if block not in settings.BLOCKS:
@@ -46,7 +46,7 @@ def unserved(call: Call, operands: Operands) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HopperChoices(by_key.Choices):
+class HopperChoices(kv_outer.Choices):
     """The choices of some queries."""
 
     ordered = False
@@ -103,7 +103,7 @@ class HopperChoices(by_key.Choices):
             "FETCHING": settings.GATHERING[1],
         }
         aliases = {len(inputs) - 3 + i: i for i in range(3)}
-        dq, *dkv = bridge.call_gluon(gathered_kernel, batch * len(work), inputs, outputs, constants, aliases)
+        dq, *dkv = bridge.call_gluon(query_gather_kernel, batch * len(work), inputs, outputs, constants, aliases)
         dq, *dkv = (varying_like(query, x) for x in (dq, *dkv))
         return dq.astype(query.dtype), tuple(dkv)
 
