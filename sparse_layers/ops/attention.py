@@ -32,6 +32,7 @@ from .kernels.call import (
     lowered,
     swapped_hint,
 )
+from .kernels.operands import by_name, rows_of
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
@@ -358,7 +359,7 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
         *scalars, dout_there = (each.leave(x) for x in (lse, delta, dout))
         by_query = *scalars, _in_turn(work, found, dout_there)
         found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
-    gradients = [Operands(*x) for x in found]
+    gradients = [by_name(own, x._asdict()) for own, x in zip(operands, found, strict=True)]
     if first.sinks is not None:
         weight = jnp.exp(jnp.minimum(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse), 0))
         dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)
@@ -392,7 +393,7 @@ def pick_implementation(implementation: str | None, call: Call, operands: Operan
       NotImplementedError: the given one cannot; says why.
     """
     if implementation is not None:
-        reason = IMPLEMENTATIONS[implementation].unsupported(call, operands)
+        reason = _unsupported(implementation, call, operands)
         if reason is not None:
             raise NotImplementedError(f"{implementation}: {reason}; implementation=None or 'xla' serves this call")
         return implementation
@@ -412,7 +413,7 @@ def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dic
     reasons: dict[str, str] = {}
     for name in candidates(platform()):
         backend = IMPLEMENTATIONS[name]
-        reason = backend.unsupported(call, operands)
+        reason = _unsupported(name, call, operands)
         if reason is None and not alone and not _computes_parts(backend):
             reason = "it computes no part of a call"
         if reason is None and hasattr(backend, "outdone"):
@@ -424,6 +425,14 @@ def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dic
         reasons[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise NotImplementedError(f"no implementation can serve this call; {told}")
+
+
+def _unsupported(implementation: str, call: Call, operands: Operands) -> str | None:
+    """Returns why an implementation cannot serve a call, or None."""
+    for row in rows_of(operands).values():
+        if row.backends is not None and implementation not in row.backends:
+            return f"it does not know {row.label}"
+    return IMPLEMENTATIONS[implementation].unsupported(call, operands)
 
 
 @functools.cache

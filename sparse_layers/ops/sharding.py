@@ -26,11 +26,11 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .kernels.call import Call, Operands
+from .kernels.operands import axes_of, by_name, differentiated, rows_of
 from .planning.platforms import platform
 
-# Names of axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (sizes); c and m are only the
-# mask's, r, g and e only the selection's. The partitioner splits b, n and k alone.
-_WHOLE = "tshdcmrge"
+# Axes that the partitioner splits, and those of `jax.vmap`, v0, v1, ...; see `Operand` for all.
+_SPLIT = "b", "n", "k", "v"
 
 
 # --- one device's share of the heads ---------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Share:
         divides it, and all of them if not.
       shards: the number of devices that the query heads are split over.
       axes: the mesh axes of these devices; the index along them says which share a device has.
-      chosen_by_key_head: whether there is a selection, and each key head has its own.
+      by_key_head: names of the operands with key heads, each with the axis of these.
       spread: how the sequence is spread over devices; None if each has all of it.
     """
 
@@ -80,14 +80,15 @@ class Share:
     kv_heads: int
     shards: int = 1
     axes: tuple[str, ...] = ()
-    chosen_by_key_head: bool = False
+    by_key_head: tuple[tuple[str, int], ...] = ()
     spread: Spread | None = None
 
     @staticmethod
     def of(operands: Operands, mesh: Any = None, axes: tuple[str, ...] = (), spread: Spread | None = None) -> "Share":
         """The share of a device if the heads of the operands, those of all devices, are split over mesh axes."""
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        by_key_head = operands.chosen is not None and _heads_of_chosen(operands) == "k"
+        arrays = {name: axes for name, axes in axes_of(operands)._asdict().items() if isinstance(axes, str)}
+        by_key_head = tuple((name, axes.split().index("k")) for name, axes in arrays.items() if "k" in axes.split())
         return Share(operands.query.shape[-2], operands.key.shape[-2], shards, axes, by_key_head, spread)
 
     @property
@@ -103,19 +104,17 @@ class Share:
         if self.splits_keys:
             return self._under_own_masks(function, call, operands, *by_query)
         kv_heads = self.own_kv_heads()
-        key, value = (jnp.take(x, kv_heads, axis=2) for x in (operands.key, operands.value))
-        own = operands._replace(key=key, value=value)
-        if self.chosen_by_key_head and operands.chosen is not None:
-            own = own._replace(chosen=jnp.take(operands.chosen, kv_heads, axis=2))
-        results = self._under_own_masks(function, call, own, *by_query)
+        local = {name: jnp.take(getattr(operands, name), kv_heads, axis=axis) for name, axis in self.by_key_head}
+        results = self._under_own_masks(function, call, operands._replace(**local), *by_query)
         if not by_query:
             return results
         wide = by_query[0].dtype
-        dk, dv = (
-            jnp.zeros_like(like, wide).at[:, :, kv_heads].add(x.astype(wide)).astype(like.dtype)
-            for x, like in zip(results[1:], (operands.key, operands.value), strict=True)
-        )
-        return results[0], dk, dv
+        for name, axis in self.by_key_head:
+            if name in differentiated(operands):
+                like, heads = getattr(operands, name), (*[slice(None)] * axis, kv_heads)
+                gradient = jnp.zeros_like(like, wide).at[heads].add(getattr(results, name).astype(wide))
+                results = results._replace(**{name: gradient.astype(like.dtype)})
+        return results
 
     def own_kv_heads(self) -> jax.Array:
         """The key heads that the device's query heads use: one for all of these, or one for each."""
@@ -141,28 +140,6 @@ class Share:
         place = jax.lax.axis_index(self.spread.axes) if self.spread and call.places else 0
         device = place * self.shards + (jax.lax.axis_index(self.axes) if self.axes else 0)
         return jax.lax.switch(jnp.asarray([distinct.index(plan) for plan in plans])[device], branches, *args)
-
-
-def _axes_of(operands: Operands) -> Operands:
-    """The names of the operands' axes, in the place of the arrays."""
-    heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
-    k = "n" if heads == kv_heads else "k"
-    c = "n" if operands.mask is not None and operands.mask.shape[-3] == heads else "c"
-    ids = f"b r {_heads_of_chosen(operands)} e"
-    return _where_given(operands, "b t n h", f"b s {k} h", f"b s {k} d", "n", ("b t", "b s"), f"{c} t m", ids)
-
-
-def _heads_of_chosen(operands: Operands) -> str:
-    """The name of the heads' axis of a selection: one choice for all heads, for each query head or each key head."""
-    heads, kv_heads = operands.query.shape[-2], operands.key.shape[-2]
-    of = 1 if operands.chosen is None else operands.chosen.shape[-2]
-    return {kv_heads: "k", heads: "n", 1: "g"}[of]
-
-
-def _where_given(operands: Operands, *values: Any) -> Any:
-    """``values`` in the place of the operands that are not None."""
-    given: Any = (None if x is None else value for x, value in zip(operands, values, strict=True))
-    return Operands(*given)
 
 
 def _mesh(arrays: Any) -> Any:
@@ -235,11 +212,10 @@ def over_known_axes(
     if spread is not None:
         over |= {"t": tokens, "r": tokens, "s": tokens if spread.keys else None}
         operands = _padded(operands, spread, together)
-    specs = jax.tree.map(lambda axes: _spec(axes, over), _axes_of(operands))
+    specs = jax.tree.map(lambda axes: _spec(axes, over), axes_of(operands))
     if AxisType.Explicit in mesh.axis_types:
-        segments = "segment_ids of queries", "segment_ids of keys"
-        names = _where_given(operands, "query", "key", "value", "sinks", segments, "a run-time mask", "selection")
-        operands = jax.tree.map(functools.partial(_placed, mesh), operands, specs, names)
+        labels = by_name(operands, {name: row.label for name, row in rows_of(operands).items()})
+        operands = jax.tree.map(functools.partial(_placed, mesh), operands, specs, labels)
     by_query = PartitionSpec(batch, tokens, heads)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)
     found = mapped(functools.partial(function, share))(operands)
@@ -263,7 +239,8 @@ def _spread(operands: Operands, mesh: Any, axes: tuple[str, ...], together: int,
             f"selection: granularity must divide the {own} queries of a device, {length} are spread over {devices}, "
             f"got {together}"
         )
-    return Spread(axes, devices, length, length == kv_len and operands.mask is None)
+    by_pair = any({"t", "s"} <= {*axes.split()} for axes in jax.tree.leaves(axes_of(operands)))
+    return Spread(axes, devices, length, length == kv_len and not by_pair)
 
 
 def _padded(operands: Operands, spread: Spread, together: int) -> Operands:
@@ -275,7 +252,7 @@ def _padded(operands: Operands, spread: Spread, together: int) -> Operands:
         widths = [(0, sizes.get(name, size) - size) for name, size in zip(axes.split(), x.shape, strict=True)]
         return jnp.pad(x, widths, constant_values=-1 if x.dtype == jnp.int32 else 0) if any(map(any, widths)) else x
 
-    return jax.tree.map(pad, _axes_of(operands), operands)
+    return jax.tree.map(pad, axes_of(operands), operands)
 
 
 def _named(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any, Any]:
@@ -443,7 +420,7 @@ class _Partitioned:
         split = custom_partitioning(jax.jit(run))
         sides = [jax.tree.leaves(axes) for axes in self.axes(*args)]
         # In the order in which the rule names them, or Shardy refuses it.
-        held = tuple(axis for axis in dict.fromkeys(" ".join(sides[0]).split()) if axis in _WHOLE)
+        held = tuple(axis for axis in dict.fromkeys(" ".join(sides[0]).split()) if axis[0] not in _SPLIT)
         split.def_partition(
             self.partition,
             infer_sharding_from_operands=lambda *args: self.partition(*args)[2],
@@ -459,30 +436,34 @@ class _Partitioned:
             run = jax.vmap(run, jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped))
         return run(*args)
 
-    def axes(self, operands: Operands, *by_query: Any) -> tuple[Any, Any]:
-        """The names of the axes of arguments and results, in their place."""
-        own = _axes_of(operands)
+    def axes(self, operands: Operands, *by_query: Any) -> tuple[Any, tuple[str, ...]]:
+        """The names of the axes of arguments, in their place, and of results, one after the other."""
+        own = axes_of(operands)
         args = own, *("b t n", "b t n", "b t n d")[: len(by_query)]
-        results = own[:3] if by_query else ("b t n d", "b t n")
+        results = tuple(getattr(own, name) for name in differentiated(own)) if by_query else ("b t n d", "b t n")
         for i, mapped in enumerate(self.maps):
             args = jax.tree.map(lambda axes, is_mapped, i=i: f"v{i} {axes}" if is_mapped else axes, args, mapped)
             results = tuple(f"v{i} {axes}" for axes in results)
         return args, results
 
-    def partition(self, mesh: Any, args: Any, _: Any) -> tuple[Any, ...]:
+    def partition(self, mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
         """The mesh, what each device computes, and how results and arguments have to be sharded for it."""
-        axes, results = self.axes(*args)
+        axes, by_result = self.axes(*args)
+        by_result = jax.tree.unflatten(jax.tree.structure(results), by_result)
         over = _chosen(mesh, args, axes)
         share = Share.of(args[0], mesh, over.get("n", ()))
         over["k"] = share.axes if share.splits_keys else ()
 
-        def on_device(*args):
-            found = self.run(share, *args)
-            if share.splits_keys or len(args) == 1:
-                return found
-            return found[0], *jax.lax.psum(found[1:], share.axes)
+        def summed(x: jax.Array, names: str) -> jax.Array:
+            """The sum over devices that have other batch entries or heads, if it is a gradient of what they share."""
+            split = {axis for name in names.split() for axis in over.get(name, ())}
+            shared = [axis for axes in over.values() for axis in axes if axis not in split]
+            return jax.lax.psum(x, tuple(dict.fromkeys(shared))) if shared else x
 
-        placed = [jax.tree.map(lambda x: NamedSharding(mesh, _spec(x, over)), side) for side in (results, axes)]
+        def on_device(*args):
+            return jax.tree.map(summed, self.run(share, *args), by_result)
+
+        placed = [jax.tree.map(lambda x: NamedSharding(mesh, _spec(x, over)), side) for side in (by_result, axes)]
         return mesh, on_device, *placed
 
 
@@ -497,7 +478,7 @@ def _chosen(mesh: Any, args: Any, axes: Any) -> dict[str, tuple[str, ...]]:
         for name, size, entry in zip(names.split(), x.shape, spec, strict=False):
             name = "n" if name == "k" else name
             sizes.setdefault(name, size)  # of all heads that of query, which is first
-            if name in _WHOLE or over.get(name):
+            if name[0] not in _SPLIT or over.get(name):
                 continue
             for axis in _names(entry):
                 together = math.prod(mesh.shape[a] for a in (*over.get(name, ()), axis))

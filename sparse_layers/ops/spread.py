@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from . import exchange
 from .kernels.call import Call, Operands, merged
+from .kernels.operands import moved, rows_of
 from .planning.communication import Gathered, Neighbors, Part, Residues, Route, filled_up, parts_of, whole
 from .planning.plan import Plan
 from .planning.views import RowOrder
@@ -62,16 +63,12 @@ def pieces(
     found = sorted(found, key=lambda part: len(part.route.pieces), reverse=True)
     call = dataclasses.replace(call, exchanging=any(isinstance(part.route, Residues) for part in found))
     for number, part in enumerate(found):
-        come = functools.partial(exchange.keys, part.route, axes=spread.axes)
-        here = operands._replace(key=come(operands.key), value=come(operands.value))
-        if number:  # sinks count once
-            here = here._replace(sinks=None)
-        ids = operands.segments and (operands.segments[0], come(operands.segments[1]))
+        here = moved(operands, "s", functools.partial(exchange.keys, part.route, axes=spread.axes))
+        if number:
+            here = here._replace(**{name: None for name, row in rows_of(here).items() if row.once})
         for piece in part.route.pieces:
             home = Home(piece, spread.axes)
-            segments = ids and (home.leave(ids[0]), ids[1])
-            own = here._replace(query=home.leave(operands.query), segments=segments)
-            yield _placed(call, Part(piece, part.masks)), home, own
+            yield _placed(call, Part(piece, part.masks)), home, moved(here, "t", home.leave)
 
 
 def together(homes: Sequence[Home | None], found: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

@@ -148,8 +148,8 @@ def scale_out(call, operands, *, forward=IMPLEMENTATIONS["xla"].forward):
 
 
 def scale_dk(*args, backward=IMPLEMENTATIONS["reference"].backward):
-    dq, dk, dv = backward(*args)
-    return dq, (dk * 1.03).astype(dk.dtype), dv
+    gradients = backward(*args)
+    return gradients._replace(key=(gradients.key * 1.03).astype(gradients.key.dtype))
 
 
 def leak(call, operands):

@@ -12,6 +12,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import reference
+from sparse_layers.ops.kernels.operands import Gradients
 from sparse_layers.ops.planning import platforms
 from sparse_layers.tools import tuning
 
@@ -49,7 +50,7 @@ def fake(monkeypatch):
             return forward(call.params, reference.forward(call, operands))
 
         def run_back(call, *args):
-            return backward(call.params, reference.backward(call, *args))
+            return Gradients(*backward(call.params, reference.backward(call, *args)))
 
         # A name for each, since compiled calls are kept by name.
         name = f"fake{len(register.names)}"

@@ -31,6 +31,7 @@ from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
 from ..planning.selection import Selection, known
 from ..planning.views import Reordered, RowOrder
+from .operands import OPERANDS, Operands, differentiated
 
 
 def accumulator(dtype: Any) -> Any:
@@ -89,28 +90,6 @@ class Call:
             return ()
         orders = RowOrder(self.plan.q_len), RowOrder(self.plan.kv_len)
         return tuple(Reordered(mask, *orders) for mask in self.plan.masks)
-
-
-class Operands(NamedTuple):
-    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
-
-    Attributes:
-      query: [B, T, N, H].
-      key: [B, S, K, H].
-      value: [B, S, K, Hv].
-      sinks: [N] logits, or None.
-      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
-      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
-      chosen: int32 [B, Tq, G, k], the key blocks that queries look at, within the mask; or None. See `Selection`.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    sinks: jax.Array | None = None
-    segments: tuple[jax.Array, jax.Array] | None = None
-    mask: jax.Array | None = None
-    chosen: jax.Array | None = None
 
 
 def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
@@ -487,20 +466,23 @@ def over_batches(function: Callable[..., Any], most: float, *args: Any) -> Any:
     def rule(size, batched, operands, *by_query):
         args, flags = (operands, *by_query), (batched[0], *batched[1:])
         entries = operands.query.shape[1 if flags[0].query else 0]
-        if flags[0].sinks or flags[0].mask or size * entries > most:
-            # These have no batch axis that the new one could join; nor does a grid take any number of entries.
+        unbatched = [name for name in operands._fields if not OPERANDS[name].batched]
+        backward = differentiated(operands) if by_query else ()
+        if size * entries > most or any(getattr(flags[0], name) or name in backward for name in unbatched):
+            # These have no batch axis that the new one could join, nor have their gradients; nor does a grid take any
+            # number of entries.
             one = functools.partial(_chosen, function, most, flags, args)
             results = jax.lax.map(one, jnp.arange(size))
         else:
-            apart = operands._replace(sinks=None, mask=None), *by_query
-            apart_flags = flags[0]._replace(sinks=None, mask=None), *flags[1:]
+            absent, kept = dict.fromkeys(unbatched), {name: getattr(operands, name) for name in unbatched}
+            apart, apart_flags = ((x._replace(**absent), *rest) for x, *rest in (args, flags))
 
             def join(x, is_mapped):
                 x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
                 return x.reshape(size * x.shape[1], *x.shape[2:])
 
             first, *rest = jax.tree.map(join, apart, apart_flags)
-            results = over_batches(function, most, first._replace(sinks=operands.sinks, mask=operands.mask), *rest)
+            results = over_batches(function, most, first._replace(**kept), *rest)
             results = jax.tree.map(lambda x: x.reshape(size, entries, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 

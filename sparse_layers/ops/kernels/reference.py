@@ -1,7 +1,10 @@
 """The specification: dense attention, a few lines, every score in memory. Slow and obviously right.
 
-Its gradients of query, key and value come from JAX's own differentiation of these lines, not from a kernel's formula.
+Its gradients come from JAX's own differentiation of these lines, not from a kernel's formula.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import numpy as np
 
 from ..planning.blocks import answers_now
 from .call import Call, Operands, accumulator
+from .operands import Gradients, differentiated
 
 # Its backward pass makes a softmax of its own, so what it computes is all of a call.
 COMPUTES_PARTS = False
@@ -26,23 +30,25 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
-    wide = [x.astype(accumulator(x.dtype)) for x in operands[:3]]
-    out, lse = _attention(call, operands, *wide)
+    out, lse = _attention(call, operands, _wide(operands, accumulator(operands.query.dtype)))
     return out.astype(operands.query.dtype), lse
 
 
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, in their dtypes; ``delta`` is sum(out * dout) less the gradient of lse."""
-    wide = [x.astype(lse.dtype) for x in operands[:3]]
-    (out, _), vjp = jax.vjp(lambda *x: _attention(call, operands, *x), *wide)
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
+    """Gradients by name, in the operands' dtypes; ``delta`` is sum(out * dout) less the gradient of lse."""
+    (out, _), vjp = jax.vjp(functools.partial(_attention, call, operands), _wide(operands, lse.dtype))
     dout = dout.astype(lse.dtype)
-    dq, dk, dv = vjp((dout, (out * dout).sum(-1) - delta))
-    return dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype)
+    (gradients,) = vjp((dout, (out * dout).sum(-1) - delta))
+    return Gradients(**{name: x.astype(getattr(operands, name).dtype) for name, x in gradients.items()})
 
 
-def _attention(call: Call, operands: Operands, query, key, value):
+def _wide(operands: Operands, dtype: Any) -> dict[str, jax.Array]:
+    """All operands that a backend differentiates, in a dtype."""
+    return {name: getattr(operands, name).astype(dtype) for name in differentiated(operands)}
+
+
+def _attention(call: Call, operands: Operands, wide: dict[str, jax.Array]):
+    query, key, value = wide["query"], wide["key"], wide["value"]
     n, groups = query.shape[2], query.shape[2] // key.shape[2]
     key, value = jnp.repeat(key, groups, axis=2), jnp.repeat(value, groups, axis=2)
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") * call.scale

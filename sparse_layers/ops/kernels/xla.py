@@ -23,6 +23,7 @@ from jax import lax
 from ..planning.lists import BlockLists
 from ..planning.views import Reordered
 from .call import Call, Operands, PassBlocks, accumulator, groups_of, joined, lowered, merged, over_batches, pass_blocks
+from .operands import Gradients
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -65,9 +66,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     """Gradients of query, key and value, in their dtypes.
 
     Every pass uses the final ``lse`` [B, T, N]; ``delta`` [B, T, N] is sum(out * dout) less the gradient of lse.
@@ -85,13 +84,13 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
     return _of_operands(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
 
 
-def _of_operands(operands: Operands, dq, dk, dv) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _of_operands(operands: Operands, dq, dk, dv) -> Gradients:
     """Gradients in the dtypes of query, key and value, those of repeated key heads summed up."""
     dk, dv = (
         x.reshape(*like.shape[:3], x.shape[2] // like.shape[2], x.shape[3]).sum(3)
         for x, like in ((dk, operands.key), (dv, operands.value))
     )
-    return dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype)
+    return Gradients(dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype))
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from ....masks.bounded_cache import bounded_cache
 from .. import triton_gpu
 from ..call import Call, Operands, differentiable_once
+from ..operands import Gradients
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -98,13 +99,11 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @differentiable_once("hopper")
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from ..triton_gpu import chain, kv_outer
     from . import query_gather
     from .link import HopperLink
 
     choices = kv_outer.Choices if query_gather.unserved(call, operands) else query_gather.HopperChoices
-    return chain.backward(call, operands, lse, delta, dout, link_type=HopperLink, choices_type=choices)
+    return Gradients(*chain.backward(call, operands, lse, delta, dout, link_type=HopperLink, choices_type=choices))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call import Call, Operands, differentiable_once
+from ..operands import Gradients
 
 # Rows of bfloat16 that a vector register holds.
 LEAST_GRANULARITY = 16
@@ -37,9 +38,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @differentiable_once("pallas_tpu")
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from . import chain
 

@@ -16,6 +16,7 @@ from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
 from ...planning.views import Reordered
 from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches, pass_blocks, row_orders
+from ..operands import Gradients
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -35,7 +36,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return over_batches(function, math.inf, operands)
 
 
-def backward(call: Call, operands: Operands, *by_query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, operands: Operands, *by_query: jax.Array) -> Gradients:
     """See `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
     function = functools.partial(_as_they_fit, functools.partial(_backward, call), call)
     return over_batches(function, math.inf, operands, *by_query)
@@ -103,7 +104,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     return joined(outs), joined(lses)
 
 
-def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
+def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     dtype, operands = operands.query.dtype, _no_float16(operands)
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: a row without keys gives nothing
     by_query = lse, delta, dout.astype(operands.query.dtype)
@@ -114,7 +115,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
             more_q, more_k, more_v = heads.backward(passes, *map(heads.group.select, by_query))
             dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
         dqs.append(dq)
-    return joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype)
+    return Gradients(joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call import Call, Operands, differentiable_once
+from ..operands import Gradients
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -41,10 +42,8 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 @differentiable_once("triton")
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
     """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from . import chain
 
-    return chain.backward(call, operands, lse, delta, dout)
+    return Gradients(*chain.backward(call, operands, lse, delta, dout))

@@ -1,0 +1,124 @@
+"""The arrays of a call by name, and one table of their properties: axes, labels, derivatives, backends.
+
+`jax.vmap`, sharding, sequences over several devices and the derivative of the op read this table.
+CONTRIBUTING.md has the recipe for a new operand.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+
+class Operands(NamedTuple):
+    """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
+
+    Attributes:
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      sinks: [N] logits, or None.
+      segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
+      mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
+      chosen: int32 [B, Tq, G, k], the key blocks that queries look at, within the mask; or None. See `Selection`.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    sinks: jax.Array | None = None
+    segments: tuple[jax.Array, jax.Array] | None = None
+    mask: jax.Array | None = None
+    chosen: jax.Array | None = None
+
+
+class Gradients(NamedTuple):
+    """The gradients that ``backward`` of a backend returns, by the names of their operands and in the same dtypes."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """The properties of one operand.
+
+    Attributes:
+      axes: names of its axes, or a pair of these for a pair of arrays.
+      label: its name in errors; of a pair, too.
+      differentiated_by: "backend", which returns its gradient in `Gradients`, or "op", from lse and delta; else None.
+      once: True if it belongs to the first part only of a call whose parts are merged by lse.
+      backends: names of the implementations that know it; None for those whose ``unsupported`` does not refuse it.
+
+    Axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or as many
+    as query or key has), r (groups of queries that choose together), e (entries of a selection). Devices split b, n
+    and k, and t, r and s where a sequence is spread over them. Arrays with t move with queries, those with s with keys.
+    """
+
+    axes: Any
+    label: Any
+    differentiated_by: Literal["backend", "op"] | None = None
+    once: bool = False
+    backends: tuple[str, ...] | None = None
+
+    @property
+    def batched(self) -> bool:
+        """True if it has an axis of batch entries, always the first."""
+        return jax.tree.leaves(self.axes)[0].startswith("b ")
+
+
+OPERANDS = {
+    "query": Operand("b t n h", "query", "backend"),
+    "key": Operand("b s k h", "key", "backend"),
+    "value": Operand("b s k d", "value", "backend"),
+    "sinks": Operand("n", "sinks", "op", once=True),
+    "segments": Operand(("b t", "b s"), ("segment_ids of queries", "segment_ids of keys")),
+    "mask": Operand("g t s", "a run-time mask"),
+    "chosen": Operand("b r g e", "selection"),
+}
+
+
+def rows_of(operands: Operands) -> dict[str, Operand]:
+    """Rows of the table for the operands that are not None, in their order."""
+    return {name: OPERANDS[name] for name, x in zip(operands._fields, operands, strict=True) if x is not None}
+
+
+def differentiated(operands: Operands) -> tuple[str, ...]:
+    """Names of the operands whose gradients backends compute."""
+    return tuple(name for name, row in rows_of(operands).items() if row.differentiated_by == "backend")
+
+
+def by_name(like: Operands, values: dict[str, Any]) -> Any:
+    """Operands with these values and None elsewhere; also labels, axes or cotangents in the place of the arrays."""
+    fields: dict[str, Any] = dict.fromkeys(like._fields)
+    return type(like)(**fields | values)
+
+
+def axes_of(operands: Operands) -> Operands:
+    """Axes of the operands, in the place of the arrays; heads as many as those of query are n, those of key are k."""
+    n, k = operands.query.shape[-2], operands.key.shape[-2]
+
+    def axes(names: str, x: jax.Array) -> str:
+        letters = names.split()  # axes of `jax.vmap` come before them
+        sizes = zip(letters, x.shape[-len(letters) :], strict=True)
+        heads = {k: "k", n: "n"}
+        return " ".join(
+            heads.get(size, letter) if letter == "k" or (letter == "g" and size > 1) else letter
+            for letter, size in sizes
+        )
+
+    return jax.tree.map(axes, by_name(operands, {name: row.axes for name, row in rows_of(operands).items()}), operands)
+
+
+def moved(operands: Operands, axis: str, move: Callable[[jax.Array], jax.Array]) -> Operands:
+    """Operands after ``move`` of all arrays with this axis of tokens; it takes and returns arrays [B, tokens, ...]."""
+
+    def along(axes: str, x: jax.Array) -> jax.Array:
+        letters = axes.split()
+        if axis not in letters:
+            return x
+        return move(x) if letters[0] == "b" else move(x[None])[0]
+
+    return jax.tree.map(along, axes_of(operands), operands)
