@@ -19,7 +19,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.foreign import REVERSE_ONLY
 from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
-from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
+from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import (
     Call,
     Operands,
@@ -32,6 +32,7 @@ from .kernels.call import (
     lowered,
     swapped_hint,
 )
+from .kernels.gpu_attention import hopper, triton
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
@@ -52,8 +53,8 @@ SAVED = ("sparse_attention_out", "sparse_attention_lse")
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {
     "pallas_tpu": pallas_tpu,
-    "hopper": hopper_gpu,
-    "triton": triton_gpu,
+    "hopper": hopper,
+    "triton": triton,
     "cudnn": cudnn,
     "xla": xla,
     "reference": reference,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
+from sparse_layers.ops.kernels.triton_gpu.link import Link
 
 import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
@@ -23,7 +24,6 @@ from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  
 from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
 from sparse_layers.ops.kernels.gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
 from sparse_layers.ops.kernels.triton_gpu import chain, settings
-from sparse_layers.ops.kernels.triton_gpu.link import Link
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
