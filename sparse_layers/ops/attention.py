@@ -421,6 +421,9 @@ def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dic
         if reason is None:
             told = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
             _log.debug("block_sparse_attention runs %r%s", name, told)
+            if _log.isEnabledFor(logging.DEBUG) and hasattr(backend, "notes"):
+                for note in backend.notes(call, operands):
+                    _log.debug("%r, %s", name, note)
             return name, reasons
         reasons[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

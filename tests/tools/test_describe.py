@@ -8,7 +8,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.ops import routes
+from sparse_layers.ops import traced_call
 from sparse_layers.ops.planning.communication import parts_of
 from tests.tools.cases import MASKS, expected_cells
 
@@ -76,9 +76,9 @@ def test_describe_says_dtype_and_head_size(subject, setting, monkeypatch):
 
     def route(plan, dtype, head_size, **_):
         asked.append(f"{dtype} {head_size}")
-        return routes.Route("xla", {}, (), (), ())
+        return traced_call.TracedCall("xla", {}, (), (), ())
 
-    monkeypatch.setattr(routes, "route", route)
+    monkeypatch.setattr(traced_call, "trace_call", route)
     text = sl.describe(subject, 64) if isinstance(subject, sl.Mask) else sl.describe(subject)
     said = re.findall("^runs here, (.*): 'xla'$", text, re.M)
     assert said and set(said) == {setting}

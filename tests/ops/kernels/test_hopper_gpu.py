@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, routes
+from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
@@ -381,7 +381,7 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
     plan = sl.make_plan(mask, 4096)
-    assert plan.implementation == "hopper" and routes.route(plan, head_size=size).implementation == name
+    assert plan.implementation == "hopper" and traced_call.trace_call(plan, head_size=size).implementation == name
     left = "residue-major order, stride 128, backward: plain Triton, for each key is in one list"
     assert (left in sl.describe(plan)) == (mask == sl.preset("sparse_transformer_strided"))
     assert attention.first_choice(jnp.float32) == attention.first_choice(jnp.bfloat16, 136) == "cudnn"

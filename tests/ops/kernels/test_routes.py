@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, routes
+from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning.platforms import assuming, platform
 
@@ -45,7 +45,7 @@ class Call:
         found = []
 
         def attend(name, call, query_sharding, operands):
-            found.append((name, *routes.launches(name, call, operands)))
+            found.append((name, *traced_call.trace_launches(name, call, operands)))
             return operands.query, None
 
         def op(query, key, value, ids, blocks, mask):

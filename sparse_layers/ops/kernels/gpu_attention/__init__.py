@@ -7,3 +7,9 @@ that they selected.
 
 These files and those of the engines are imported at the first call, for Triton takes a while and need not be there.
 """
+
+from typing import Literal
+
+Engine = Literal["hopper", "triton"]
+# Engines in order of preference, by the name of the implementation. The last one supports every pass.
+ENGINES: dict[str, tuple[Engine, ...]] = {"hopper": ("hopper", "triton"), "triton": ("triton",)}

@@ -11,11 +11,9 @@ from ...planning.head_groups import HeadGroup
 from ..call import Call, Operands, groups_of
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
+from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
-Engine = Literal["hopper", "triton"]
-# Engines in order of preference, by the name of the implementation. The last one supports every pass.
-ENGINES: dict[str, tuple[Engine, ...]] = {"hopper": ("hopper", "triton"), "triton": ("triton",)}
 
 
 @dataclasses.dataclass(frozen=True)

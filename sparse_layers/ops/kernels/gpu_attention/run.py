@@ -127,9 +127,9 @@ def _run_backward(
             own = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
             dkv = own if dkv is None or launch.starts_from_state else dkv.plus(own)
             continue
-        before = dqs[group] if launch.starts_from_state else None
-        dq, own = _launch_dq(launch, work, inputs, before, dkv)
-        dqs[group] = dq if launch.starts_from_state else dqs[group].plus(dq)
+        before = dqs[group]
+        dq, own = _launch_dq(launch, work, inputs, before if launch.starts_from_state else None, dkv)
+        dqs[group] = dq if before is None or launch.starts_from_state else before.plus(dq)
         dkv = dkv if own is None else own
     found = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]

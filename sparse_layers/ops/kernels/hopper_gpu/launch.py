@@ -275,7 +275,7 @@ def _by_row(x: jax.Array, side: Side, fill: float) -> jax.Array:
 
 
 def _lists(work: GroupPass, kernel: str) -> tuple[Side, Side, Lists, Any, Any]:
-    """(cut of queries, cut of keys, lists, and what `count_steps` says by them, with work tiles [LB, heads, blocks])."""
+    """(cut of queries, cut of keys, lists, what `count_steps` says by them, with work tiles [LB, heads, blocks])."""
     dkv, (rows, block), parts = kernel == "dkv", _block_shape(work, kernel), _parts_of_blocks(work, kernel)
     rows, block = (rows // parts, block) if dkv else (rows, block // parts)
     q, kv = Side(work.q_order, rows, rows), Side(work.kv_order, block, block)

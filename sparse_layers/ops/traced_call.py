@@ -1,7 +1,7 @@
-"""Routes: which implementation serves a call, by which kernels, and why not by a preferred one.
+"""Traced calls: which implementation serves a call, by which kernels, and why not by a preferred one.
 
-The call is traced as on the device, where launches are recorded in place of being made. So a route cannot differ from
-what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
+The call is traced as on the device, where launches are recorded in place of being made. So what is said cannot
+differ from what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
 """
 
 from typing import Any, NamedTuple
@@ -12,16 +12,13 @@ import jax.numpy as jnp
 from .attention import IMPLEMENTATIONS, ranked
 from .kernels.call import Call, Operands
 from .kernels.gpu import bridge, hardware
-from .kernels.gpu.hardware import device_named as device_named
+from .kernels.gpu_attention import ENGINES
 from .planning.plan import Plan
 from .planning.platforms import assuming
 
-# Implementations of kernels that the bridge launches.
-ENGINES = ("hopper", "triton")
 
-
-class Route(NamedTuple):
-    """What serves a call.
+class TracedCall(NamedTuple):
+    """The implementation of a call, and its launches.
 
     Attributes:
       implementation: one of `implementations`.
@@ -37,16 +34,25 @@ class Route(NamedTuple):
     backward: tuple[bridge.Launch, ...]
     notes: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """The implementation, and below it its launches, what it hands on, and why no preferred one serves the call."""
+        lines = [repr(self.implementation)]
+        for direction, launches in (("forward", self.forward), ("backward", self.backward)):
+            if launches:
+                lines.append(f"{direction}: {', then '.join(map(str, launches))}")
+        lines += [*self.notes, *(f"not {name!r}: {reason}" for name, reason in self.reasons.items())]
+        return "\n  ".join(lines)
 
-def route(
+
+def trace_call(
     plan: Plan,
     dtype: Any = jnp.bfloat16,
     head_size: int = 128,
     *,
     segment_ids: bool = False,
     device: hardware.Device | None = None,
-) -> Route:
-    """Returns the route of calls with a plan, ``implementation=None``, one batch entry and 32 heads of each mask.
+) -> TracedCall:
+    """Traces a call with a plan, ``implementation=None``, one batch entry and 32 heads of each mask.
 
     Args:
       plan: the plan, made for the device.
@@ -66,10 +72,10 @@ def route(
     with assuming(device):
         name, reasons = ranked(call, operands)
         notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
-        return Route(name, reasons, *launches(name, call, operands), notes)
+        return TracedCall(name, reasons, *trace_launches(name, call, operands), notes)
 
 
-def launches(
+def trace_launches(
     implementation: str, call: Call, operands: Operands
 ) -> tuple[tuple[bridge.Launch, ...], tuple[bridge.Launch, ...]]:
     """Returns the launches of the forward and of the backward pass of a call, in their order.
