@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..scorers import Scorer
 from .attention import IMPLEMENTATIONS, ranked
 from .kernels.call import Call, Operands
 from .kernels.gpu import bridge, hardware
@@ -49,26 +50,38 @@ def trace_call(
     dtype: Any = jnp.bfloat16,
     head_size: int = 128,
     *,
+    groups: int = 1,
+    scorer: Scorer | None = None,
     segment_ids: bool = False,
     device: hardware.Device | None = None,
 ) -> TracedCall:
-    """Traces a call with a plan, ``implementation=None``, one batch entry and 32 heads of each mask.
+    """Traces a call with a plan, ``implementation=None``, one batch entry and 32 key heads of each mask.
 
     Args:
       plan: the plan, made for the device.
       dtype: of query, key and value.
       head_size: of query, key and value.
+      groups: query heads of a key head.
+      scorer: that selects blocks within the plan's masks, if one does.
       segment_ids: whether the calls have segment ids.
       device: the GPU, which need not be there; None for the device at hand.
 
     Raises:
       ModuleNotFoundError: a GPU is given, and Triton is not installed.
     """
-    lengths, heads = (plan.q_len, plan.kv_len, plan.kv_len), 32 * len(plan.masks)
-    shapes: Any = [jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for length in lengths]
-    ids: Any = tuple(jax.ShapeDtypeStruct((1, length), jnp.int32) for length in lengths[:2])
-    operands = Operands(*shapes, segments=ids if segment_ids else None)
-    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
+    lengths, kv_heads, shaped = (plan.q_len, plan.kv_len), 32 * len(plan.masks), jax.ShapeDtypeStruct
+    query, key = (
+        shaped((1, t, n, head_size), dtype) for t, n in zip(lengths, (kv_heads * groups, kv_heads), strict=True)
+    )
+    arrays: dict[str, Any] = {"query": query, "key": key, "value": key}
+    if segment_ids:
+        arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
+    selection = None
+    if scorer is not None and scorer.chooses(plan.q_len):
+        selection, heads = (scorer.block, 1), (query if scorer.per_query_head else key).shape[2]
+        arrays["chosen"] = shaped((1, plan.q_len, heads, scorer.count), jnp.int32)
+    operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=selection)
     with assuming(device):
         name, reasons = ranked(call, operands)
         notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
@@ -80,8 +93,8 @@ def trace_launches(
 ) -> tuple[tuple[bridge.Launch, ...], tuple[bridge.Launch, ...]]:
     """Returns the launches of the forward and of the backward pass of a call, in their order.
 
-    Where the device decides at run time between two ways, as for selections of single queries, both are there. The
-    operands may be shapes.
+    Where the device decides at run time between two ways, as for selections of single queries, both are there, with
+    their conditions. The operands may be shapes.
     """
     backend, recorded = IMPLEMENTATIONS[implementation], []
     if implementation not in ENGINES:

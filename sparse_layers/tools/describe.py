@@ -140,7 +140,8 @@ def describe(
         if gpu is not None:
             planned = planned._replace(plan=_plan_for(gpu, planned))
         dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
-        traced = traced_call.trace_call(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu)
+        options: dict[str, Any] = {"groups": planned.groups, "scorer": planned.scorer, "segment_ids": segment_ids}
+        traced = traced_call.trace_call(planned.plan, dtype, head_size, device=gpu, **options)
         place = "here" if device is None else f"on {device}"
         texts[which] = _text(planned, size, devices, f"runs {place}, {_setting(planned)}: {traced}")
     notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))

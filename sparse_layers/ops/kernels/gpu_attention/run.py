@@ -6,6 +6,8 @@ and copies nothing. Passes that hold only some queries (or keys) come first; the
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from ...planning.head_groups import HeadGroup
 from ...planning.views import RowOrder
 from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches
+from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES
 from ..gpu.passes import BackwardInputs, Rows
 from ..triton_gpu import launch as triton
@@ -42,8 +45,7 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
     by_query = functools.partial(_run_forward, planned)
     if planned.kv_outer_forward is None:
         return by_query(operands)
-    disagree = kv_outer.neighbours_disagree(call, operands, "forward")
-    return jax.lax.cond(disagree, functools.partial(kv_outer.forward, call), by_query, operands)
+    return _if_neighbours_disagree(call, functools.partial(kv_outer.forward, call), by_query, operands)
 
 
 def _backward(
@@ -59,7 +61,17 @@ def _backward(
     by_key = functools.partial(kv_outer.backward, outer.engine, call)
     if outer.always:
         return by_key(*args)
-    return jax.lax.cond(kv_outer.neighbours_disagree(call, args[0], "backward"), by_key, by_query, *args)
+    return _if_neighbours_disagree(call, by_key, by_query, *args)
+
+
+def _if_neighbours_disagree(
+    call: Call, by_key: Callable[..., Any], by_query: Callable[..., Any], operands: Operands, *args: jax.Array
+) -> Any:
+    """One of two functions of the operands and other arrays, as it is decided at run time."""
+    disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
+    by_key = bridge.conditional("if neighbouring queries disagree", by_key)
+    by_query = bridge.conditional("if they agree", by_query)
+    return jax.lax.cond(disagree, by_key, by_query, operands, *args)
 
 
 def _mark_padding(operands: Operands) -> Operands:
