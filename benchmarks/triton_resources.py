@@ -33,8 +33,8 @@ from triton import knobs
 
 import sparse_layers as sl
 from sparse_layers.ops import attention
-from sparse_layers.ops.kernels import triton_gpu
 from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.gpu_attention import triton as plain_triton
 from sparse_layers.ops.kernels.triton_gpu import settings
 from sparse_layers.ops.planning import platforms
 
@@ -167,8 +167,8 @@ def launches(
 
     def attend(implementation, call, query_sharding, operands):
         with bridge.recording() as launches:
-            out, lse = triton_gpu.forward(call, operands)
-            triton_gpu.backward(call, operands, lse, lse, out)
+            out, lse = plain_triton.forward(call, operands)
+            plain_triton.backward(call, operands, lse, lse, out)
         for x in launches:
             one = Launch(x.kernel, x.dtypes, x.constants, **x.options, device=device)
             found.setdefault(one.key, one)

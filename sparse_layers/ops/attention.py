@@ -19,7 +19,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.foreign import REVERSE_ONLY
 from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
-from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
+from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import (
     Call,
     Operands,
@@ -32,6 +32,7 @@ from .kernels.call import (
     lowered,
     swapped_hint,
 )
+from .kernels.gpu_attention import hopper, triton
 from .kernels.operands import by_name, rows_of
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
@@ -53,8 +54,8 @@ SAVED = ("sparse_attention_out", "sparse_attention_lse")
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {
     "pallas_tpu": pallas_tpu,
-    "hopper": hopper_gpu,
-    "triton": triton_gpu,
+    "hopper": hopper,
+    "triton": triton,
     "cudnn": cudnn,
     "xla": xla,
     "reference": reference,
@@ -421,6 +422,9 @@ def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dic
         if reason is None:
             told = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
             _log.debug("block_sparse_attention runs %r%s", name, told)
+            if _log.isEnabledFor(logging.DEBUG) and hasattr(backend, "notes"):
+                for note in backend.notes(call, operands):
+                    _log.debug("%r, %s", name, note)
             return name, reasons
         reasons[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

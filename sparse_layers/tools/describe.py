@@ -13,7 +13,8 @@ from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
-from ..ops import routes
+from ..ops import traced_call
+from ..ops.kernels.gpu.hardware import device_named
 from ..ops.planning.communication import Part, Received, Token, bound, filled_up, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
@@ -122,7 +123,7 @@ def describe(
     check_size(size)
     checked("devices", devices, Positive)
     checked("segment_ids", segment_ids, bool)
-    gpu = None if device is None else routes.device_named(device)
+    gpu = None if device is None else device_named(device)
     plans = plans_of(subject)
     if plans is None:
         scorer = scorer_of(subject)
@@ -139,9 +140,10 @@ def describe(
         if gpu is not None:
             planned = planned._replace(plan=_plan_for(gpu, planned))
         dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
-        way = routes.route(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu)
+        options: dict[str, Any] = {"groups": planned.groups, "scorer": planned.scorer, "segment_ids": segment_ids}
+        traced = traced_call.trace_call(planned.plan, dtype, head_size, device=gpu, **options)
         place = "here" if device is None else f"on {device}"
-        texts[which] = _text(planned, size, devices, "\n".join(_routed(way, f"{place}, {_setting(planned)}")))
+        texts[which] = _text(planned, size, devices, f"runs {place}, {_setting(planned)}: {traced}")
     notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
@@ -153,16 +155,6 @@ def _plan_for(gpu: Any, planned: Planned) -> Plan:
         name = first_choice(planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE)
         params = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params}
         return make_plan(plan.masks, plan.q_len, plan.kv_len, implementation=name, **params)
-
-
-def _routed(way: routes.Route, setting: str) -> Iterator[str]:
-    """The lines about what computes a plan: the implementation, its kernels, and what it hands on."""
-    yield f"runs {setting}: {way.implementation!r}"
-    for direction, launches in (("forward", way.forward), ("backward", way.backward)):
-        if launches:
-            yield f"  {direction}: {', then '.join(map(str, launches))}"
-    yield from (f"  {note}" for note in way.notes)
-    yield from (f"  not {name!r}: {reason}" for name, reason in way.reasons.items())
 
 
 def _text(planned: Planned, size: int, devices: int, routed: str) -> str:

@@ -8,7 +8,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.ops import routes
+from sparse_layers.ops import traced_call
 from sparse_layers.ops.planning.communication import parts_of
 from tests.tools.cases import MASKS, expected_cells
 
@@ -76,9 +76,9 @@ def test_describe_says_dtype_and_head_size(subject, setting, monkeypatch):
 
     def route(plan, dtype, head_size, **_):
         asked.append(f"{dtype} {head_size}")
-        return routes.Route("xla", {}, (), (), ())
+        return traced_call.TracedCall("xla", {}, (), (), ())
 
-    monkeypatch.setattr(routes, "route", route)
+    monkeypatch.setattr(traced_call, "trace_call", route)
     text = sl.describe(subject, 64) if isinstance(subject, sl.Mask) else sl.describe(subject)
     said = re.findall("^runs here, (.*): 'xla'$", text, re.M)
     assert said and set(said) == {setting}
@@ -116,6 +116,18 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
     ]
     layer = sl.SparseSelfAttention(4, 256, pattern=window, seq_len=1024, dtype="bfloat16", rngs=nnx.Rngs(0))
     assert runs(sl.describe(layer, device="h200"))[0] == "runs on h200, in bfloat16 with heads of 64: 'hopper'"
+    # Selections of single queries, of which some are decided at run time; grouped heads have no kernel for all three.
+    forward, backward = runs(sl.describe(sl.MoBA(64, 8), 8192, device="h100"))[1:3]
+    assert forward.split(", then ")[::2] == [
+        "  forward: triton kv_outer_kernel (if neighbouring queries disagree)",
+        "triton forward_kernel (if they agree)",
+    ]
+    assert backward == "  backward: hopper query_gather_kernel (split lists)"
+    short = runs(sl.describe(sl.MoBA(64, 8), 512, device="h100"))
+    assert "kv_outer" not in "".join(short), "every query looks at all blocks"
+    grouped = {"num_kv_heads": 2, "pattern": "sparse_transformer_strided", "dtype": "bfloat16", "rngs": nnx.Rngs(0)}
+    layer = sl.SparseSelfAttention(4, 256, seq_len=4096, **grouped)
+    assert "with dk and dv" not in runs(sl.describe(layer, device="h200"))[2]
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "h1000"), ("device", 90), ("segment_ids", 1)])

@@ -119,7 +119,7 @@ def assuming(device: Any) -> Iterator[None]:
 
     Calls can be planned and traced for it. Nothing can be compiled or launched.
     """
-    token = _ASSUMED.set(device)
+    token = _ASSUMED.set(assumed() if device is None else device)
     try:
         yield
     finally:

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="needs triton")
 import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.triton_gpu import kv_outer
+from sparse_layers.ops.kernels.gpu_attention import kv_outer
+from sparse_layers.ops.kernels.triton_gpu.kv_outer import unsupported
 from tests.ops.cases import compiled
 from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
@@ -53,7 +54,7 @@ def loss(q, k, v, ids, implementation):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_who_hardly_agrees(direction):
     def pays(ids, **options):
-        return kv_outer.pays(*call_of(ids, **options), direction)
+        return kv_outer.neighbours_disagree(*call_of(ids, **options), direction)
 
     assert pays(SCATTERED)
     assert not pays(AGREEING)
@@ -75,22 +76,22 @@ def test_who_agrees_is_asked_all_over_a_sequence(direction, agree):
     first, others = (AGREEING, SCATTERED) if agree else (SCATTERED, AGREEING)
     ids = np.where(np.arange(T)[:, None, None] < 32, first, others)
     ids = np.repeat(ids, kv_outer.SAMPLE // ids.shape[2], axis=0)
-    assert kv_outer.pays(*call_of(ids), direction) == agree
+    assert kv_outer.neighbours_disagree(*call_of(ids), direction) == agree
 
 
 def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
     monkeypatch.setattr(kv_outer, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
-    assert kv_outer.pays(*call_of(SCATTERED), "forward")
+    assert kv_outer.neighbours_disagree(*call_of(SCATTERED), "forward")
 
 
 def test_whom_it_serves(monkeypatch):
-    assert kv_outer.serves(*call_of(SCATTERED))
-    assert kv_outer.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
-    assert not kv_outer.serves(*call_of(SCATTERED[:, :13], granularity=16))
-    assert not kv_outer.serves(*call_of(SCATTERED[:, :, :1], heads=(64, 1)))  # a tile of one query, with 64 heads
-    assert kv_outer.serves(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1)))  # but 32 where heads differ
-    assert not kv_outer.serves(*call_of(SCATTERED[:, :20], length=20))
-    assert not kv_outer.serves(*call_of(SCATTERED[..., :0]))
+    assert unsupported(*call_of(SCATTERED)) is None
+    assert unsupported(*call_of(SCATTERED, heads=(2, 2), size=256)) is None
+    assert unsupported(*call_of(SCATTERED[:, :13], granularity=16))
+    assert unsupported(*call_of(SCATTERED[:, :, :1], heads=(64, 1)))  # a tile of one query, with 64 heads
+    assert unsupported(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1))) is None  # but 32 where heads differ
+    assert unsupported(*call_of(SCATTERED[:, :20], length=20))
+    assert unsupported(*call_of(SCATTERED[..., :0]))
     call, operands = call_of(SCATTERED)
     for fwd, bwd, served in (
         ({}, {"num_warps": 8}, False),
@@ -98,10 +99,10 @@ def test_whom_it_serves(monkeypatch):
         ({"q_blocksize": 8}, {}, True),
     ):
         params = sl.FwdParams(**fwd), sl.BwdParams(**bwd)  # explicit values win: kernels of this way have none
-        assert kv_outer.serves(dataclasses.replace(call, params=params), operands) == served
+        assert (unsupported(dataclasses.replace(call, params=params), operands) is None) == served
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(80, 166912, 108))  # an A100
-    assert kv_outer.serves(*call_of(SCATTERED, size=128))
-    assert not kv_outer.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
+    assert unsupported(*call_of(SCATTERED, size=128)) is None
+    assert unsupported(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
 
 def test_the_way_is_chosen_at_run_time(monkeypatch):
@@ -119,7 +120,7 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
         jax.block_until_ready(step(*arrays(), ids))
         assert kernels <= set(ran) and len({"kv_outer_kernel", "forward_kernel"} & set(ran)) == 1
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 9000, 132))
-    assert not kv_outer.serves(*call_of(SCATTERED))
+    assert unsupported(*call_of(SCATTERED))
 
 
 @pytest.mark.parametrize(("turns", "k"), [(1, 10), (3, 8)])  # JAX keeps programs, by their shapes

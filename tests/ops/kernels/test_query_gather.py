@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("triton", reason="needs triton")
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels import hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.gpu_attention import hopper, kv_outer
+from sparse_layers.ops.kernels.gpu_attention.route import query_gather_unsupported
 from sparse_layers.ops.kernels.hopper_gpu import query_gather, settings
-from sparse_layers.ops.kernels.triton_gpu import kv_outer
 from sparse_layers.ops.planning import platforms
 from tests.ops import cases, huge_logits, test_selections
 from tests.ops.kernels import gluon_interpreter
@@ -262,7 +262,7 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
     [
         ({}, None),
         ({"sizes": (128, 128), "block": 128}, None),
-        ({"block": 512}, None),  # cut, see `kv_outer.finer`
+        ({"block": 512}, None),  # cut, see `kv_outer.divisor`
         ({"sizes": (96, 96)}, r"heads of \(64, 128\), and these have \(96, 96\)"),
         ({"sizes": (128, 64)}, r"and these have \(128, 64\)"),
         ({"block": 32}, r"blocks of \(64, 128\) keys, and these have 32"),
@@ -275,8 +275,8 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
 def test_whom_it_serves(launched, options, reason):
     """Then Hopper is not outdone, and what is said to be left to plain Triton is the forward pass at most."""
     call, operands = call_of(**options)
-    found, outdone = query_gather.unserved(call, operands), hopper_gpu.outdone(call, operands)
-    backward = [note for note in hopper_gpu.notes(call, operands) if "backward: plain Triton" in note]
+    found, outdone = query_gather_unsupported(call, operands), hopper.outdone(call, operands)
+    backward = [note for note in hopper.notes(call, operands) if "backward: plain Triton" in note]
     if reason is None:
         assert found is None and outdone is None and not backward
     else:

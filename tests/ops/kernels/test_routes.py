@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, routes
+from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning.platforms import assuming, platform
 
@@ -45,7 +45,7 @@ class Call:
         found = []
 
         def attend(name, call, query_sharding, operands):
-            found.append((name, *routes.launches(name, call, operands)))
+            found.append((name, *traced_call.trace_launches(name, call, operands)))
             return operands.query, None
 
         def op(query, key, value, ids, blocks, mask):
@@ -69,8 +69,9 @@ class Call:
 
 
 def told(launches) -> str:
-    """Launches without the ending of kernels' names."""
-    return " + ".join(str(launch).replace("_kernel", "") for launch in launches)
+    """Launches without the ending of kernels' names; those if neighbours agree come last."""
+    text = " + ".join(str(launch).replace("_kernel", "") for launch in launches)
+    return text.replace("if neighbouring queries disagree", "if not").replace("if they agree", "if agreed")
 
 
 CALLS = [
@@ -245,28 +246,32 @@ CALLS = [
     Call(
         "selected-by-1",
         sl.Causal(),
-        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
+        "hopper: triton kv_outer (split lists, if not) + triton compact (if agreed) + triton forward (if agreed)"
+        " | hopper query_gather (split lists)",
         selected_by=1,
     ),
     Call(
         "selected-by-1-grouped",
         sl.Causal(),
-        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
+        "hopper: triton kv_outer (split lists, if not) + triton compact (if agreed) + triton forward (if agreed)"
+        " | hopper query_gather (split lists)",
         selected_by=1,
         heads=(16, 4),
     ),
     Call(
         "selected-by-1-blocks-of-128",
         sl.Causal(),
-        "hopper: triton kv_outer (split lists) + triton compact + triton forward | hopper query_gather (split lists)",
+        "hopper: triton kv_outer (split lists, if not) + triton compact (if agreed) + triton forward (if agreed)"
+        " | hopper query_gather (split lists)",
         selected_by=1,
         block=128,
     ),
     Call(
         "selected-by-1-blocks-of-32",
         sl.Causal(),
-        "triton: triton kv_outer (split lists) + triton compact + triton forward"
-        " | triton dkv (split lists, with dq) + triton dkv (merges splits) + triton compact + triton dq + triton dkv",
+        "triton: triton kv_outer (split lists, if not) + triton compact (if agreed) + triton forward (if agreed)"
+        " | triton dkv (split lists, with dq, if not) + triton dkv (merges splits, if not)"
+        " + triton compact (if agreed) + triton dq (if agreed) + triton dkv (if agreed)",
         selected_by=1,
         block=32,
     ),
@@ -324,8 +329,8 @@ CALLS = [
     Call(
         "selected-by-1",
         sl.Causal(),
-        "triton: triton kv_outer + triton compact + triton forward"
-        " | triton dkv (with dq) + triton compact + triton dq + triton dkv",
+        "triton: triton kv_outer (if not) + triton compact (if agreed) + triton forward (if agreed)"
+        " | triton dkv (with dq, if not) + triton compact (if agreed) + triton dq (if agreed) + triton dkv (if agreed)",
         device="a100",
         selected_by=1,
     ),

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,12 +93,14 @@ class Launch(NamedTuple):
       dtypes: names of the dtypes of its pointers and descriptors, in their order.
       constants: its other arguments, by name.
       options: how it is compiled: num_warps, and num_stages of Triton's kernels.
+      condition: when it is made, if that is decided at run time: "if ...".
     """
 
     kernel: Any
     dtypes: tuple[str, ...]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
+    condition: str | None = None
 
     @property
     def engine(self) -> str:
@@ -115,10 +117,11 @@ class Launch(NamedTuple):
             "with dk and dv": self.constants.get("WITH_DKV", False),
             "with dq": self.constants.get("WITH_DQ", False),
         }
-        told = ", ".join(remark for remark, applies in remarks.items() if applies)
+        told = ", ".join([*(remark for remark, applies in remarks.items() if applies), *filter(None, [self.condition])])
         return f"{self.engine} {self.kernel.fn.__name__}" + f" ({told})" * bool(told)
 
 
+_CONDITION: contextvars.ContextVar[str | None] = contextvars.ContextVar("condition of launches", default=None)
 _RECORDED: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("recorded launches", default=None)
 
 
@@ -134,6 +137,19 @@ def recording() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _RECORDED.reset(token)
+
+
+def conditional(condition: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose launches are recorded with a condition: a branch of `jax.lax.cond`."""
+
+    def branch(*args):
+        token = _CONDITION.set(condition)
+        try:
+            return function(*args)
+        finally:
+            _CONDITION.reset(token)
+
+    return branch
 
 
 def gluon_unsupported() -> str | None:
@@ -271,7 +287,7 @@ def _launch(kernel, grid, arrays, parameters, results, constants, options, alias
     launches = _RECORDED.get()
     if launches is not None:
         dtypes = tuple((x.array if isinstance(x, Tiles) else x).dtype.name for x in parameters)
-        launches.append(Launch(kernel, dtypes, dict(constants), dict(options)))
+        launches.append(Launch(kernel, dtypes, dict(constants), dict(options), _CONDITION.get()))
         return [jnp.zeros(x.shape, x.dtype) for x in results]
     from jaxlib import gpu_triton
 

@@ -85,6 +85,13 @@ def local_device() -> Device | str:
     return version if isinstance(version, str) else properties._replace(ptx_version=version)
 
 
+def local_gpu() -> Device:
+    """Returns the NVIDIA GPU that JAX computes on; `local_device` has said before that there is one."""
+    device = local_device()
+    assert isinstance(device, Device), device
+    return device
+
+
 def driver_release() -> str | None:
     """Returns the CUDA release that the driver knows, None if there is no driver."""
     version = ctypes.c_int()
