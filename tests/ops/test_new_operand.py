@@ -85,7 +85,7 @@ def attend(q, k, v, bias, sinks, mask, **options):
 # --- the formula -----------------------------------------------------------------------------------------------------
 
 
-def dense(q, k, v, bias, sinks, allowed, axes):
+def formula(q, k, v, bias, sinks, allowed, axes):
     """(out, lse) by the definition."""
     groups = q.shape[2] // k.shape[2]
     bias = jnp.expand_dims(bias, [i for i, name in enumerate("bsk") if name not in axes])
@@ -97,18 +97,18 @@ def dense(q, k, v, bias, sinks, allowed, axes):
     return jnp.einsum("bnts,bsnh->btnh", jnp.exp(logits - lse[..., None]), v), lse.swapaxes(1, 2)
 
 
-def arrays(heads, axes, t=T, more=()):
-    """Query, key, value, bias, sinks, and cotangents of out and lse, with ``more`` axes before the others."""
+def arrays(heads, axes, t=T, leading=()):
+    """Query, key, value, bias, sinks, and cotangents of out and lse, with ``leading`` axes before the others."""
     draw, (n, k), sizes = np.random.default_rng(0).standard_normal, heads, {"b": B, "s": t, "k": heads[1]}
     bias = tuple(sizes[name] for name in axes.split())
     shapes = [(B, t, n, H), (B, t, k, H), (B, t, k, H), bias, (n,), (B, t, n, H), (B, t, n)]
-    return [draw((*more, *shape)).astype(np.float32) for shape in shapes]
+    return [draw((*leading, *shape)).astype(np.float32) for shape in shapes]
 
 
 def pairs(masks, heads, t=T, ids=None):
     """The pairs that may attend: bool [B, N, T, S]."""
-    each = np.stack([mask.dense(t) for mask in sl.as_masks(masks)])
-    allowed = np.tile(each, (heads // len(each), 1, 1))[None]
+    dense = np.stack([mask.dense(t) for mask in sl.as_masks(masks)])
+    allowed = np.tile(dense, (heads // len(dense), 1, 1))[None]
     return allowed if ids is None else allowed & (ids[:, :, None] == ids[:, None])[:, None]
 
 
@@ -119,17 +119,17 @@ def answers(function, *arrays):
     return *results, *pull((dout, dlse))
 
 
-def right(allowed, axes, *arrays, change=lambda f: f):
+def expected(allowed, axes, *arrays, change=lambda f: f):
     """`answers` of the formula in float64."""
     with jax.enable_x64(True):
         wide = (jnp.asarray(x, jnp.float64) for x in arrays)
-        function = functools.partial(dense, allowed=allowed, axes=axes)
+        function = functools.partial(formula, allowed=allowed, axes=axes)
         return jax.tree.map(np.asarray, change(functools.partial(answers, function))(*wide))
 
 
-def agree(found, wanted):
+def agree(results, wanted):
     names = "out", "lse", "dquery", "dkey", "dvalue", "dbias", "dsinks"
-    for name, ours, theirs in zip(names, found, wanted, strict=True):
+    for name, ours, theirs in zip(names, results, wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-5, rtol=1e-4, err_msg=name)
 
 
@@ -142,11 +142,11 @@ IDS = np.sort(np.random.default_rng(1).integers(0, 3, (B, T)), axis=1).astype(np
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("implementation", ["xla", "reference", None])
 def test_values_and_gradients(implementation, axes):
-    args, wanted = arrays((4, 2), axes), pairs(MASKS, 4, ids=IDS)
+    args, allowed = arrays((4, 2), axes), pairs(MASKS, 4, ids=IDS)
     with recipe(axes):
         op = functools.partial(attend, mask=MASKS, implementation=implementation, segment_ids=IDS)
-        found = jax.jit(functools.partial(answers, op), compiler_options=COMPILER)(*args)
-    agree(found, right(wanted, axes, *args))
+        results = jax.jit(functools.partial(answers, op), compiler_options=COMPILER)(*args)
+    agree(results, expected(allowed, axes, *args))
 
 
 @pytest.mark.parametrize("axes", AXES)
@@ -159,14 +159,14 @@ def test_other_implementations_refuse_it(axes):
 @pytest.mark.parametrize("axes", AXES)
 def test_under_vmap(axes, mapped):
     """Lists of run time become those of more batch entries; a gradient without a batch axis is each entry's own."""
-    wide, args = arrays((4, 2), axes, more=(2,)), arrays((4, 2), axes)
+    wide, args = arrays((4, 2), axes, leading=(2,)), arrays((4, 2), axes)
     which = {"all": range(7), "bias": (3,), "query": (0, 5, 6)}[mapped]
     args = [wide[i] if i in which else x for i, x in enumerate(args)]
     change = functools.partial(jax.vmap, in_axes=[0 if i in which else None for i in range(7)])
     with recipe(axes):
         op = functools.partial(attend, mask=sl.Causal(), implementation="xla", segment_ids=IDS)
-        found = jax.jit(change(functools.partial(answers, op)), compiler_options=COMPILER)(*args)
-    agree(found, right(pairs(sl.Causal(), 4, ids=IDS), axes, *args, change=change))
+        results = jax.jit(change(functools.partial(answers, op)), compiler_options=COMPILER)(*args)
+    agree(results, expected(pairs(sl.Causal(), 4, ids=IDS), axes, *args, change=change))
 
 
 # --- eight devices ---------------------------------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def check(kind, masks, heads, t, spec, *, axes, named, implementation):
     with jax.set_mesh(mesh), recipe(axes):
         op = functools.partial(attend, mask=masks, implementation=implementation, **options)
         placed = [jax.device_put(x, NamedSharding(mesh, by)) for x, by in zip(args, specs, strict=True)]
-        found = jax.jit(functools.partial(answers, op), compiler_options=COMPILER)(*placed)
-        found = jax.tree.map(np.asarray, found)
-    agree(found, right(pairs(masks, heads[0], t), axes, *args))
+        results = jax.jit(functools.partial(answers, op), compiler_options=COMPILER)(*placed)
+        results = jax.tree.map(np.asarray, results)
+    agree(results, expected(pairs(masks, heads[0], t), axes, *args))
 
 
 def main(kind):

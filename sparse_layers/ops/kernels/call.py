@@ -469,8 +469,7 @@ def over_batches(function: Callable[..., Any], most: float, *args: Any) -> Any:
         unbatched = [name for name in operands._fields if not OPERANDS[name].batched]
         backward = differentiated(operands) if by_query else ()
         if size * entries > most or any(getattr(flags[0], name) or name in backward for name in unbatched):
-            # These have no batch axis that the new one could join, nor have their gradients; nor does a grid take any
-            # number of entries.
+            # Arrays without a batch axis, and their gradients, cannot join the new one; a grid takes so many entries.
             one = functools.partial(_chosen, function, most, flags, args)
             results = jax.lax.map(one, jnp.arange(size))
         else:

@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients that ``backward`` of a backend returns, by the names of their operands and in the same dtypes."""
+    """The results of a backend's ``backward``: gradients by the names of their operands, in the same dtypes."""
 
     query: jax.Array
     key: jax.Array
@@ -46,15 +46,15 @@ class Operand:
     """The properties of one operand.
 
     Attributes:
-      axes: names of its axes, or a pair of these for a pair of arrays.
-      label: its name in errors; of a pair, too.
-      differentiated_by: "backend", which returns its gradient in `Gradients`, or "op", from lse and delta; else None.
-      once: True if it belongs to the first part only of a call whose parts are merged by lse.
-      backends: names of the implementations that know it; None for those whose ``unsupported`` does not refuse it.
+      axes: letters of its axes, or a pair of these for a pair of arrays.
+      label: its name in errors, or a pair of names.
+      differentiated_by: "backend" if `Gradients` has it, "op" if it follows from lse and delta, else None.
+      once: True if only the first part of a call has it, where parts are merged by lse.
+      backends: implementations that know it, others are refused; None leaves that to ``unsupported`` of each.
 
-    Axes: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or as many
-    as query or key has), r (groups of queries that choose together), e (entries of a selection). Devices split b, n
-    and k, and t, r and s where a sequence is spread over them. Arrays with t move with queries, those with s with keys.
+    Letters: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or those
+    of query or key), r (groups of queries that choose together), e (entries of a selection). Devices split b, n and k;
+    t, r and s if a sequence is spread over them. Arrays with t move with queries, arrays with s with keys.
     """
 
     axes: Any
@@ -101,13 +101,10 @@ def axes_of(operands: Operands) -> Operands:
     n, k = operands.query.shape[-2], operands.key.shape[-2]
 
     def axes(names: str, x: jax.Array) -> str:
-        letters = names.split()  # axes of `jax.vmap` come before them
-        sizes = zip(letters, x.shape[-len(letters) :], strict=True)
+        letters = names.split()
+        sizes = dict(zip(letters, x.shape[-len(letters) :], strict=True))  # axes of `jax.vmap` come before these
         heads = {k: "k", n: "n"}
-        return " ".join(
-            heads.get(size, letter) if letter == "k" or (letter == "g" and size > 1) else letter
-            for letter, size in sizes
-        )
+        return " ".join(heads.get(sizes[a], a) if a == "k" or (a == "g" and sizes[a] > 1) else a for a in letters)
 
     return jax.tree.map(axes, by_name(operands, {name: row.axes for name, row in rows_of(operands).items()}), operands)
 
