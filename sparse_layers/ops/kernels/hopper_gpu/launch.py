@@ -83,9 +83,9 @@ def unsupported(work: GroupPass, kernel: str) -> str | None:
     if kernel == "dkv" and work.call.params[1].deterministic:
         return "they add to dq in the order in which blocks are done"
     rows, block = _block_shape(work, kernel)
-    held, walked = (rows, block) if kernel == "forward" else (block, rows)
-    whole = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
-    if held != settings.ROWS or not whole:
+    rows_held, walked = (rows, block) if kernel == "forward" else (block, rows)
+    fills_tiles = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
+    if rows_held != settings.ROWS or not fills_tiles:
         keys = "64 or a multiple of 128" if kernel == "forward" else "128"
         queries = "128" if kernel == "forward" else "a multiple of 128"
         return f"blocks have {queries} queries there and {keys} keys, and these {rows} and {block}"
@@ -126,7 +126,7 @@ def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, round
     second = second._replace(ROWS=0) if work.fused_with is None else second
     out = jax.ShapeDtypeStruct((*query.shape[:2], work.heads, value.shape[-1]), query.dtype)
     lse = jax.ShapeDtypeStruct((query.shape[0], work.heads, prepared.constants["Q"].ROWS), jnp.float32)
-    nothing = jnp.zeros((1,), jnp.float32)
+    unused = jnp.zeros((1,), jnp.float32)
     inputs = [
         _tiles(work, query, order, prepared.part),
         _tiles(work, work.operands.key, prepared.kv.order, keys),
@@ -134,8 +134,8 @@ def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, round
         *(_tiles(work, x, kv_order, keys) for x in (work.operands.key, value)),
         _tiles(work, query if before is None else before.arrays[0], order, prepared.part),
         *prepared.read,
-        nothing if sinks is None else sinks,
-        nothing if before is None else _by_row(before.arrays[1], prepared.q, 0.0),
+        unused if sinks is None else sinks,
+        unused if before is None else _by_row(before.arrays[1], prepared.q, 0.0),
     ]
     compiled = Forward(keys, settings.Q_STAGES, prepared.stages, sinks is not None, before is not None)
     results, fixed = [_tiles(work, out, order, prepared.part), lse], {"KV2": second, "F": compiled}
@@ -348,8 +348,8 @@ def _order(work: GroupPass, kv: Side, lists: BlockLists, steps: Any, before: Any
         heads, members = work.heads_of_lists(dkv=True, pack=1)
         key_heads, kinds, size = members.argmax(0), heads // lists.group % lists.spans.shape[1], _padded(work)
         assert size is not None
-        held = size * 8  # q, dout, and dq in float32
-        order, splits = cut_by_ranges(lists, kinds, key_heads, batch, programs, _block_shape(work, "dkv")[0], held)
+        row_bytes = size * 8  # q, dout, and dq in float32
+        order, splits = cut_by_ranges(lists, kinds, key_heads, batch, programs, _block_shape(work, "dkv")[0], row_bytes)
         if splits is not None:
             return order, splits
         keys = work.operands.key.shape[1] * work.operands.key.shape[2]
@@ -359,8 +359,8 @@ def _order(work: GroupPass, kv: Side, lists: BlockLists, steps: Any, before: Any
             return order, splits
     # Neighbours find in the cache what both read and add to. With several query heads they would soon be at
     # different ones; work tiles that are equally long stay at the same head for longer.
-    alike = work.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
-    return order_of(steps, batch, programs, alike), None
+    as_numbered = work.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
+    return order_of(steps, batch, programs, as_numbered), None
 
 
 def _run(work: GroupPass, kernel, prepared: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:

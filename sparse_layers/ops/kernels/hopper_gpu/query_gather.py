@@ -72,7 +72,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, before: Any) -> tuple[j
         "A": arrays_of(rows, size),
         "KV": views.side_of(kv.order, block),
         "L": Walk(batches, kinds, lists.group, kv.blocks, len(work), 0),
-        "F": Gathered(settings.GROUP, stages, batch, length, rows.each),
+        "F": Gathered(settings.GROUP, stages, batch, length, rows.per_query),
         "REGISTERS": settings.GATHERING[0],
         "FETCHING": settings.GATHERING[1],
     }

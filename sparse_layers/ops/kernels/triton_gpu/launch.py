@@ -141,8 +141,8 @@ def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     if kernel == "dkv" or not work.passes:
         return bq, bkv
     if work.fused_with is not None:  # queries are cut as the pass with more to do has them
-        both = work.passes[0], work.fused_with.passes[0]
-        bq = max(both, key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
+        pair = work.passes[0], work.fused_with.passes[0]
+        bq = max(pair, key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
     rows = _rows_held(work, kernel)
     if rows and work.call.params[0].q_blocksize is None and (kernel == "fused" or rows < bq <= 2 * rows):
         bq = rows  # lists as fine as the tiles
@@ -315,10 +315,10 @@ class Prepared:
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
             arrays = [*first, self.cut.work, self.steps_before, *lists, *of_rows, *earlier]
             work = {"W": tiles.Work(blocks, False, True, False, batches)}
-            found = self._call(
+            results = self._call(
                 kernel, number * parts, arrays, [*results, *outputs[by_row:]], constants | of_splits | work
             )
-            of_rows, stored = found[:by_row], found[by_row:]
+            of_rows, stored = results[:by_row], results[by_row:]
             outputs = [*outputs[:by_row], *(self.output((1,)) for _ in stored)]
             if not sizes:
                 return list(stored)
@@ -377,8 +377,8 @@ def _destination(order: RowOrder) -> RowOrder:
 
 
 def _arrays_of(lists: Lists) -> list[Any]:
-    found = lists.lists
-    return [found.spans, found.block, found.tile, found.chosen_by, lists.bits]
+    of_blocks = lists.lists
+    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.chosen_by, lists.bits]
 
 
 def _walk(lists: Lists) -> tiles.Walk:
