@@ -62,6 +62,11 @@ from .primitives import add_tile, exp2, late, load_tile, reinterpret, store_tile
 from .tiles import (
     LOG2_E,
     ROWS,
+    BlockListPointers,
+    Buffers,
+    Descriptors,
+    Free,
+    Ready,
     barriers,
     buffers_of,
     corner_of,
@@ -83,59 +88,6 @@ class Backward(NamedTuple):
     STAGES: int  # tiles of q and dout that are held or on their way
     ADD: bool  # whether dk and dv are added to what is there
     TIMES: int  # query heads that have the same splits, one after the other: these say those of the pass's first head
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors of the arrays, see `backward_kernel`."""
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    dq: Any
-    dk: Any
-    dv: Any
-
-
-class Buffers(NamedTuple):
-    """Shared memory; the first axis is that of `index`."""
-
-    q: Any  # [STAGES, M, D]
-    k: Any  # [1, N, D]
-    v: Any  # [1, N, D]
-    dout: Any  # [STAGES, M, D]
-    lse: Any  # float32 [STAGES, 1, M]
-    delta: Any  # float32 [STAGES, 1, M]
-    ds: Any  # [2, N, M], by steps
-    dq: Any  # float32 [2, M, D / 2], by groups; dk and dv leave by it at last
-
-
-class Ready(NamedTuple):
-    """Barriers that say that data arrived."""
-
-    q: Any  # by stage, with lse
-    dout: Any  # by stage, with delta
-    kv: Any  # 0 for k and 1 for v
-
-
-class Free(NamedTuple):
-    """Barriers that say that a buffer may be overwritten."""
-
-    q_dout: Any  # by stage, lse and delta, too
-
-
-class BlockListPointers(NamedTuple):
-    """The lists of the pass, by blocks of keys, and segment ids."""
-
-    spans: Any
-    entries: Any
-    mask_tiles: Any
-    chosen_by: Any
-    mask_bits: Any
-    q_segments: Any
-    kv_segments: Any
 
 
 class Schedule(NamedTuple):
@@ -454,20 +406,20 @@ def backward_kernel(
 ):
     """Computes dk and dv of this program's work tile, and adds to dq."""
     buffers = Buffers(
-        q=buffers_of(q, F.STAGES),
-        dout=buffers_of(dout, F.STAGES),
-        lse=buffers_of(lse, F.STAGES),
-        delta=buffers_of(delta, F.STAGES),
-        k=buffers_of(k, 1),
-        v=buffers_of(v, 1),
-        dq=buffers_of(dq, 2),
-        ds=gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2)),
+        q=buffers_of(q, F.STAGES),  # [STAGES, M, D]
+        dout=buffers_of(dout, F.STAGES),  # [STAGES, M, D]
+        lse=buffers_of(lse, F.STAGES),  # float32 [STAGES, 1, M]
+        delta=buffers_of(delta, F.STAGES),  # float32 [STAGES, 1, M]
+        k=buffers_of(k, 1),  # [1, N, D]
+        v=buffers_of(v, 1),  # [1, N, D]
+        dq=buffers_of(dq, 2),  # float32 [2, M, D / 2], by group; at last dk and dv
+        ds=gl.allocate_shared_memory(q.dtype, [2, KV.TILE, F.PART], gl.NVMMASharedLayout(128, 16, 2)),  # [2, N, M]
     )
     q_ready, dout_ready = barriers(F.STAGES, 1), barriers(F.STAGES, 1)
     free = Free(q_dout=barriers(F.STAGES, 2))
     ready = Ready(q=q_ready, dout=dout_ready, kv=barriers(2, 1))
     fence_async_shared()
-    descs = Descriptors(q, k, v, dout, lse, delta, dq, dk, dv)
+    descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
     lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
     schedule = Schedule(work_tiles, splits)
     gl.warp_specialize(

@@ -57,6 +57,12 @@ from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
 from .tiles import (
     LOG2_E,
     ROWS,
+    BlockListPointers,
+    Buffers,
+    Descriptors,
+    Free,
+    Ready,
+    RowPointers,
     barriers,
     buffers_of,
     corner_of,
@@ -87,69 +93,12 @@ class Forward(NamedTuple):
     BEFORE: bool  # whether there are results of an earlier pass
 
 
-class Descriptors(NamedTuple):
-    """TMA descriptors, each by the name of its array; see `forward_kernel`."""
-
-    q: Any
-    k: Any
-    v: Any
-    k2: Any  # k and v of a second pass
-    v2: Any
-    earlier_out: Any
-    out: Any
-
-
-class Buffers(NamedTuple):
-    """Tiles in shared memory."""
-
-    q: Any  # [Q_STAGES * groups, 64, D]
-    k: Any  # [KV_STAGES, PART, D]
-    v: Any
-    out: Any  # [groups, 64, D]; first of the earlier pass, then the result on its way out
-
-
-class Ready(NamedTuple):
-    """Barriers that say that the copy engine has written a tile."""
-
-    q: Any  # [Q_STAGES * groups]
-    kv: Any  # [KV_STAGES]: keys of a step, and values of the step before
-    earlier_out: Any  # [groups]
-
-
-class Free(NamedTuple):
-    """Barriers that say that a tile has been read and may be overwritten."""
-
-    q: Any  # [Q_STAGES * groups]
-    k: Any  # [KV_STAGES]
-    v: Any  # [KV_STAGES]
-
-
 class WorkQueue(NamedTuple):
     """Two work tiles in shared memory, which the loading warp writes and the groups read."""
 
     slots: Any  # int32 [2 * VALUES, 1]; a field called values would hide one of Triton's tuples
     ready: Any  # [2]
     free: Any  # [2]
-
-
-class BlockListPointers(NamedTuple):
-    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
-
-    spans: Any
-    entries: Any
-    mask_tiles: Any
-    chosen_by: Any
-    mask_bits: Any
-    q_segments: Any
-    kv_segments: Any
-
-
-class RowPointers(NamedTuple):
-    """Pointers to one number a query row, or a head."""
-
-    sinks: Any
-    earlier_lse: Any
-    lse: Any
 
 
 # --- the queue of work tiles -----------------------------------------------------------------------------------------
@@ -475,17 +424,22 @@ def forward_kernel(
 ):
     """Attention of the work tiles of this program: out, rounded, and lse."""
     GROUPS: gl.constexpr = Q.TILE // ROWS
-    descs = Descriptors(q, k, v, k2, v2, earlier_out, out)
+    descs = Descriptors(q=q, k=k, v=v, k2=k2, v2=v2, earlier_out=earlier_out, out=out)
     q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
-    buffers = Buffers(q_buffer, buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES), out_buffer)
+    buffers = Buffers(
+        q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
+        k=buffers_of(k, F.KV_STAGES),  # [KV_STAGES, PART, D]
+        v=buffers_of(v, F.KV_STAGES),  # [KV_STAGES, PART, D]
+        out=out_buffer,  # [GROUPS, 64, D]
+    )
     q_ready, q_free = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
     kv_ready = barriers(F.KV_STAGES, 1)
-    free = Free(q_free, barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS))
-    ready = Ready(q_ready, kv_ready, barriers(GROUPS, 1))
+    free = Free(q=q_free, k=barriers(F.KV_STAGES, GROUPS), v=barriers(F.KV_STAGES, GROUPS))
+    ready = Ready(q=q_ready, kv=kv_ready, earlier_out=barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
     lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
-    rows = RowPointers(sinks, earlier_lse, lse)
+    rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),

@@ -54,7 +54,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .backward_kernel import columns_of, score_gradients, weights_of
 from .primitives import add_rows, add_tile, arrive_when_copied, copy, kept, late, reinterpret, together
-from .tiles import ROWS, barriers, buffers_of, corner_of, factor, fetch, flat, logits, span_of
+from .tiles import (
+    ROWS,
+    BlockListPointers,
+    Buffers,
+    Descriptors,
+    Free,
+    Ready,
+    RowPointers,
+    barriers,
+    buffers_of,
+    corner_of,
+    factor,
+    fetch,
+    flat,
+    logits,
+    span_of,
+)
 
 
 class Gathered(NamedTuple):
@@ -65,60 +81,6 @@ class Gathered(NamedTuple):
     B: int  # batch entries
     T: int  # queries
     EACH: int  # selections of a query
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors of the arrays, see `query_gather_kernel`."""
-
-    k: Any
-    v: Any
-    dk: Any
-    dv: Any
-
-
-class RowPointers(NamedTuple):
-    """Pointers to what queries have."""
-
-    q: Any
-    dout: Any
-    lse: Any
-    delta: Any
-    dq: Any
-
-
-class Buffers(NamedTuple):
-    """Shared memory; the first axis is that of `index`."""
-
-    q: Any  # [STAGES, M, D]
-    k: Any  # [1, N, D]
-    v: Any  # [1, N, D]
-    dout: Any  # [STAGES, M, D]
-    lse: Any  # float32 [STAGES, 1, M]
-    delta: Any  # float32 [STAGES, 1, M]
-    mask_words: Any  # int32 [STAGES, M, N / 32]
-    ds: Any  # [2, 128, M], by steps or by groups; dk and dv leave by it at last
-
-
-class Ready(NamedTuple):
-    """Barriers that say that data arrived."""
-
-    q_dout: Any  # by stage, with lse, delta and words of the mask
-    kv: Any  # 0 for k and 1 for v
-
-
-class Free(NamedTuple):
-    """Barriers that say that a buffer may be overwritten."""
-
-    q_dout: Any  # by stage, lse, delta and words of the mask, too
-
-
-class BlockListPointers(NamedTuple):
-    """The lists of selections, by blocks of keys."""
-
-    spans: Any
-    entries: Any
-    mask_tiles: Any
-    mask_bits: Any
 
 
 class WorkTile(NamedTuple):
@@ -362,19 +324,20 @@ def query_gather_kernel(
     buffers = Buffers(
         q=gl.allocate_shared_memory(dtype, [F.STAGES, F.PART, A.D], LAYOUT),
         dout=gl.allocate_shared_memory(dtype, [F.STAGES, F.PART, A.D], LAYOUT),
-        k=buffers_of(k, 1),
-        v=buffers_of(v, 1),
+        k=buffers_of(k, 1),  # [1, N, D]
+        v=buffers_of(v, 1),  # [1, N, D]
         lse=gl.allocate_shared_memory(gl.float32, [F.STAGES, 1, F.PART], PLAIN),
         delta=gl.allocate_shared_memory(gl.float32, [F.STAGES, 1, F.PART], PLAIN),
         mask_words=gl.allocate_shared_memory(gl.int32, [F.STAGES, F.PART, KV.TILE // 32], PLAIN),
-        ds=gl.allocate_shared_memory(dtype, [2, 2 * ROWS, F.PART], LAYOUT),
+        ds=gl.allocate_shared_memory(dtype, [2, 2 * ROWS, F.PART], LAYOUT),  # at last dk and dv
     )
     q_dout_ready = barriers(F.STAGES, 128)
     free = Free(q_dout=barriers(F.STAGES, KV.TILE // ROWS))
     ready = Ready(q_dout=q_dout_ready, kv=barriers(2, 1))
     fence_async_shared()
-    descs, rows = Descriptors(k, v, dk, dv), RowPointers(q, dout, lse, delta, dq)
-    lists = BlockListPointers(spans, entries, mask_tiles, mask_bits)
+    descs = Descriptors(k=k, v=v, dk=dk, dv=dv)
+    rows = RowPointers(q=q, dout=dout, lse=lse, delta=delta, dq=dq)
+    lists = BlockListPointers(spans=spans, entries=entries, mask_tiles=mask_tiles, mask_bits=mask_bits)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, rows, buffers, ready, free, work_tiles, lists, A, KV, L, F)),

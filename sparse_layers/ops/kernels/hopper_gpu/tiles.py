@@ -5,7 +5,7 @@
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 # pyright: reportAssignmentType=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,6 +49,82 @@ class Walk(NamedTuple):
     BLOCKS: int  # of the major side
     PIECES: int  # of a batch entry; 0 if nothing is cut
     CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of arrays. In this and the bundles below, a field that a kernel does not use is None."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    k2: Any = None  # of a second pass with the same query rows
+    v2: Any = None
+    dout: Any = None
+    lse: Any = None
+    delta: Any = None
+    earlier_out: Any = None  # of an earlier pass
+    out: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+class RowPointers(NamedTuple):
+    """Pointers to arrays that threads read and write by query rows, without descriptors."""
+
+    q: Any = None
+    dout: Any = None
+    sinks: Any = None  # one number a head
+    earlier_lse: Any = None  # of an earlier pass
+    lse: Any = None
+    delta: Any = None
+    dq: Any = None
+
+
+class BlockListPointers(NamedTuple):
+    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
+
+    spans: Any = None
+    entries: Any = None
+    mask_tiles: Any = None
+    chosen_by: Any = None
+    mask_bits: Any = None
+    q_segments: Any = None
+    kv_segments: Any = None
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory. The first axis is that of `index`: by stage, unless a comment says otherwise."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    dout: Any = None
+    lse: Any = None
+    delta: Any = None
+    mask_words: Any = None
+    out: Any = None  # by group; the tile of the earlier pass first, then the result
+    ds: Any = None  # by step modulo 2, or by group
+    dq: Any = None  # by group
+
+
+class Ready(NamedTuple):
+    """Barriers that say that a tile has arrived, by stage unless a comment says otherwise."""
+
+    q: Any = None  # with lse backward
+    dout: Any = None  # with delta
+    q_dout: Any = None  # with lse, delta and mask words
+    kv: Any = None  # forward, the keys of a step and the values of the step before; backward, 0 for k and 1 for v
+    earlier_out: Any = None  # by group
+
+
+class Free(NamedTuple):
+    """Barriers that say that a tile has been read and may be overwritten, by stage."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    q_dout: Any = None  # with all else that a stage has
 
 
 @gluon.jit
