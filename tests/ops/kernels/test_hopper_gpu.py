@@ -23,7 +23,7 @@ from sparse_layers.ops.kernels import cudnn, hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.hopper_gpu import link, schedule, settings
-from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
+from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import swapped_layout
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     WAVES,
@@ -49,8 +49,8 @@ def launched(monkeypatch):
     found, launch_kernel = [], bridge.call_gluon
 
     def call(kernel, *args, **options):
-        long = max(side.TILE for side in (args[3]["Q"], args[3]["KV"])) > settings.ROWS
-        of = (" of pieces" if args[3]["L"].PIECES else "") + (" of long blocks" if long else "")
+        long = max(side.BLOCK for side in (args[3]["Q"], args[3]["KV"])) > settings.ROWS
+        of = (" of pieces" if args[3]["L"].NUM_SPLITS else "") + (" of long blocks" if long else "")
         found.append(kernel.fn.__name__ + of)
         if ON_GPU:
             return launch_kernel(kernel, *args, **options)
@@ -456,7 +456,7 @@ def test_dq_is_stored_without_bank_conflicts(columns):
         at = place.reshape(64, columns)[lane // 4, np.arange(0, columns, 8)[:, None] + 2 * (lane % 4)]
         return max(np.bincount(x).max() for x in (at // 2 % 16).reshape(-1, 16))
 
-    bases = layout_of_swapped(64, columns).offset_bases
+    bases = swapped_layout(64, columns).offset_bases
     assert worst(bases) == 1
     assert worst([[1, 4] if basis == [1, 20] else basis for basis in bases]) == 2
 
@@ -519,7 +519,7 @@ def orders():
 
 
 def place(row, axis):
-    """As `tiles.place_of` has it."""
+    """As `tiles.view_coordinate` has it."""
     return sum((row // n % size if size else row // n) * step for n, size, step in axis[1]) - axis[0]
 
 
