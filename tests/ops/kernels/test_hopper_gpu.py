@@ -26,7 +26,7 @@ from sparse_layers.ops.kernels.hopper_gpu import link, schedule, settings
 from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import swapped_layout
 from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
-    WAVES,
+    NUM_WAVES,
     order_of,
 )
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
@@ -279,7 +279,7 @@ def test_programs_without_work(launched, monkeypatch):
     for exchanging in (False, True):
         monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanging=exchanging))
         cases.check(case, case.call("hopper"))
-    assert found[len(found) // 2 :] == [WAVES * number for number in found[: len(found) // 2]]
+    assert found[len(found) // 2 :] == [NUM_WAVES * number for number in found[: len(found) // 2]]
 
 
 @pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128), (64, 256), (128, 384)])
@@ -469,8 +469,8 @@ def test_dq_is_stored_without_bank_conflicts(columns):
     ],
 )
 def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
-    monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 128)
+    monkeypatch.setattr(schedule, "CACHED_BYTES", 0)
+    monkeypatch.setattr(schedule, "MIN_RANGE", 128)
     found, cut = [], schedule.cut_by_ranges
 
     def record(*args):

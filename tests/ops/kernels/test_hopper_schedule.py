@@ -9,19 +9,19 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.kernels.hopper_gpu import schedule
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
-    FAR,
-    LONG,
-    OWN_STEPS,
-    WAVES,
+    LONG_FACTOR,
+    LONG_SHARE,
+    NUM_WAVES,
+    OVERHEAD_STEPS,
+    assign_greedily,
     cut_by_ranges,
     cut_if_it_pays,
-    dealt,
+    finish_time,
     in_waves,
     makespan,
     neighbours_share,
     order_of,
     schedule_of,
-    taken,
 )
 from sparse_layers.ops.planning.lists import BlockLists, planned_block_pairs
 
@@ -44,7 +44,7 @@ def test_schedules(batch, shape, programs, known):
     for as_numbered in (False, True):
         order = np.asarray(order_of(steps if known else jnp.asarray(steps), batch, programs, as_numbered))
         assert order.dtype == np.int32 and sorted(order) == list(range(items))
-        assert taken(order, costs, programs) <= most
+        assert finish_time(order, costs, programs) <= most
 
 
 @pytest.mark.parametrize("heads", [4, 32])
@@ -59,17 +59,17 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
         steps = np.tile(one.astype(np.int32), (1, heads, 1))
         given, orders = steps if known else jnp.asarray(steps), []
         schedule = np.asarray(schedule_of(given, 1, 132))
-        costs, own = steps.ravel(), steps.ravel() + OWN_STEPS
+        costs, own = steps.ravel(), steps.ravel() + OVERHEAD_STEPS
         # Of few items, and of long ones, the last may come late.
         best = max(own.sum() / 132, own.max())
         uneven = 1.04 if known else 1.6 if number == 3 else 1.25
         assert makespan(schedule, costs) <= uneven * best + (1 if known else 16), number
         together = 1 if known else -(-251 // blocks)
         last = blocks * heads - (4 * 132 if known else 0)  # or later
-        far = known & (costs > FAR * costs.mean()) & (costs > LONG * costs.sum() / 132)
+        far = known & (costs > LONG_FACTOR * costs.mean()) & (costs > LONG_SHARE * costs.sum() / 132)
         for as_numbered in (False, True):
             order = np.asarray(order_of(given, 1, 132, as_numbered))
-            assert taken(order, costs, 132) <= uneven * best + 1, number
+            assert finish_time(order, costs, 132) <= uneven * best + 1, number
             assert np.all(far[order[: far.sum()]])  # what takes far longer comes first, then one head after the other
             orders.append(order[far.sum() :][: max(last - far.sum(), 0)])
         by_length, by_number = orders
@@ -99,7 +99,7 @@ def test_of_heads_with_many_blocks_parts_come_one_after_the_other(blocks):
     part = order // size
     assert np.all(np.diff(part) >= 0)
     assert np.all((np.diff(costs[order]) <= 0) | (np.diff(part) > 0))
-    assert taken(order, costs, 132) <= 1.05 * (costs + OWN_STEPS).sum() / 132
+    assert finish_time(order, costs, 132) <= 1.05 * (costs + OVERHEAD_STEPS).sum() / 132
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(8, 1024), (4, 1024), (8, 2048)])
@@ -108,7 +108,7 @@ def test_sweeps_are_even_where_long_lists_end(heads, blocks):
     one = np.where(np.arange(blocks) < blocks // 3, np.arange(blocks), np.arange(blocks) % 16) + 1
     costs = np.tile(one.astype(np.int32), (1, heads, 1))
     planned = np.asarray(schedule_of(jnp.asarray(costs), 1, 132))
-    assert makespan(planned, costs.ravel()) <= 1.06 * (costs + OWN_STEPS).sum() / 132
+    assert makespan(planned, costs.ravel()) <= 1.06 * (costs + OVERHEAD_STEPS).sum() / 132
 
 
 def test_items_of_several_heads_end_a_schedule_only_where_that_is_sooner():
@@ -140,7 +140,7 @@ def test_waves(rounds, known):
     schedule = np.pad(np.arange(5 * rounds, dtype=np.int32).reshape(rounds, 5), [(0, 1), (0, 0)], constant_values=-1)
     schedule[rounds - 1, 3:] = -1
     found = np.asarray(in_waves(schedule if known else jnp.asarray(schedule)))
-    assert found.dtype == np.int32 and found.shape == (-(-rounds // WAVES) + 1, WAVES * 5)
+    assert found.dtype == np.int32 and found.shape == (-(-rounds // NUM_WAVES) + 1, NUM_WAVES * 5)
     assert np.all((found[1:] < 0) | (found[:-1] >= 0)) and np.all(found[-1] < 0)
     for program, line in enumerate(schedule.T):
         own = found[:, program::5].T.ravel()
@@ -152,17 +152,17 @@ def test_dealt(items, programs):
     """Items go in their order, each to a program that has least until then."""
     draw = np.random.default_rng(items)
     order, costs = draw.permutation(items).astype(np.int32), draw.integers(0, 60, items)
-    found = dealt(order, costs, programs)
+    found = assign_greedily(order, costs, programs)
     assert found.dtype == np.int32 and found.shape[1] == min(items, programs)
     by_item = np.empty(items, int)
     by_item[order] = costs
-    assert makespan(found, by_item) == max(sum(by_item[x] + OWN_STEPS for x in line if x >= 0) for line in found.T)
-    had, taken = np.zeros((2, found.shape[1]), int)
+    assert makespan(found, by_item) == max(sum(by_item[x] + OVERHEAD_STEPS for x in line if x >= 0) for line in found.T)
+    had, counts = np.zeros((2, found.shape[1]), int)
     for item, cost in zip(order, costs, strict=True):
         ((number, program),) = np.argwhere(found == item)
-        assert had[program] == had.min() and number == taken[program]
-        had[program] += cost + OWN_STEPS
-        taken[program] += 1
+        assert had[program] == had.min() and number == counts[program]
+        had[program] += cost + OVERHEAD_STEPS
+        counts[program] += 1
     assert np.ptp(had) <= 60
 
 
@@ -196,8 +196,8 @@ def test_pieces(lost):
             part += 1
         found.append(sum(map(len, parts)))
     assert all(np.all(x == 1) for x in walked)
-    whole = taken(order_of(steps[None], batch, programs, False), costs, programs)
-    assert taken(order, np.tile(found, batch), programs) < 1.1 * costs.sum() / programs < whole
+    whole = finish_time(order_of(steps[None], batch, programs, False), costs, programs)
+    assert finish_time(order, np.tile(found, batch), programs) < 1.1 * costs.sum() / programs < whole
 
 
 @pytest.mark.parametrize(("group", "longest", "cut"), [(8, 128, True), (4, 128, False), (8, 32, False)])
@@ -221,8 +221,8 @@ def lists_of(masks, length, queries=128):
 @pytest.mark.parametrize(("length", "programs", "alike"), [(8192, 5, False), (9000, 132, False), (9000, 132, True)])
 def test_pieces_of_ranges(monkeypatch, length, programs, alike):
     """Each entry of each query head is in one piece, with entries of its range only, and later ranges come first."""
-    monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 5 * 128)
+    monkeypatch.setattr(schedule, "CACHED_BYTES", 0)
+    monkeypatch.setattr(schedule, "MIN_RANGE", 5 * 128)
     lists = lists_of([sl.Causal(), sl.Causal() & (sl.Window(64) | sl.Columns(128, 120))], length)
     kinds, key_heads, batch = np.full(6, 1) if alike else np.arange(6) % 2, np.arange(6) // 3, 2
     order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, 128, 1)
