@@ -16,8 +16,8 @@ ds = p * (dp - delta), the other three run together: dv += p dout, dk += ds q an
 **dq goes through shared memory.** Groups exchange ds there, and each multiplies ds of all N keys by half of the columns
 of k. The copy engine adds dq to an array in float32, in the order in which programs get there.
 
-M = F.M queries of a step, N = KV.BLOCK keys of a program, D the head size, rounded up. Time runs to the right, step n
-uses the stage n % STAGES, and ^ is the wait for a product:
+M is F.M, the queries of a step, N is KV.BLOCK, the keys of a program, D the head size, rounded up. Time runs to the
+right, step n uses the stage n % STAGES, and ^ is the wait for a product:
 
     producer   wait free.q_dout, load q, lse -> ready.q, dout, delta -> ready.dout; so on, up to STAGES steps ahead
 

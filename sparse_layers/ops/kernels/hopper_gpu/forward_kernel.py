@@ -2,19 +2,20 @@
 
 **Persistent programs.** One program runs on each multiprocessor and works through a queue of work tiles: a query head
 and a block of 128 queries each.
-**Warp specialization.** One warp loads tiles of q, k and v with the copy engine (TMA). Two groups of four warps compute
-64 queries each.
-**Lists, not patterns.** The loading warp walks the block list of a work tile. Blocks without masked pairs come first,
-so that the loop over them evaluates no mask.
+**Warp specialization.** One warp, the producer, loads tiles of q, k and v with the copy engine (TMA). Two groups of
+four warps compute 64 queries each.
+**Lists, not patterns.** The producer walks the block list of a work tile. Blocks without masked pairs come first, so
+that the loop over them evaluates no mask.
 **Two products in flight.** The tensor cores multiply the scores of one step and p @ v of the step before, while the
 group computes the softmax in between.
 **A stage of the ring holds the keys of a step and the values of the step before.** Both arrive at one barrier and leave
 at two, since the keys are done earlier.
 
-A work tile of three steps; S, P, O are `scores`, `p` and `acc`. Stages follow each other in the ring::
+M is Q.BLOCK, the queries of a work tile, N is F.N, the keys of a step, D the head size, rounded up. A work tile of
+three steps, whose stages follow each other in the ring; S, P, O are `scores`, `p` and `acc`::
 
     stage          0                1                     2                     3
-    loading warp   K0               K1 V0                 K2 V1                    V2
+    producer       K0               K1 V0                 K2 V1                    V2
       waits for    free.k free.v    free.k free.v         free.k free.v         free.k free.v
     group          S0 = q K0'       S1 = q K1'            S2 = q K2'            O += P2 V2
       tensor cores                  O += P0 V0            O += P1 V1
@@ -25,15 +26,15 @@ A work tile of three steps; S, P, O are `scores`, `p` and `acc`. Stages follow e
 * ``ready.q``, ``ready.kv``, ``ready.earlier_out``: the copy engine has written the tile.
 * ``free.q``, ``free.k``, ``free.v``: both groups have read the tile, so that the next one may overwrite it. ``free.k``
   protects the keys until the scores are done, ``free.v`` the values until p @ v is done.
-* `WorkQueue` carries the work tile from the loading warp to the groups, one ahead.
+* `WorkQueue` carries the work tile from the producer to the groups, one ahead.
 
 Rules that ptxas does not state, each learnt from a wrong result or a slow program; `benchmarks/gluon_resources.py`
 looks for what breaks them.
 
 * Between a product whose left side is in registers and the wait for it there is no branch (waiting for a barrier is
   one), and no end of a loop: the registers would be used for something else.
-* An accumulator that is in flight around a loop must be waited for with all others, or everything is done in turn.
-* Weights go around the loop packed, and are packed after the wait.
+* An accumulator that is in flight around a loop must be waited for with all others, or ptxas serializes all products.
+* p goes around the loop packed, and is packed after the wait.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -94,7 +95,7 @@ class Forward(NamedTuple):
 
 
 class WorkQueue(NamedTuple):
-    """Two work tiles in shared memory, which the loading warp writes and the groups read."""
+    """Two work tiles in shared memory, which the producer writes and the groups read."""
 
     slots: Any  # int32 [2 * QUEUE_INTS, 1]; a field called values would hide one of Triton's tuples
     ready: Any  # [2]
@@ -158,7 +159,7 @@ def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: 
     return work_tile, span, words, m_i
 
 
-# --- the loading warp ------------------------------------------------------------------------------------------------
+# --- the producer ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -191,11 +192,8 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
             q_row = q_block * Q.BLOCK + group * GROUP_ROWS
             expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
         mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
-        first, first_masked, end = (
-            first * STEPS_PER_BLOCK,
-            first_masked * STEPS_PER_BLOCK,
-            end * STEPS_PER_BLOCK,
-        )  # entries of the list -> steps
+        # Entries of the list -> steps.
+        first, first_masked, end = first * STEPS_PER_BLOCK, first_masked * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
         _write_queue(queue, round, (work_tile, first, first_masked, end, mask_tile))
         round += 1
         # A group needs values a step later than keys: with the keys of a step come the values of the step before.
@@ -207,7 +205,7 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
             if step < end:
                 k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
             mbarrier.wait(free.k.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
-            if step == first:  # no values will wait for it, and groups must not arrive there before it is over
+            if step == first:  # it carries no values, and groups must not arrive at free.v before this phase is over
                 mbarrier.wait(free.v.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
             k_and_v = (step > first) & (step < end)
             mbarrier.expect(kv_ready, 2 * descs.k.block_type.nbytes, pred=k_and_v)
@@ -238,9 +236,9 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 @gluon.jit
 def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scores [64, N] of a masked step: -inf where the pair may not attend."""
+    """Sets scores [64, N] of a masked step to -inf where the mask, selection or segments exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
-    if L.GRANULARITY > 0:  # bit i of an entry: whether the i-th part of the block's queries selected it
+    if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
         selected_by = gl.load(lists.chosen_by + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
         words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
@@ -409,7 +407,7 @@ def forward_kernel(
     k2,  # k and v by the axes of KV2, if there is a second pass
     v2,
     earlier_out,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if HAS_EARLIER
-    schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, and -1 behind them
+    schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, then -1
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
@@ -430,7 +428,7 @@ def forward_kernel(
     REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
     FETCHING: gl.constexpr,
 ):
-    """Attention of the work tiles of this program: out, rounded, and lse."""
+    """Computes out, rounded, and lse of this program's work tiles."""
     GROUPS: gl.constexpr = Q.BLOCK // GROUP_ROWS
     descs = Descriptors(q=q, k=k, v=v, k2=k2, v2=v2, earlier_out=earlier_out, out=out)
     q_buffer, out_buffer = allocate_buffers(q, F.Q_STAGES * GROUPS), allocate_buffers(out, GROUPS)

@@ -14,8 +14,8 @@ columns of dq. Of blocks of 64 keys both groups have all, every second step, and
 **Gradients are added in float32.** Rows of dq go from registers to global memory, four numbers at a time. The copy
 engine adds dk and dv after the last step, through the buffers of ds.
 
-M = F.M selections of a step, D the head size. Time runs to the right, step n uses the stage n % STAGES, and ^ is the
-wait for a product:
+M is F.M, the selections of a step, N is KV.BLOCK, the keys of a program, D the head size. Time runs to the right, step
+n uses the stage n % STAGES, and ^ is the wait for a product:
 
     producer   wait free.q_dout, copy q, dout, lse, delta, words -> ready.q_dout; so on, up to STAGES steps ahead
 

@@ -247,10 +247,10 @@ def cut_if_it_pays(
     assert pieces is not None
     list_number, begin, end = pieces.work[:, 0].T
     key_head, block = np.divmod(list_number, steps.shape[1])
-    steps_before, is_own_head = before[:, block].T, key_heads == key_head[:, None]
+    steps_before, is_same_kv_head = before[:, block].T, key_heads == key_head[:, None]
 
     def head_of(entry: np.ndarray) -> np.ndarray:
-        return np.where(is_own_head & (steps_before <= entry[:, None]), np.arange(len(key_heads)), 0).max(1)
+        return np.where(is_same_kv_head & (steps_before <= entry[:, None]), np.arange(len(key_heads)), 0).max(1)
 
     first, last, split = head_of(begin), head_of(end - 1), np.arange(len(list_number))
     first_entry, end_entry = begin - steps_before[split, first], end - steps_before[split, last]
@@ -290,8 +290,8 @@ def cut_by_ranges(
       query_bytes: bytes of q, dout and dq of a query.
 
     Returns:
-      (order of the work tiles, splits), see `cut_if_it_pays`, or (None, None). If all heads have the same list, splits
-      are of head 0: split i of head h and batch entry b is work tile ``(b * heads + h) * len(splits) + i``.
+      (order of the work tiles, splits), see `cut_if_it_pays`, or (None, None). If all heads have the same list,
+      splits are of head 0: split i of head h and batch entry b is work tile ``(b * heads + h) * len(splits) + i``.
     """
     # Entries of a program and a key head.
     entries = lists.counts[0, ..., 1].sum(1)[list_of_head].sum() / len(np.unique(key_heads)) / programs
@@ -299,10 +299,10 @@ def cut_by_ranges(
     nonempty = np.flatnonzero(end > first)  # in the order of their entries, as the lists are known beforehand
     if not len(nonempty):
         return None, None
-    heads_at_a_time, heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
-    block_bytes = query_bytes * queries * heads_at_a_time
+    heads_in_flight, heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
+    block_bytes = query_bytes * queries * heads_in_flight
     range_blocks = max(math.ceil(MIN_RANGE / queries), int(CACHED_BYTES / block_bytes))
-    if heads_at_a_time >= heads or len(lists.block) < range_blocks * len(nonempty):
+    if heads_in_flight >= heads or len(lists.block) < range_blocks * len(nonempty):
         return None, None
     reach = np.zeros(len(first), np.int64)
     reach[nonempty] = 1 + np.subtract(*(f.reduceat(lists.block, first[nonempty]) for f in (np.maximum, np.minimum)))
