@@ -40,11 +40,11 @@ def outdone(call: Call, operands: Operands) -> str | None:
     from ..gpu import hardware
     from . import query_gather, settings
 
-    if call.selection is not None and call.selection[1] < settings.ROWS:
+    if call.selection is not None and call.selection[1] < settings.TILE_ROWS:
         if query_gather.unserved(call, operands) is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
+        return f"its tiles of {settings.TILE_ROWS} queries take all that any {call.selection[1]} of them chose"
     reasons = [forward for _, forward, _ in _left(call, _shapes(operands), hardware.local_device())]
     return reasons[0] if reasons and all(reasons) else None
 

@@ -8,7 +8,7 @@ dk and dv in float32.
 step a stage of q, lse, dout and delta. Each group has GROUP_ROWS = 64 of the keys, and their dk and dv in registers.
 
 **Scores are transposed.** Scores, p, dp and ds are [keys, queries]. So p and ds go from registers, as they are, into
-the products of dv and dk. Accumulators of scores start at -lse, see `products_begin_from`, if logits are only scaled.
+the products of dv and dk. Accumulators of scores start at -lse, see `scaled_neg_lse`, if logits are only scaled.
 
 **Five products a step.** Of scores = k q^T and dp = v dout^T, the second runs on during p = exp(scores - lse). With
 ds = p * (dp - delta), the other three run together: dv += p dout, dk += ds q and dq = ds^T k.
@@ -81,7 +81,7 @@ from .tiles import (
 )
 
 
-class Backward(NamedTuple):
+class BackwardConstants(NamedTuple):
     """Compile-time constants of the kernel, beside the bundles of `tiles.py`."""
 
     M: int  # queries of a step; a block of the lists has one or more steps
@@ -200,7 +200,7 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
     for pass_head in range(work_tile.first_head, work_tile.end_head):
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         first, _, end = _entries(lists.spans, work_tile, pass_head, A, L)
-        scalars_row = batch * A.OWN_HEADS + pass_head
+        scalars_row = batch * A.PASS_HEADS + pass_head
         for i in range(first * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK):
             q_block = gl.load(lists.entries + i // STEPS_PER_BLOCK)
             row = q_block * Q.BLOCK + i % STEPS_PER_BLOCK * M
@@ -236,7 +236,7 @@ def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists,
 def recompute_p(scores, neg_lse, A: gl.constexpr):
     """Recomputes p = exp(logits - lse) <= 1, see `lowered`, from ``scores`` after `to_logits` and scaled -lse.
 
-    ``neg_lse`` is that of `products_begin_from`; ``scores`` already include it if logits are only scaled.
+    ``neg_lse`` is that of `scaled_neg_lse`; ``scores`` already include it if logits are only scaled.
     """
     logits = scores + neg_lse if scale_log2(A.SCALE, A.CAP) == 1.0 else scores * scale_log2(A.SCALE, A.CAP)
     return exp2(gl.minimum(logits, 0.0))
@@ -385,8 +385,8 @@ def backward_kernel(
     dout,  # [B, *axes of Q, HEADS, HV], likewise
     k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.BLOCK rows
     v,  # [B, *axes of KV, KV_HEADS, HV]
-    lse,  # float32 [B * OWN_HEADS, Q.ROWS] by row, a box has M of a row; see `products_begin_from`
-    delta,  # float32 [B * OWN_HEADS, Q.ROWS] by row: -SCALE * delta
+    lse,  # float32 [B * PASS_HEADS, Q.ROWS] by row, a box has M of a row; see `scaled_neg_lse`
+    delta,  # float32 [B * PASS_HEADS, Q.ROWS] by row: -SCALE * delta
     work_tiles,  # int32 [programs]: the number of the work tile of each program
     spans,  # this and all up to ``mask_bits``: as in `forward_kernel`, by blocks of keys
     entries,
@@ -395,11 +395,11 @@ def backward_kernel(
     mask_bits,  # int32 [1 + tiles, N, Q.BLOCK / 32]
     q_segments,
     kv_segments,
-    splits,  # int32 [NUM_SPLITS, 5], see `schedule.cut_if_it_pays`; any array if there are none
+    splits,  # int32 [NUM_SPLITS, 5], see `schedule.split_long_lists`; any array if there are none
     earlier_dq,  # dq, dk and dv of earlier passes, to which results are added in place; any array where there are none
     earlier_dk,
     earlier_dv,
-    dq,  # float32 [B, *axes of Q, OWN_HEADS, H], a box has M rows and half of D; added to
+    dq,  # float32 [B, *axes of Q, PASS_HEADS, H], a box has M rows and half of D; added to
     dk,  # [B, *axes of DKV, KV_HEADS, H], a box has half of N rows, and of D if it is float32; added to if ADD_TO_DKV
     dv,  # [B, *axes of DKV, KV_HEADS, HV], likewise
     A: gl.constexpr,
@@ -408,8 +408,8 @@ def backward_kernel(
     DKV: gl.constexpr,  # of dk and dv: KV, or by row
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
-    FETCHING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Computes dk and dv of this program's work tile, and adds to dq."""
     buffers = Buffers(
@@ -436,5 +436,5 @@ def backward_kernel(
             (_producer, (descs, buffers, ready, free, schedule, lists, A, Q, KV, L, F)),
         ],
         [4, 1],
-        [REGISTERS, FETCHING],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -84,7 +84,7 @@ QUEUE_INTS = gl.constexpr(5)
 WORK_TILE, FIRST, FIRST_MASKED, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
 
 
-class Forward(NamedTuple):
+class ForwardConstants(NamedTuple):
     """Compile-time constants of the kernel, beside the bundles of `tiles.py`."""
 
     N: int  # keys of a step; a block of the lists has one or more steps
@@ -149,13 +149,13 @@ def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: 
     words = _load_mask_words(lists, _read_queue(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
     mbarrier.arrive(queue.free.index(round % 2), count=1)
     m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.OWN_HEADS, L)
+    batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.PASS_HEADS, L)
     if F.HAS_SINKS:
         m_i = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
         m_i += gl.load(rows.sinks + A.FIRST_HEAD + pass_head * A.HEAD_STEP) * LOG2_E
     if F.HAS_EARLIER:
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        m_i = gl.load(rows.earlier_lse + (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
+        m_i = gl.load(rows.earlier_lse + (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
     return work_tile, span, words, m_i
 
 
@@ -182,7 +182,7 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
     work_tile = _load_work_tile(schedule, round)
     while work_tile >= 0:
         next_work_tile = _load_work_tile(schedule, round + 1)
-        batch, pass_head, q_block = unravel_work_tile(work_tile, A.OWN_HEADS, L)
+        batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, first_masked, end = load_span(lists.spans, batch, head, q_block, L)
@@ -327,9 +327,9 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     work_tile, span, words, initial_m_i = next_work_tile
     while work_tile >= 0:
         first, first_masked, end = span
-        batch, pass_head, q_block = unravel_work_tile(work_tile, A.OWN_HEADS, L)
+        batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
-        lse_index = (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row
+        lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
         q_segment = row
         if A.SEGMENTED:
             q_segment = gl.load(lists.q_segments + batch * Q.ROWS + row)
@@ -406,7 +406,7 @@ def forward_kernel(
     v,  # [B, *axes of KV, KV_HEADS, HV]
     k2,  # k and v by the axes of KV2, if there is a second pass
     v2,
-    earlier_out,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if HAS_EARLIER
+    earlier_out,  # [B, *axes of Q, PASS_HEADS, HV]: out of an earlier pass, if HAS_EARLIER
     schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, then -1
     spans,  # this and the next three: `BlockLists`
     entries,
@@ -416,17 +416,17 @@ def forward_kernel(
     q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
     kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
     sinks,  # float32 [HEADS], if HAS_SINKS
-    earlier_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if HAS_EARLIER
+    earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
     out,  # a descriptor like that of ``earlier_out``
-    lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row
+    lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
     KV2: gl.constexpr,  # keys of a second pass with the same query rows, in the same lists; no rows if there is none
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
-    FETCHING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Computes out, rounded, and lse of this program's work tiles."""
     GROUPS: gl.constexpr = Q.BLOCK // GROUP_ROWS
@@ -453,5 +453,5 @@ def forward_kernel(
             (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
         ],
         [4, 1],
-        [REGISTERS, FETCHING],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

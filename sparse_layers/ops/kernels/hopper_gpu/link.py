@@ -19,10 +19,18 @@ from ..gpu.lists import Lists, Side, bits_of
 from ..gpu.work import LEAST_STEPS
 from ..triton_gpu.link import Gradients, Link, Rows, varying_like
 from . import settings, views
-from .backward_kernel import Backward, backward_kernel
-from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_by_ranges, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
-from .tiles import Arrays, Walk, factor_of
+from .backward_kernel import BackwardConstants, backward_kernel
+from .forward_kernel import ForwardConstants, forward_kernel
+from .schedule import (
+    FLOAT32_STEPS,
+    build_schedule,
+    has_overlapping_neighbors,
+    order_work_tiles,
+    split_by_query_ranges,
+    split_into_waves,
+    split_long_lists,
+)
+from .tiles import Arrays, ListShapes, softmax_scale_log2
 
 
 class _Prepared(NamedTuple):
@@ -48,9 +56,11 @@ class _Prepared(NamedTuple):
     times: int
 
 
-def products_begin_from(lse: jax.Array, call: Call) -> jax.Array:
+def scaled_neg_lse(lse: jax.Array, call: Call) -> jax.Array:
     """What is in the place of lse in the backward kernels: -inf, for weights of 0, where a query has no keys."""
-    return jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(call.scale, call.soft_cap or 0.0)))
+    return jnp.where(
+        lse == -jnp.inf, lse, lse * (-math.log2(math.e) / softmax_scale_log2(call.scale, call.soft_cap or 0.0))
+    )
 
 
 @bounded_cache()
@@ -92,7 +102,7 @@ class HopperLink(Link):
         """(bq, bkv) of the lists that these kernels walk over."""
         if self.call.selection is not None:
             block, granularity = self.call.selection
-            return min(settings.ROWS, MOST_PARTS * granularity), block
+            return min(settings.TILE_ROWS, MOST_PARTS * granularity), block
         return self.passes[0].fwd_shape if self.passes and kernel == "forward" else self.shape(kernel)
 
     def _cuts(self, kernel: str) -> int:
@@ -103,10 +113,10 @@ class HopperLink(Link):
         if self.operands.segments is None or not self.passes:
             return 1
         forward = kernel == "forward"
-        tiles = max(1, self._blocks(kernel)[forward] // settings.ROWS)
+        tiles = max(1, self._blocks(kernel)[forward] // settings.TILE_ROWS)
         blocks = len(self.passes) * max(x.fwd_blocks if forward else x.bwd_blocks for x in self.passes)
         # Three numbers of each are kept once, and three for each batch entry.
-        most = settings.LISTED // max(1, 12 * (1 + self.operands.query.shape[0]) * blocks)
+        most = settings.MAX_LIST_BYTES // max(1, 12 * (1 + self.operands.query.shape[0]) * blocks)
         return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
     def unserved(self, kernel: str) -> str | None:
@@ -117,7 +127,7 @@ class HopperLink(Link):
                 return reason
         sizes = self.operands.query.shape[-1], self.operands.value.shape[-1]
         if self._size is None or any(size % 8 for size in sizes):
-            return f"head sizes are multiples of 8 up to {settings.SIZES[-1]} there, and these are {sizes}"
+            return f"head sizes are multiples of 8 up to {settings.HEAD_SIZES[-1]} there, and these are {sizes}"
         if self.call.params[kernel != "forward"].for_kernels:
             return "they take no settings"
         if kernel == "dkv" and self.call.params[1].deterministic:
@@ -126,17 +136,17 @@ class HopperLink(Link):
             return "each key is in one list, and plain Triton's kernel then writes each gradient once"
         rows, block = self._blocks(kernel)
         held, walked = (rows, block) if kernel == "forward" else (block, rows)
-        whole = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
-        if held != settings.ROWS or not whole:
+        whole = walked % settings.TILE_ROWS == 0 or (kernel == "forward" and walked in settings.STEP_KEYS)
+        if held != settings.TILE_ROWS or not whole:
             keys = "64 or a multiple of 128" if kernel == "forward" else "128"
             queries = "128" if kernel == "forward" else "a multiple of 128"
             return f"blocks have {queries} queries there and {keys} keys, and these {rows} and {block}"
         entries = sum(x.fwd_blocks if kernel == "forward" else x.bwd_blocks for x in self.passes)
-        if entries * walked // settings.GROUP >= 1 << 31:
+        if entries * walked // settings.GROUP_ROWS >= 1 << 31:
             return "there are more steps than 32 bits count"
         if kernel == "forward" and not self.q_order.complete:
             return "some queries have no row"
-        for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, settings.keys_of(block))):
+        for order, number in ((self.q_order, self._part(kernel)), (self.kv_order, settings.tile_keys(block))):
             if self._view(order, number) is None:
                 return f"{order} is no view of the tokens that a descriptor can say"
         if kernel == "forward" and self._skewed():
@@ -155,8 +165,8 @@ class HopperLink(Link):
             out, lse = merged((out, lse), self.forward(None, None, True).whole())
             return Rows(natural, (out, lse.swapaxes(1, 2)))
         own = self._prepared_for("forward")
-        order, more, keys = own.q.order, self.also or self, settings.keys_of(own.kv.tile)
-        second = views.side_of(more.kv_order, own.kv.tile)
+        order, more, keys = own.q.order, self.also or self, settings.tile_keys(own.kv.tile)
+        second = views.rows_view(more.kv_order, own.kv.tile)
         second = second._replace(ROWS=0) if self.also is None else second
         out = jax.ShapeDtypeStruct((*query.shape[:2], self.heads, value.shape[-1]), query.dtype)
         lse = jax.ShapeDtypeStruct((query.shape[0], self.heads, own.constants["Q"].ROWS), jnp.float32)
@@ -171,7 +181,7 @@ class HopperLink(Link):
             nothing if sinks is None else sinks,
             nothing if before is None else self._by_row(before.arrays[1], own.q, 0.0),
         ]
-        compiled = Forward(keys, settings.Q_STAGES, own.stages, sinks is not None, before is not None)
+        compiled = ForwardConstants(keys, settings.Q_STAGES, own.stages, sinks is not None, before is not None)
         results, fixed = [self._tiles(out, order, own.part), lse], {"KV2": second, "F": compiled}
         out, lse = self._run(forward_kernel, own, inputs, results, fixed, {})
         lse = lse.swapaxes(1, 2)
@@ -187,7 +197,7 @@ class HopperLink(Link):
         own = self._prepared_for("dkv")
         q, kv = own.q, own.kv
         lse, delta = (x[:, self.first :: self.step] for x in (gradients.lse, gradients.delta))
-        lse = products_begin_from(lse, self.call)
+        lse = scaled_neg_lse(lse, self.call)
         scalars = self._by_row(lse, q, -jnp.inf), self._by_row(delta * -self.call.scale, q, 0.0)
         # Results are added in place to what is there: dq in float32; dk and dv of all keys if these may be rounded in
         # between, or come in pieces.
@@ -215,11 +225,11 @@ class HopperLink(Link):
         results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, exact, exact), strict=True)]
         outputs = [
             self._tiles(results[0], q.order, own.part, 2),
-            *(self._tiles(x, to, settings.GROUP, 1 + bool(own.times)) for x in results[1:]),
+            *(self._tiles(x, to, settings.GROUP_ROWS, 1 + bool(own.times)) for x in results[1:]),
         ]
         fixed = {
-            "DKV": views.side_of(to, kv.tile),
-            "F": Backward(own.part, own.stages, own.times > 0 or there is not None, max(1, own.times)),
+            "DKV": views.rows_view(to, kv.tile),
+            "F": BackwardConstants(own.part, own.stages, own.times > 0 or there is not None, max(1, own.times)),
         }
         dq, *dkv = self._run(backward_kernel, own, inputs, outputs, fixed, aliases)
         keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
@@ -231,26 +241,26 @@ class HopperLink(Link):
     @functools.cached_property
     def _size(self) -> int | None:
         """What head sizes are rounded up to, those of values, too."""
-        return settings.padded(max(self.operands.query.shape[-1], self.operands.value.shape[-1]))
+        return settings.padded_head_size(max(self.operands.query.shape[-1], self.operands.value.shape[-1]))
 
     def _part(self, kernel: str) -> int:
         """Queries of a tile: those of a group of warps forward, and of a step backward."""
         assert self._size is not None
-        part = settings.PARTS[self._size]
+        part = settings.STEP_QUERIES[self._size]
         # Logits that are not just products (soft caps, negative scales) take registers: hundreds would be spilled.
-        of_products = factor_of(self.call.scale, self.call.soft_cap or 0.0) != 1.0
+        of_products = softmax_scale_log2(self.call.scale, self.call.soft_cap or 0.0) != 1.0
         larger = kernel == "dkv" and of_products and self._view(self.q_order, part) is not None
-        return part if larger else settings.GROUP
+        return part if larger else settings.GROUP_ROWS
 
     def _view(self, order: RowOrder, rows: int) -> Any:
-        """As `view_of` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
-        found = views.view_of(order, rows)
+        """As `box_view` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
+        found = views.box_view(order, rows)
         whole = self.operands.query.shape[-1] == self.operands.value.shape[-1] == self._size
         return found if found is None or len(found[0]) < 3 or whole else None
 
     def _tiles(self, array: Any, order: RowOrder, rows: int, parts: int = 1) -> bridge.Tiles:
         """Tiles of rows of an array [B, length, heads, size]: so many of one head, and the size or a part of it."""
-        found = views.view_of(order, rows)
+        found = views.box_view(order, rows)
         assert found is not None and self._size is not None
         (lengths, box), (batch, length, heads, size) = found, array.shape
         vector, width = heads * size, self._size // parts
@@ -295,8 +305,8 @@ class HopperLink(Link):
         if dkv:
             who, pieces = self._order(kv, found, steps, before, device.processors)
         else:
-            who, pieces = schedule_of(steps, batch, device.processors), None
-            who = in_waves(who) if self.call.exchanging else who
+            who, pieces = build_schedule(steps, batch, device.processors), None
+            who = split_into_waves(who) if self.call.exchanging else who
         segments: list[Any] = [found.spans] * 2
         if operands.segments is not None:
             pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
@@ -312,41 +322,49 @@ class HopperLink(Link):
             CAP=self.call.soft_cap or 0.0,
             FIRST_HEAD=self.first,
             HEAD_STEP=self.step,
-            OWN_HEADS=self.heads,
+            PASS_HEADS=self.heads,
             SEGMENTED=operands.segments is not None,
         )
         batches, kinds = found.spans.shape[:2]
         number = 0 if pieces is None else len(pieces)
         times = 0 if pieces is None else who.shape[0] // (batch * number)
-        walk = Walk(batches, kinds, found.group, steps.shape[2], number, lists.chosen)
-        sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
+        walk = ListShapes(batches, kinds, found.group, steps.shape[2], number, lists.chosen)
+        sides = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
         part = self._part(kernel)
-        stages = settings.stages_of("backward" if dkv else "forward", self._size, settings.keys_of(kv.tile), part)
-        constants = {"A": arrays, **sides, "L": walk, "REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
+        stages = settings.num_stages("backward" if dkv else "forward", self._size, settings.tile_keys(kv.tile), part)
+        constants = {
+            "A": arrays,
+            **sides,
+            "L": walk,
+            "CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS,
+            "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS,
+        }
         return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], who.shape[-1], times)
 
     def _order(self, kv: Side, lists: BlockLists, steps: Any, before: Any, programs: int) -> tuple[Any, Any]:
         """The order of the backward pass's items, and pieces, if work is cut."""
         batch = self.operands.query.shape[0]
         if not isinstance(steps, np.ndarray):
-            return order_of(steps, batch, programs, False), None
+            return order_work_tiles(steps, batch, programs, False), None
         if len(steps) == 1:
             heads, members = self._jobs(True, 1)
             key_heads, kinds = members.argmax(0), heads // lists.group % lists.spans.shape[1]
             assert self._size is not None
             held = self._size * 8  # q, dout, and dq in float32
-            order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, self._blocks("dkv")[0], held)
+            order, pieces = split_by_query_ranges(
+                lists, kinds, key_heads, batch, programs, self._blocks("dkv")[0], held
+            )
             if pieces is not None:
                 return order, pieces
             keys = self.operands.key.shape[1] * self.operands.key.shape[2]
-            lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / programs
-            order, pieces = cut_if_it_pays(steps[0], before[0], key_heads, batch, programs, lost)
+            lost = FLOAT32_STEPS[kv.order.complete] * batch * keys / settings.TILE_ROWS / programs
+            order, pieces = split_long_lists(steps[0], before[0], key_heads, batch, programs, lost)
             if pieces is not None:
                 return order, pieces
         # Neighbours find in the cache what both read and add to. With several query heads they would soon be at
         # different ones; items that are equally long stay at the same head for longer.
-        alike = self.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
-        return order_of(steps, batch, programs, alike), None
+        alike = self.heads == steps.shape[1] and has_overlapping_neighbors(lists.spans, lists.block, lists.minor_blocks)
+        return order_work_tiles(steps, batch, programs, alike), None
 
     def _run(self, kernel, own: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:
         found = bridge.call_gluon(kernel, own.programs, inputs, outputs, own.constants | fixed, aliases)

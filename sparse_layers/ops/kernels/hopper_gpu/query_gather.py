@@ -17,9 +17,9 @@ from ..gpu.work import cut
 from ..triton_gpu import kv_outer
 from ..triton_gpu.link import Gradients, varying_like
 from . import settings, views
-from .link import products_begin_from
-from .query_gather_kernel import Gathered, query_gather_kernel
-from .tiles import Arrays, Walk
+from .link import scaled_neg_lse
+from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
+from .tiles import Arrays, ListShapes
 
 # Steps of a piece of a list at most, for some blocks are everybody's choice. With half and twice as many, passes of
 # 8192 to 131072 tokens took as long on an H100.
@@ -34,10 +34,10 @@ def unserved(call: Call, operands: Operands) -> str | None:
         return "queries are gathered that choose one by one, at least two tiles of them, without settings of kernels"
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     block = call.selection[0] // kv_outer.finer(call, operands)
-    if sizes not in [(size, size) for size in settings.SIZES]:
-        return f"queries are gathered with heads of {settings.SIZES}, and these have {sizes}"
-    if block not in settings.BLOCKS:
-        return f"queries are gathered for blocks of {settings.BLOCKS} keys, and these have {block}"
+    if sizes not in [(size, size) for size in settings.HEAD_SIZES]:
+        return f"queries are gathered with heads of {settings.HEAD_SIZES}, and these have {sizes}"
+    if block not in settings.STEP_KEYS:
+        return f"queries are gathered for blocks of {settings.STEP_KEYS} keys, and these have {block}"
     if operands.segments is not None:
         return "queries are gathered without segment ids"
     if call.params[1].deterministic:
@@ -66,11 +66,11 @@ class HopperChoices(kv_outer.Choices):
         query, key, value = self.operands.query, self.operands.key, self.operands.value
         assert self.call.selection is not None
         (batch, length, heads, size), block = query.shape, self.call.selection[0]
-        q, kv = Side(self.q_order, 1, settings.GROUP, gathered=True), Side(self.kv_order, block, block)
+        q, kv = Side(self.q_order, 1, settings.GROUP_ROWS, gathered=True), Side(self.kv_order, block, block)
         lists = self.choice_lists(q, kv)
         found, work = lists.lists, self._pieces(q, kv, lists)
         # Behind the last query come the numbers of places where there is none: they weigh nothing.
-        lse, delta = products_begin_from(gradients.lse, self.call), gradients.delta * -self.call.scale
+        lse, delta = scaled_neg_lse(gradients.lse, self.call), gradients.delta * -self.call.scale
         scalars = [jnp.append(x.swapaxes(1, 2), jnp.float32(end)) for x, end in ((lse, -jnp.inf), (delta, 0.0))]
         dkv = [jnp.zeros(x.shape, jnp.float32) for x in (key, value)] if before is None else before
         inputs = [
@@ -82,8 +82,8 @@ class HopperChoices(kv_outer.Choices):
             *(jnp.zeros(query.shape, jnp.float32), *dkv),
         ]
         results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (query, key, value)]
-        outputs = [results[0], *(bridge.Tiles.of(x, (1, settings.GROUP, 1, size // 2)) for x in results[1:])]
-        (batches, kinds), stages = found.spans.shape[:2], settings.stages_of("gathered", size, block)
+        outputs = [results[0], *(bridge.Tiles.of(x, (1, settings.GROUP_ROWS, 1, size // 2)) for x in results[1:])]
+        (batches, kinds), stages = found.spans.shape[:2], settings.num_stages("query_gather", size, block)
         constants = {
             "A": Arrays(
                 HEADS=heads,
@@ -93,14 +93,14 @@ class HopperChoices(kv_outer.Choices):
                 CAP=self.call.soft_cap or 0.0,
                 FIRST_HEAD=0,
                 HEAD_STEP=1,
-                OWN_HEADS=heads,
+                PASS_HEADS=heads,
                 SEGMENTED=False,
             ),
-            "KV": views.side_of(kv.order, block),
-            "L": Walk(batches, kinds, found.group, kv.blocks, len(work), 0),
-            "F": Gathered(settings.GROUP, stages, batch, length, self.each),
-            "REGISTERS": settings.GATHERING[0],
-            "FETCHING": settings.GATHERING[1],
+            "KV": views.rows_view(kv.order, block),
+            "L": ListShapes(batches, kinds, found.group, kv.blocks, len(work), 0),
+            "F": QueryGatherConstants(settings.GROUP_ROWS, stages, batch, length, self.each),
+            "CONSUMER_REGISTERS": settings.GATHER_REGISTERS[0],
+            "PRODUCER_REGISTERS": settings.GATHER_REGISTERS[1],
         }
         aliases = {len(inputs) - 3 + i: i for i in range(3)}
         dq, *dkv = bridge.call_gluon(query_gather_kernel, batch * len(work), inputs, outputs, constants, aliases)

@@ -82,7 +82,7 @@ from .tiles import (
 )
 
 
-class Gathered(NamedTuple):
+class QueryGatherConstants(NamedTuple):
     """Compile-time constants of the kernel, beside the bundles of `tiles.py`."""
 
     M: int  # selections of a step
@@ -308,7 +308,7 @@ def query_gather_kernel(
     dout,  # [B, T, HEADS, D]
     k,  # descriptors: [B, S, KV_HEADS, D], a box has N = KV.BLOCK rows
     v,
-    lse,  # float32 [B * T * HEADS + 1]: see `products_begin_from`; -inf at last, for no query
+    lse,  # float32 [B * T * HEADS + 1]: see `scaled_neg_lse`; -inf at last, for no query
     delta,  # float32 [B * T * HEADS + 1]: -SCALE * delta; 0 at last
     work_tiles,  # int32 [NUM_SPLITS, BATCHES, 3]: head * NUM_BLOCKS + block, first step, end
     spans,  # these three: `BlockLists` by blocks of keys
@@ -325,8 +325,8 @@ def query_gather_kernel(
     KV: gl.constexpr,
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
-    FETCHING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Adds this program's work tile to dq, dk and dv."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -356,5 +356,5 @@ def query_gather_kernel(
             (_producer, (rows, descs, buffers, ready, free, work_tiles, lists, A, KV, L, F)),
         ],
         [4, 4],
-        [REGISTERS, FETCHING],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -36,7 +36,7 @@ LONG_SHARE, LONG_FACTOR = 1 / 8, 4
 TAIL_ROUNDS, TOLERANCE = (1, 2, 4, 16, 64), 0.03
 # Splits add to dk and dv in float32, which are zeroed before and rounded after: 18 bytes a number instead of 2. A block
 # of keys costs a program as much as this many steps: if the pass has only some of the keys, and if it has all.
-EXACT = 1, 4
+FLOAT32_STEPS = 1, 4
 # Programs with long lists of several query heads drift to different heads, and then read more than L2 holds. Where this
 # many query heads share a key head, and lists have this many steps, a split has one head, unless unsplit work tiles are
 # faster by more than this part. Causal attention of 64 query heads on 8 key heads, forward and backward, took 53 ms on
@@ -63,7 +63,7 @@ OVERHEAD_STEPS = 1
 MIN_ROUNDS = 1.9
 
 
-def schedule_of(steps: Any, batch: int, programs: int) -> Any:
+def build_schedule(steps: Any, batch: int, programs: int) -> Any:
     """Builds the queues of persistent programs, as many as have work.
 
     Args:
@@ -75,7 +75,7 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
       int32 [rounds + 1, programs]: the work tiles of each program in their order, then -1.
     """
     if isinstance(steps, np.ndarray):
-        order = order_of(steps, batch, programs, False)
+        order = order_work_tiles(steps, batch, programs, False)
         return assign_greedily(order, steps[np.arange(batch) % len(steps)].ravel()[order], programs)
     num_tiles = batch * steps.shape[1] * steps.shape[2]
     programs = min(programs, num_tiles)
@@ -84,8 +84,8 @@ def schedule_of(steps: Any, batch: int, programs: int) -> Any:
     return jnp.where(positions < 0, -1, order[positions])
 
 
-def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
-    """Orders work tiles that have a program each: int32 [work tiles]; see `schedule_of` for the arguments.
+def order_work_tiles(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
+    """Orders work tiles that have a program each: int32 [work tiles]; see `build_schedule` for the arguments.
 
     If lengths are known, blocks of a head come in their order with ``as_numbered``. Otherwise they come in regions of
     ``programs`` neighbours, from the end with more work, and the longest of a region first.
@@ -114,7 +114,7 @@ def _candidate_orders(
       heads: head of each, ascending.
       tail_sizes: for each order, the length of its tail; the tail and the long ones are sorted, longest first.
       programs: number of programs that can run at the same time.
-      as_numbered: see `order_of`.
+      as_numbered: see `order_work_tiles`.
 
     Returns:
       An order, int32 [work tiles], for each size of the tail.
@@ -149,7 +149,7 @@ def _order_in_groups(steps: Any, batch: int, programs: int, split_heads: bool) -
     return order.ravel()[: costs.size], size
 
 
-def neighbours_share(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
+def has_overlapping_neighbors(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
     """True if most entries of the lists are also in the list before; see `BlockLists` for the arguments."""
     lengths = (spans[..., 2] - spans[..., 0]).ravel()
     entry = np.repeat(np.arange(len(lengths)), lengths) * minor_blocks + block
@@ -157,7 +157,7 @@ def neighbours_share(spans: np.ndarray, block: np.ndarray, minor_blocks: int) ->
 
 
 def assign_greedily(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
-    """Builds a schedule, see `schedule_of`: each work tile goes to the program with the least work so far.
+    """Builds a schedule, see `build_schedule`: each work tile goes to the program with the least work so far.
 
     Args:
       order: the work tiles in the order of assignment, int32 [work tiles].
@@ -198,7 +198,7 @@ def _positions_by_program(program: np.ndarray, programs: int) -> np.ndarray:
     return table
 
 
-def in_waves(schedule: Any) -> Any:
+def split_into_waves(schedule: Any) -> Any:
     """Splits a schedule among `NUM_WAVES` times as many programs, each with a part of one program's queue."""
     xp: Any = np if isinstance(schedule, np.ndarray) else jnp
     rounds = -(-(len(schedule) - 1) // NUM_WAVES)
@@ -217,7 +217,7 @@ def finish_time(order: np.ndarray, costs: np.ndarray, programs: int) -> int:
     return makespan(assign_greedily(order, costs[order], programs), costs)
 
 
-def cut_if_it_pays(
+def split_long_lists(
     steps: np.ndarray, before: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, lost_steps: float
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
     """Splits long lists, if all work then ends earlier.
@@ -261,13 +261,15 @@ def cut_if_it_pays(
 
     heads = (len(key_heads) * np.arange(batch)[:, None] + splits[:, 1]).ravel()
     (order,) = _candidate_orders(costs, heads, [programs], programs, True)
-    unsplit_time = finish_time(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
+    unsplit_time = finish_time(
+        order_work_tiles(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs
+    )
     if finish_time(order, costs, programs) + lost_steps + LEAST_STEPS > unsplit_time * (1 + min_gain):
         return None, None
     return order, splits
 
 
-def cut_by_ranges(
+def split_by_query_ranges(
     lists: BlockLists,
     list_of_head: np.ndarray,
     key_heads: np.ndarray,
@@ -290,7 +292,7 @@ def cut_by_ranges(
       query_bytes: bytes of q, dout and dq of a query.
 
     Returns:
-      (order of the work tiles, splits), see `cut_if_it_pays`, or (None, None). If all heads have the same list,
+      (order of the work tiles, splits), see `split_long_lists`, or (None, None). If all heads have the same list,
       splits are of head 0: split i of head h and batch entry b is work tile ``(b * heads + h) * len(splits) + i``.
     """
     # Entries of a program and a key head.

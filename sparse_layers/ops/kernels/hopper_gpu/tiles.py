@@ -28,7 +28,7 @@ class Arrays(NamedTuple):
     CAP: float  # soft cap of the logits, 0 for none
     FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
     HEAD_STEP: int
-    OWN_HEADS: int  # query heads of the pass
+    PASS_HEADS: int  # query heads of the pass
     SEGMENTED: bool  # True if there are segment ids
 
 
@@ -40,7 +40,7 @@ class RowsView(NamedTuple):
     AXES: tuple  # (phase, digits) of each axis of the view, see `planning.views.Axis`; empty in natural order
 
 
-class Walk(NamedTuple):
+class ListShapes(NamedTuple):
     """Shapes of a pass' block lists."""
 
     BATCHES: int  # lists by batch entry
@@ -248,9 +248,9 @@ def to_logits(scores, A: gl.constexpr):
         return scores
 
 
-def factor_of(scale: float, cap: float) -> float:
+def softmax_scale_log2(scale: float, cap: float) -> float:
     """Factor from the results of `to_logits` to logits. It is positive, so that maxima may be taken before."""
     return scale * 1.4426950408889634 if cap == 0 and scale > 1e-30 else 1.0
 
 
-scale_log2 = gluon.constexpr_function(factor_of)
+scale_log2 = gluon.constexpr_function(softmax_scale_log2)

@@ -6,13 +6,13 @@ from ...planning.views import RowOrder
 from .tiles import RowsView
 
 
-def side_of(order: RowOrder, tile: int) -> RowsView:
-    """Describes one side of a pass to kernels, for an order that has a `view_of`."""
+def rows_view(order: RowOrder, tile: int) -> RowsView:
+    """Describes one side of a pass to kernels, for an order that has a `box_view`."""
     axes = () if order.natural else _axes(order)
     return RowsView(-(-order.rows // tile) * tile, tile, axes)
 
 
-def view_of(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def box_view(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Finds a view of the token axis in which every ``rows`` rows are a box, in the box's own order.
 
     Returns (lengths of the axes, lengths of a box), or None if there is no such view: tiles are no boxes, or the tokens
