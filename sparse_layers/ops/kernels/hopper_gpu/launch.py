@@ -19,7 +19,7 @@ from ..call import Call, merged
 from ..gpu import bridge, hardware
 from ..gpu.lists import Lists, Side, bits_of, lists_of
 from ..gpu.passes import BackwardInputs, GroupPass, Rows, varying_like
-from ..gpu.work import LEAST_STEPS
+from ..gpu.splits import MIN_STEPS
 from . import settings, views
 from .backward_kernel import BackwardConstants, backward_kernel
 from .forward_kernel import ForwardConstants, forward_kernel
@@ -302,7 +302,7 @@ def _is_skewed(work: GroupPass) -> bool:
     """True if the longest work tile forward takes much longer than a processor's share of all."""
     steps = _lists(work, "forward")[3]
     share = steps.sum() / len(steps) * work.operands.query.shape[0] / hardware.local_gpu().processors
-    return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
+    return steps.max(initial=0) > max(MIN_STEPS, 1.5 * share)
 
 
 def _prepare(work: GroupPass, kernel: str) -> _Prepared:

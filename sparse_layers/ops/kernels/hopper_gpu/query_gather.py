@@ -13,7 +13,7 @@ from ..call import Call, Operands
 from ..gpu import bridge
 from ..gpu.lists import Side
 from ..gpu.passes import BackwardInputs, SelectedRows, varying_like
-from ..gpu.work import cut
+from ..gpu.splits import split_work_tiles
 from . import settings, views
 from .launch import arrays_of, scaled_neg_lse
 from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
@@ -87,6 +87,6 @@ def _work_tiles(rows: SelectedRows, q: Side, lists: Any) -> jax.Array:
     steps, _ = rows.count_steps([(q, lists)], dkv=False, pack=1)
     # One for each head and block, and more for lists of more steps.
     most = steps.shape[1] + rows.heads * q.steps(rows.q_order.rows) // MOST_STEPS
-    splits = cut(steps, -(-steps // MOST_STEPS), most)
+    splits = split_work_tiles(steps, -(-steps // MOST_STEPS), most)
     assert splits is not None
-    return splits.work
+    return splits.steps

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import BlockLists
-from ..gpu.work import LEAST_STEPS, cut
+from ..gpu.splits import MIN_STEPS, split_work_tiles
 
 # Work tiles come first, whatever their head, if they take longer than this share of a program's work, and this many
 # times the mean: the backward pass of global columns takes 24 % less. If all long ones came first, programs would read
-# more heads at a time than L2 holds. Splits take at most that share, or `LEAST_STEPS`.
+# more heads at a time than L2 holds. Splits take at most that share, or `MIN_STEPS`.
 LONG_SHARE, LONG_FACTOR = 1 / 8, 4
 # The last work tiles come longest first, whatever their heads: one a program, or a multiple of that if the whole pass
 # then ends earlier by more than this part.
@@ -239,13 +239,13 @@ def split_long_lists(
     steps_of_head = steps.max(initial=0) * len(steps) // len(key_heads)
     if len(key_heads) >= DRIFT_HEADS * len(steps) and steps_of_head >= DRIFT_STEPS:
         max_steps, min_gain = min(max_steps, steps_of_head), DRIFT_GAIN
-    max_steps = max(LEAST_STEPS, max_steps)
+    max_steps = max(MIN_STEPS, max_steps)
     if steps.max(initial=0) <= max_steps:
         return None, None
     num_splits = np.ceil(steps.reshape(1, -1) / max_steps).astype(np.int64)
-    pieces = cut(steps.reshape(1, -1), num_splits)
-    assert pieces is not None
-    list_number, begin, end = pieces.work[:, 0].T
+    split_steps = split_work_tiles(steps.reshape(1, -1), num_splits)
+    assert split_steps is not None
+    list_number, begin, end = split_steps.steps[:, 0].T
     key_head, block = np.divmod(list_number, steps.shape[1])
     steps_before, is_same_kv_head = before[:, block].T, key_heads == key_head[:, None]
 
@@ -264,7 +264,7 @@ def split_long_lists(
     unsplit_time = finish_time(
         order_work_tiles(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs
     )
-    if finish_time(order, costs, programs) + lost_steps + LEAST_STEPS > unsplit_time * (1 + min_gain):
+    if finish_time(order, costs, programs) + lost_steps + MIN_STEPS > unsplit_time * (1 + min_gain):
         return None, None
     return order, splits
 
