@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers import haiku
+from sparse_layers import haiku, linen
 from sparse_layers.masks import foreign
 from sparse_layers.masks.options import _keywords
 
@@ -125,6 +125,34 @@ def test_every_word_has_an_answer_somewhere(word):
     assert None in rules or foreign.advice({word: 1}, ()) is None
 
 
+SETTINGS = {"pattern": sl.Causal(), "seq_len": 32, "rngs": nnx.Rngs(0)}
+ONE_LINE = {
+    "op": lambda x: OP(x, K, V, sl.Causal()),
+    "plan_or_mask": lambda x: OP(Q, K, V, [x]),
+    "return_lse": lambda x: OP(Q, K, V, sl.Causal(), return_lse=x),
+    "scale": lambda x: OP(Q, K, V, sl.Causal(), scale=x),
+    "unknown": lambda x: OP(Q, K, V, sl.Causal(), seed=x),
+    "num_heads": lambda x: sl.SparseSelfAttention(x, 16, **SETTINGS),
+    "rngs": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS | {"rngs": [x]}),
+    "use_bias": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, use_bias=x),
+    "param_dtype": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, param_dtype=x),
+    "rope": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, rope=x),
+    "dropout_rate": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, dropout_rate=x),
+    "make_mlp": lambda x: sl.SparseTransformerBlock(4, 16, **SETTINGS, make_mlp=lambda _: [x]),
+    "inputs": lambda x: sl.SparseTransformerBlock(4, 16, **SETTINGS)([x]),
+    "model": lambda x: sl.generate(x, [[1]], num_tokens=1),
+}
+
+
+@pytest.mark.parametrize("door", ONE_LINE)
+def test_values_in_messages_are_on_one_line(door):
+    for value in (nnx.Rngs(0), np.zeros((9, 9))):
+        assert "\n" in repr(value)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            ONE_LINE[door](value)
+        assert "\n" not in str(caught.value)
+
+
 def test_arguments_that_messages_name_are_those_of_a_door():
     layers = sl.SparseSelfAttention, sl.SparseCrossAttention, sl.SparseTransformerBlock, sl.SparseTransformer
     doors = (
@@ -137,6 +165,7 @@ def test_arguments_that_messages_name_are_those_of_a_door():
             sl.Scorer.select,
         ),
         *(method for layer in (*layers, haiku.SparseSelfAttention) for method in (layer.__init__, layer.__call__)),
+        linen.SparseSelfAttention.__init__,
     )
     known = frozenset().union(*(_keywords(getattr(door, "__wrapped__", door)) for door in doors))
     named = {other for rules in foreign.WORDS.values() for other, _ in rules} - {None}

@@ -9,7 +9,7 @@ import jax.tree_util
 import numpy as np
 
 from .algebra import Array, Mask, PerHead, answer, set_integers
-from .foreign import scorer_hint
+from .foreign import one_line, scorer_hint
 from .options import Positive, checked
 from .presets import preset
 
@@ -191,7 +191,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         return as_masks(bound)
     if isinstance(mask, Sequence) and not isinstance(mask, bytes):
         if not mask:
-            raise ValueError(f"mask: a sequence of masks must not be empty, got {mask!r}")
+            raise ValueError(f"mask: a sequence of masks must not be empty, got {one_line(mask)}")
         masks = tuple(m for entry in mask for m in as_masks(entry))
         return masks[:1] if len(set(masks)) == 1 else masks
     shape = getattr(mask, "shape", None)
@@ -199,7 +199,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         raise TypeError(
             "mask must be a Mask (from_mask_mod makes one of a function), a preset's name, a numpy bool array [T, S] "
             "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
-            f"got {type(mask).__name__}: {mask!r}" + scorer_hint(mask)
+            f"got {type(mask).__name__}: {one_line(mask)}" + scorer_hint(mask)
         )
     slices: Any = mask
     if len(shape) == 2:

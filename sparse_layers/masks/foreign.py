@@ -5,6 +5,7 @@ with the results of those libraries.
 """
 
 import inspect
+import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -82,7 +83,24 @@ _KEYS = (
     ),
     *_say("queries, keys and values are projections of one input, the first argument: leave it out"),
 )
-_RNGS = (*_rename("rngs"), *_say("layers of Linen and Haiku get a key by init: leave it out"))
+_BY_INIT = "layers of Linen and Haiku get a key by init: leave it out"
+_RNGS = (
+    *_rename("rngs"),
+    ("num_tokens", "sampling draws by key=jax.random.key(0), with a temperature= above 0"),
+    *(("parent", _BY_INIT), ("w_init", _BY_INIT)),  # what only layers of Linen have, and what only Haiku's
+    *_say("nothing here is drawn by a key: leave it out; dropout draws from the rngs= of its layer"),
+)
+_DETERMINISTIC = (
+    (
+        "bwd_params",
+        "reproducible gradients are bwd_params=sl.BwdParams(deterministic=True); for dropout, blocks take "
+        "deterministic=True or False in each call",
+    ),
+    *_say(
+        "nothing is dropped here: leave it out; blocks with dropout take deterministic=True or False in each call, and "
+        "reproducible gradients are bwd_params=sl.BwdParams(deterministic=True) of the layer"
+    ),
+)
 
 # What only a layer of Flax hands to its attention_fn: these say more than other words beside them.
 _OF_FLAX = ("dropout_rng", "broadcast_dropout")
@@ -120,6 +138,7 @@ WORDS: dict[str, Rules] = {
         ("training", "train", "is_training"),
         _say("nothing is dropped here; blocks with dropout take deterministic=True or False in each call"),
     ),
+    "deterministic": _DETERMINISTIC,
     **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions", "return_attn_probs"), _WEIGHTS),
     **dict.fromkeys(("return_weights", "return_attention_scores"), _WEIGHTS),
     **dict.fromkeys(("save_residuals", "return_residual", "return_residuals", "return_softmax_lse"), _LSE),
@@ -297,4 +316,14 @@ def shown(value: Any) -> str:
     """Returns a value as an error shows it: arrays by dtype and shape, all else by the beginning of its repr."""
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{[*value.shape]}"
-    return f"{reprlib.repr(value):.60}"
+    return f"{_joined(reprlib.repr(value)):.60}"
+
+
+def one_line(value: Any) -> str:
+    """Returns the repr of a value; of a repr with several lines, their beginning in one, as of ``nnx.Rngs``."""
+    text = repr(value)
+    return f"{_joined(text):.200}" if "\n" in text else text
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text)

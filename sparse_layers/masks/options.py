@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from . import foreign
+from .foreign import one_line
 
 Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
@@ -157,13 +158,13 @@ def checked(what: str, value: Any, hint: Any) -> int:
     """The value, if it has the type and range of an annotation: bool, int or one of the above."""
     if hint is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"{what} must be true or false, got {value!r}")
+            raise ValueError(f"{what} must be true or false, got {one_line(value)}")
         return value
     least, most = (*get_args(hint)[1:], None, None)[:2]
     rule = "an integer" if least is None else f"an integer >= {least}"
     number = whole(value)
     if number is None or (least is not None and number < least):
-        raise ValueError(f"{what} must be {rule}, got {value!r}")
+        raise ValueError(f"{what} must be {rule}, got {one_line(value)}")
     if most is not None and number > most:
         raise ValueError(f"{what} must be at most {most}, got {number}")
     return number

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
+from ..masks.foreign import one_line
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
@@ -203,7 +204,9 @@ class SparseTransformerBlock(nnx.Module):
         else:
             made = make_mlp(rngs)
             if not callable(made):
-                raise TypeError(f"make_mlp must make a module that maps [..., F] to the same, got {made!r} of it")
+                raise TypeError(
+                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(made)} of it"
+                )
             self.mlp_module = nnx.data(made)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         # Without dropout the block keeps no random state, so that its whole state is parameters.

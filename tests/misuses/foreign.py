@@ -48,6 +48,10 @@ def names():
         "fn": sl.make_attention_fn(CAUSAL, 32),
         "dense": dense,
         "dense_linen": lambda fn: nn.MultiHeadDotProductAttention(4, attention_fn=fn).init(key, x),
+        "make_haiku": lambda **options: hk.transform(
+            lambda: haiku.SparseSelfAttention(4, 4, **settings, **options)(x)
+        ).init(key),
+        "tool": lambda function: lambda **options: function(CAUSAL, 32, **options),
         "jvp": lambda f: jax.jvp(f, (x[..., None],), (x[..., None],)),
     }
 
@@ -64,6 +68,12 @@ ONE_INPUT = "projections of one input"
 FLAX = "attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
 SELECT = "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
 FEATURES = "features are those of the arrays: leave it out"
+
+
+KEY = "sampling draws by key=jax.random.key(0), with a temperature= above 0"
+UNDRAWN = "nothing here is drawn by a key: leave it out"
+NOT_DROPPED = "nothing is dropped here: leave it out; blocks with dropout take deterministic=True or False"
+REPRODUCIBLE = "gradients are bwd_params=sl.BwdParams(deterministic=True)"
 
 
 def unknown(door, call, value, rule):
@@ -100,6 +110,10 @@ OP = [
     ("op(q, k, v, causal, return_residual=True)", "got True", "it is called return_lse= here"),
     ("op(q, k, v, causal, return_attn_probs=True)", "got True", NEVER),
     ("op(q, k, v, causal, block_size=128)", "'block_size', got 128", "sl.FwdParams(q_blocksize=128, kv_blocksize=128)"),
+    ("op(q, k, v, causal, deterministic=True)", "got True", "bwd_params=sl.BwdParams(deterministic=True);"),
+    ("op(q, k, v, causal, seed=0)", "'seed', got 0", UNDRAWN),
+    ("op(q, k, v, causal, rng=rngs)", "'rng', got Rngs(", UNDRAWN),
+    ("op(q, k, v, causal, rngs=rngs)", "'rngs', got Rngs(", UNDRAWN),
     ("op(q, k, v, causal, position_ids=lengths)", "got int32[2]", "by sl.Rope()(x, positions)"),
     ("op(q, k, v, causal, backend='cudnn')", "'backend', got 'cudnn'", "it is called implementation= here"),
     ("op(q, k, v, causal, precision='highest')", "got 'highest'", "float32 at least"),
@@ -118,6 +132,17 @@ DOORS = [
     ("SparseSelfAttention", "make(key=lengths)", "got int32[2]", "it is called rngs= here"),
     ("SparseSelfAttention", "make_linen(embed_dim=16)", "'embed_dim', got 16", FEATURES),
     ("SparseSelfAttention", "make_linen(rngs=rngs)", "'rngs', got Rngs", "get a key by init"),
+    ("SparseSelfAttention", "make_linen(seed=0)", "'seed', got 0", "get a key by init"),
+    ("SparseSelfAttention", "make_haiku(rng=0)", "'rng', got 0", "get a key by init"),
+    ("SparseSelfAttention", "make_linen(deterministic=True)", "'deterministic', got True", REPRODUCIBLE),
+    ("SparseSelfAttention.__call__", "layer(x, deterministic=True)", "'deterministic', got True", NOT_DROPPED),
+    ("SparseSelfAttention.__call__", "of_linen(x, deterministic=True)", "got True", f"{REPRODUCIBLE} of the layer"),
+    ("SparseSelfAttention.__call__", "of_haiku(deterministic=True)", "'deterministic', got True", NOT_DROPPED),
+    ("NativeSparseAttention.__call__", "native(x, deterministic=False)", "got False", NOT_DROPPED),
+    ("SparseCrossAttention.__call__", "across(x, x, deterministic=True)", "got True", NOT_DROPPED),
+    ("make_attention_fn", "sl.make_attention_fn(causal, 32, deterministic=True)", "got True", REPRODUCIBLE),
+    ("SparseSelfAttention.__call__", "layer(x, rngs=rngs)", "got Rngs(", UNDRAWN),
+    ("SparseTransformerBlock.__call__", "a_block(x, rngs=rngs)", "got Rngs(", "from the rngs= of its layer"),
     ("SparseSelfAttention.__call__", "layer(x, mask=valid)", "'mask', got bool[2, 32]", IDS),
     ("SparseSelfAttention.__call__", "layer(x, is_causal=True)", "'is_causal', got True", OF_LAYER),
     ("SparseSelfAttention.__call__", "layer(x, key=x)", "'key', got float32[2, 32, 16]", ONE_INPUT),
@@ -146,6 +171,15 @@ DOORS = [
     ("describe", "sl.describe(causal, 32, causal=True)", "'causal', got True", "as subject="),
     ("KVCache.empty", "sl.KVCache.empty(causal, 32, batch=1, n_heads=2, head_size=8)", "got 2", "called num_heads="),
     ("generate", "sl.generate(None, [[1]], max_new_tokens=3)", "got 3", "it is called num_tokens= here"),
+    *(
+        ("generate", f"sl.generate(None, [[1]], num_tokens=2, {word})", f"'{word[:-2]}', got 0", KEY)
+        for word in ("seed=0", "rng=0", "rngs=0")
+    ),
+    *(
+        (door, f"tool(sl.{door})({word})", f"'{word[:-2]}', got 0", UNDRAWN)
+        for door in ("tune", "make_plan", "describe")
+        for word in ("seed=0", "rngs=0")
+    ),
 ]
 POSITIONS = [
     ("op(q, k, v)", "block_sparse_attention", "value=float32[2, 32, 4, 16]", "sl.Full() for all"),
@@ -160,6 +194,12 @@ POSITIONS = [
         "SparseSelfAttention: pattern=, seq_len=, rngs= must be given",
         "qkv_features='causal', out_features=128",
         "'sliding_window:window=256' or sl.Causal()",
+    ),
+    (
+        "sl.SparseSelfAttention(4, 64, 'causal', 128, rngs=rngs)",
+        "SparseSelfAttention: pattern=, seq_len= must be given",
+        "out_features=128, rngs=Rngs(",
+        "seq_len is the longest input in tokens",
     ),
     ("make_linen(4, 16)", "SparseSelfAttention: parent", "got 16", "takes its features from its inputs"),
     (

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import BOOL_IDS, scorer_hint
+from ...masks.foreign import BOOL_IDS, one_line, scorer_hint, shown
 from ...masks.options import real
 from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
@@ -42,7 +41,7 @@ def is_floating(dtype: Any) -> bool:
     """Whether something is the name of a floating-point dtype, or one; None is none."""
     try:
         return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype at all
+    except (TypeError, ValueError):  # no dtype at all
         return False
 
 
@@ -297,13 +296,13 @@ def described(x: Any) -> str:
     """What an error says of a wrong array: dtype and shape, or of what is none the type and the beginning."""
     if isinstance(x, jax.Array | np.ndarray):
         return f"{x.dtype} of shape {x.shape}"
-    return f"{type(x).__name__}: {reprlib.repr(x):.60}"
+    return f"{type(x).__name__}: {shown(x)}"
 
 
 def _number(name: str, value: Any) -> float:
     number = real(value)
     if number is None:
-        raise ValueError(f"{name} must be a finite Python number, got {reprlib.repr(value)}")
+        raise ValueError(f"{name} must be a finite Python number, got {one_line(value)}")
     return number
 
 
