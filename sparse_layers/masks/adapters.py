@@ -9,7 +9,7 @@ import jax.tree_util
 import numpy as np
 
 from .algebra import Array, Mask, PerHead, answer, set_integers
-from .foreign import one_line, scorer_hint
+from .foreign import BY_ENTRY, one_line, scorer_hint
 from .options import Positive, checked
 from .presets import preset
 
@@ -207,6 +207,12 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     if len(shape) == 3 and shape[0]:
         return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
+
+
+def by_entry(masks: Sequence[Mask]) -> str:
+    """Returns the end of an error about masks that heads take in turn, empty unless they are arrays."""
+    arrays = len(masks) > 1 and all(isinstance(mask, Array) for mask in masks)
+    return f"; masks that differ by batch entry are {BY_ENTRY}" if arrays else ""
 
 
 def _check_fields(mask: Mask) -> None:

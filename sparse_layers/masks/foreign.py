@@ -214,6 +214,10 @@ SCORER = (
     "a scorer chooses blocks beside a mask: layers take it as pattern=sl.MoBA(), and for the op write "
     "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
 )
+BY_ENTRY = (
+    "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
+    "padding are segment_ids="
+)
 BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
 REVERSE_ONLY = (
     "block_sparse_attention has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad, jax.vjp "

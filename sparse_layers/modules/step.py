@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from ..masks.adapters import by_entry
 from ..masks.foreign import one_line
 from ..masks.options import real
 from ..ops.kernels.call import transposed
@@ -99,7 +100,7 @@ def attention_step(
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
-            f"num_heads={num_heads}"
+            f"num_heads={num_heads}{by_entry(masks)}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
