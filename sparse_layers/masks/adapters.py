@@ -199,7 +199,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         raise TypeError(
             "mask must be a Mask (from_mask_mod makes one of a function), a preset's name, a numpy bool array [T, S] "
             "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
-            f"got {type(mask).__name__}: {one_line(mask)}" + scorer_hint(mask)
+            f"got {type(mask).__name__}: {one_line(mask)}{_instead(mask)}"
         )
     slices: Any = mask
     if len(shape) == 2:
@@ -207,6 +207,18 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     if len(shape) == 3 and shape[0]:
         return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
+
+
+def _instead(value: Any) -> str:
+    """Returns the end of an error about what is no mask: the mask to write."""
+    if value is None:
+        return "; if all keys are seen, write sl.Full()"
+    if isinstance(value, type) and issubclass(value, Mask):
+        fields = any(field.default is field.default_factory for field in dataclasses.fields(value))
+        name = f"sl.{value.__name__}" if value.__module__.startswith("sparse_layers.") else value.__name__
+        return f"; a class is no mask yet: write {name}({'...' * fields})"
+    hint = scorer_hint(value)
+    return "; of a function f(b, h, q, k), write sl.from_mask_mod(f)" if callable(value) and not hint else hint
 
 
 def by_entry(masks: Sequence[Mask]) -> str:

@@ -313,7 +313,7 @@ def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 def scorer_hint(value: Any) -> str:
     """Returns the end of an error about a mask or a selection, empty unless ``value`` is a scorer."""
-    return f"; {SCORER}" if hasattr(type(value), "select") else ""
+    return f"; {SCORER}" if hasattr(value if isinstance(value, type) else type(value), "select") else ""
 
 
 def shown(value: Any) -> str:

@@ -32,6 +32,7 @@ from .kernels.call import (
     lowered,
     swapped_hint,
 )
+from .planning.mask_info import masks_for
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
@@ -453,7 +454,7 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
         options = {"fwd_params": fwd_params, "bwd_params": bwd_params, "implementation": implementation}
-        plan = make_plan(plan_or_mask, t, s, **options)
+        plan = make_plan(masks_for(plan_or_mask, t, s, "plan_or_mask"), t, s, **options)
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
