@@ -46,6 +46,10 @@ ADVISED = {
         lambda: OP(Q, K, V, sl.Full(), segment_ids=jnp.where(~VALID, -1, 0)) * VALID[..., None, None],
         lambda: DENSE(Q, K, V, mask=VALID[:, None, None]) * VALID[..., None, None],
     ),
+    "key_padding_mask of two sequences": (
+        lambda: OP(Q, K, V, sl.Full(), segment_ids=(jnp.zeros(Q.shape[:-2], int), jnp.where(VALID, 0, -1))),
+        lambda: DENSE(Q, K, V, mask=VALID[:, None, None]),
+    ),
     "query_seq_lengths": (
         lambda: OP(Q, K, V, sl.Full(), segment_ids=jnp.where(jnp.arange(32) < LENGTHS[:, None], 0, -1)),
         lambda: DENSE(Q, K, V, query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS) * VALID[..., None, None],
@@ -163,6 +167,16 @@ def test_arguments_that_messages_name_are_those_of_a_door():
             sl.KVCache.empty,
             sl.generate,
             sl.Scorer.select,
+            *(
+                sl.KVCache.step,
+                sl.SparseTransformer.decode_step,
+                sl.SparseSelfAttention.prefill,
+                sl.top_k_blocks,
+                sl.tune,
+                sl.make_plan,
+            ),
+            *(sl.from_huggingface, sl.from_mask_mod),
+            *(made.__init__ for made in (sl.FwdParams, sl.Rope, sl.Window, sl.Global, sl.MoBA, sl.NSA)),
         ),
         *(method for layer in (*layers, haiku.SparseSelfAttention) for method in (layer.__init__, layer.__call__)),
         linen.SparseSelfAttention.__init__,

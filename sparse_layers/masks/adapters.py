@@ -10,7 +10,7 @@ import numpy as np
 
 from .algebra import Array, Mask, PerHead, answer, set_integers
 from .foreign import BY_ENTRY, one_line, scorer_hint
-from .options import Positive, checked
+from .options import Positive, checked, own_keywords
 from .presets import preset
 
 
@@ -124,6 +124,7 @@ class MaskMod(Mask):
         return (q == q) & (k == k) & answer(what, self.function, batch, head, q, k)
 
 
+@own_keywords
 def from_mask_mod(
     mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
 ) -> Mask | PerHead:

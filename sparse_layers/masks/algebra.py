@@ -23,7 +23,7 @@ import jax.errors
 import jax.tree_util
 import numpy as np
 
-from .options import LONGEST, Positive, checked, whole
+from .options import LONGEST, Positive, checked, own_keywords, whole
 from .serialization import register_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -434,6 +434,7 @@ class Transposed(Mask):
         return f"{_operand(self.mask, Not)}.T"
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Blocks(Mask):
     """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
@@ -475,6 +476,7 @@ class Blocks(Mask):
         return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mask):
     """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.

@@ -11,10 +11,11 @@ from typing import Annotated, Any, get_type_hints
 from . import grid_presets
 from .algebra import And, Blocks, Mask, PerHead
 from .foreign import PRESETS
-from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
+from .options import LONGEST, Natural, Positive, checked_by_axis, near, own_keywords, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
+@own_keywords
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | PerHead:
     """The mask of a pattern that has a name; `presets` lists the names.
 
@@ -74,6 +75,7 @@ def presets() -> dict[str, str]:
     return {name: line.replace("``", "") for name, line in lines.items()}
 
 
+@own_keywords
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
     """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
 

@@ -542,6 +542,7 @@ class SparseSelfAttention(SparseAttention):
         out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after
 
+    @own_keywords
     def decode_step(
         self,
         inputs: jax.Array,

@@ -241,6 +241,7 @@ class SparseTransformerBlock(nnx.Module):
         check_input(self.features, x, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection, positions)
 
+    @own_keywords
     def prefill(
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
@@ -249,6 +250,7 @@ class SparseTransformerBlock(nnx.Module):
         attended, cache = self.attention.prefill(_normed(self.attention_norm, x), lengths, **options)
         return _rest(self, x, attended, True), cache
 
+    @own_keywords
     def decode_step(
         self,
         x: jax.Array,

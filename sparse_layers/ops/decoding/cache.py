@@ -272,6 +272,7 @@ class KVCache:
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
+    @own_keywords
     def step(
         self,
         query: jax.Array,
