@@ -206,3 +206,9 @@ def test_an_error_inside_stays_what_it_is():
 def test_signatures_of_calls_stay_what_they_are(door):
     kinds = {parameter.kind for parameter in inspect.signature(door.__call__).parameters.values()}
     assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def test_hints_of_axes_are_for_arrays_with_as_many_axes():
+    with pytest.raises(ValueError) as caught:
+        OP(*(jnp.ones((2, 32, 2, 16)) for _ in "qkv"), sl.Causal(), segment_ids=jnp.zeros(2, int))
+    assert "got int32 of shape (2,)" in str(caught.value) and "swapaxes" not in str(caught.value)

@@ -331,6 +331,8 @@ class PerHead(tuple[Mask, ...]):
     def __invert__(self) -> "PerHead":
         return PerHead(~mask for mask in self)
 
+    T = property(lambda self: PerHead(mask.T for mask in self), doc="Each mask with queries and keys exchanged.")
+
 
 # --- the algebra -----------------------------------------------------------------------------------------------------
 

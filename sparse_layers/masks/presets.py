@@ -101,7 +101,7 @@ def half_notes(*patterns: Any) -> list[str]:
 
     Args:
       patterns: presets' names, masks, or anything else. The mask of "local" is also a sliding window, so only its name
-        gets the note.
+        gets the note. "strided" gets none beside a window.
 
     Example:
       >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
@@ -113,6 +113,8 @@ def half_notes(*patterns: Any) -> list[str]:
             names[pattern.partition(":")[0]] = None
         elif isinstance(pattern, And) and isinstance(pattern.left, Causal) and isinstance(pattern.right, Strided):
             names["strided"] = None
+    if "strided" in names and any(isinstance(pattern, Window) for pattern in patterns):
+        del names["strided"]  # the other mask is there, for other heads or layers
     text = "note: {!r} is one of two masks that the Sparse Transformer combines; {!r} is both"
     return [text.format(name, _HALVES[name]) for name in names if name in _HALVES]
 

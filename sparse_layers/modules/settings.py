@@ -232,7 +232,8 @@ def query_features(num_heads: int, features: int, qkv_features: int | None, head
         return num_heads * head_dim
     name, size = ("features", features) if qkv_features is None else ("qkv_features", qkv_features)
     if size % num_heads:
-        raise ValueError(f"num_heads={num_heads} must divide {name}={size}, or say head_dim")
+        swapped = f"; num_heads comes before the features: {size}, {num_heads}" if num_heads % size == 0 else ""
+        raise ValueError(f"num_heads={num_heads} must divide {name}={size}, or say head_dim{swapped}")
     return size
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import BOOL_IDS, one_line, scorer_hint, shown
+from ...masks.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
 from ...masks.options import real
 from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
@@ -222,8 +222,10 @@ def checked_segments(
     pair = []
     for name, ids, length in zip(("queries", "keys"), segment_ids, lengths, strict=True):
         shape, got = (*batch, length), getattr(ids, "shape", ())
-        hint = swapped_hint(t, heads, got[-1:]) or transposed(got, shape)
-        hint += f"; {BOOL_IDS}" * (getattr(ids, "dtype", None) == np.dtype(bool))
+        hint = swapped_hint(t, heads, got[-1:]) if len(got) == len(shape) else ""
+        hint = hint or transposed(got, shape)
+        dtype = getattr(ids, "dtype", np.int32)
+        hint += f"; {BOOL_IDS}" * (dtype == np.dtype(bool)) + FLOAT_IDS * jnp.issubdtype(dtype, jnp.floating)
         ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         if not np.can_cast(ids.dtype, np.int32):
             # Cut off to 32 bits, two documents could become one, or padding.
