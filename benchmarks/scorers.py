@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.triton_gpu import choose, score
+from sparse_layers.ops.kernels.select_gpu import choose, score
 from sparse_layers.scorers import as_scorer
 
 from . import gpu

@@ -33,22 +33,12 @@ from triton import knobs
 
 import sparse_layers as sl
 from sparse_layers.ops import attention
-from sparse_layers.ops.kernels import triton_gpu
 from sparse_layers.ops.kernels.gpu import bridge, hardware
+from sparse_layers.ops.kernels.gpu_attention import triton as plain_triton
 from sparse_layers.ops.kernels.triton_gpu import settings
+from sparse_layers.ops.planning import platforms
 
-# By compute capability: A100, RTX 3090, RTX 4090, H200, B200, RTX 5090.
-TARGETS = {
-    number: hardware.Device(number, shared_memory, processors)
-    for number, shared_memory, processors in (
-        (80, 166912, 108),
-        (86, 101376, 82),
-        (89, 101376, 128),
-        (90, 232448, 132),
-        (100, 232448, 148),
-        (120, 101376, 170),
-    )
-}
+TARGETS = {device.capability: device for device in reversed(hardware.DEVICES.values())}  # by compute capability
 PATTERNS: dict[str, Any] = {
     "causal": sl.Causal(),
     "window": sl.preset("sliding_window", window=1024),
@@ -97,7 +87,7 @@ class Launch:
     @property
     def by_keys(self) -> bool:
         """Whether a program holds keys."""
-        return self.name in ("dkv", "dqkv", "by_key")
+        return self.name in ("dkv", "dqkv", "kv_outer")
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -175,15 +165,13 @@ def launches(
     """
     found: dict[tuple, Launch] = {}
 
-    def call(kernel, grid, arrays, outputs, constants, num_warps, num_stages, in_place=()):
-        dtypes = tuple(x.dtype.name for x in (*arrays, *outputs))
-        one = Launch(kernel, dtypes, dict(constants), num_warps, num_stages, device)
-        found.setdefault(one.key, one)
-        return [jnp.zeros(x.shape, x.dtype) for x in (*outputs, *(arrays[i] for i in in_place))]
-
     def attend(implementation, call, query_sharding, operands):
-        out, lse = triton_gpu.forward(call, operands)
-        triton_gpu.backward(call, operands, lse, lse, out)
+        with bridge.recording() as launches:
+            out, lse = plain_triton.forward(call, operands)
+            plain_triton.backward(call, operands, lse, lse, out)
+        for x in launches:
+            one = Launch(x.kernel, x.dtypes, x.constants, **x.options, device=device)
+            found.setdefault(one.key, one)
         return out, lse
 
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
@@ -203,8 +191,7 @@ def launches(
         selection,
     )
     with (
-        mock.patch.object(bridge, "call_triton", call),
-        mock.patch.object(hardware, "local_device", lambda: device),
+        platforms.assuming(device),
         mock.patch.object(attention, "_jitted_attend", attend),  # what jit keeps would lack launches, or have these
     ):
         jax.eval_shape(op, *operands)

@@ -14,7 +14,9 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 # Texts whose links are looked at; the examples' own tests run their code.
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/*/README.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
-CODE = {name: re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) for name, text in TEXTS.items()}
+# Blocks of code, and the text that stands right below one as what it prints, else "".
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.M | re.S)
+CODE = {name: BLOCK.findall(text) for name, text in TEXTS.items()}
 # What pages say in comments and texts of what their code makes.
 SHAPES = {
     "README.md": {"out": (2, 1024, 64)},
@@ -25,10 +27,12 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in CODE.items() if blocks])
-def test_the_code_of_a_page_runs_by_itself(page):
+def test_the_code_of_a_page_runs_by_itself_and_prints_the_text_below_it(page, capsys):
     names = {}
-    for block in CODE[page]:
+    for block, text in CODE[page]:
         exec(compile(block, page, "exec"), names)
+        printed = capsys.readouterr().out
+        assert not text or printed == text
     assert {name: names[name].shape for name in SHAPES.get(page, {})} == SHAPES.get(page, {})
     if page == "docs/masks.md":
         assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))

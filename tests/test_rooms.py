@@ -23,8 +23,8 @@ FLOORS = [
     ("",),  # the public doors
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Implementations that do a part of a call by another one.
-STANDS_ON = {"hopper_gpu": {"triton_gpu"}}
+# The implementations on GPUs, and the engines that they ask.
+STANDS_ON = {"gpu_attention": {"hopper_gpu", "triton_gpu"}}
 # Heavy or optional libraries, and the only rooms that may know them.
 LIBRARIES = {
     "flax": {"modules", ""},

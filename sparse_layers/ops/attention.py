@@ -19,7 +19,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from ..masks.foreign import BY_ENTRY, REVERSE_ONLY
 from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
-from .kernels import cudnn, hopper_gpu, pallas_tpu, reference, triton_gpu, xla
+from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import (
     Call,
     Operands,
@@ -32,12 +32,12 @@ from .kernels.call import (
     lowered,
     swapped_hint,
 )
+from .kernels.gpu_attention import hopper, triton
 from .planning.mask_info import masks_for
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
     FALLBACK,
-    PREFERRED,
     TUNING,
     candidates,
     checked_implementation,
@@ -54,8 +54,8 @@ SAVED = ("sparse_attention_out", "sparse_attention_lse")
 # A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
 IMPLEMENTATIONS = {
     "pallas_tpu": pallas_tpu,
-    "hopper": hopper_gpu,
-    "triton": triton_gpu,
+    "hopper": hopper,
+    "triton": triton,
     "cudnn": cudnn,
     "xla": xla,
     "reference": reference,
@@ -226,7 +226,7 @@ def block_sparse_attention(
     if implementation is None:
         call = dataclasses.replace(call, chosen_for=platform())
     lse: Any  # None if nobody asked for it
-    name = _choose(implementation, call, operands)
+    name = pick_implementation(implementation, call, operands)
     try:
         out, lse = _jitted_attend(name, call, query_sharding, operands)
     except TypeError as error:  # JAX's, of any jax.custom_vjp
@@ -236,16 +236,6 @@ def block_sparse_attention(
     if unbatched:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
-
-
-def serving(plan: Plan, dtype: Any = jnp.bfloat16, head_size: int = 128) -> tuple[str, list[str]]:
-    """What serves a plan on this machine if none is named, for many heads, and what it leaves to another, in words."""
-    lengths, heads = (plan.q_len, plan.kv_len, plan.kv_len), 32 * len(plan.masks)
-    shapes: Any = [jax.ShapeDtypeStruct((1, length, heads, head_size), dtype) for length in lengths]
-    operands = Operands(*shapes)
-    call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
-    name = _choose(None, call, operands)
-    return name, getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands)
 
 
 def implementations() -> tuple[str, ...]:
@@ -297,7 +287,7 @@ def _on_device(implementation: str, call: Call, share: sharding.Share | None, op
     if share is not None and share.spread is not None:
         found = [*spread.pieces(call, share, operands, merges=_merges(implementation, call))]
         named = implementation if call.chosen_for is None else None
-        work = [_Work(_choose(named, each, own, len(found) == 1), each, home) for each, home, own in found]
+        work = [_Work(pick_implementation(named, each, own, len(found) == 1), each, home) for each, home, own in found]
         of_work = [own for *_, own in found]
     if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
         attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
@@ -395,7 +385,7 @@ def _program(implementation: str, call: Call, query_sharding: Any) -> Callable[[
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
-def _choose(implementation: str | None, call: Call, operands: Operands, alone: bool = True) -> str:
+def pick_implementation(implementation: str | None, call: Call, operands: Operands, alone: bool = True) -> str:
     """The name of the implementation that will serve a call: the given one, or the first that can.
 
     One that computes no parts serves what is computed ``alone``.
@@ -403,14 +393,26 @@ def _choose(implementation: str | None, call: Call, operands: Operands, alone: b
     Raises:
       NotImplementedError: the given one cannot; says why.
     """
-    here = platform()
-    reasons = [] if PREFERRED.get(here) else [f"no kernels for {here} yet"]
     if implementation is not None:
         reason = IMPLEMENTATIONS[implementation].unsupported(call, operands)
         if reason is not None:
             raise NotImplementedError(f"{implementation}: {reason}; implementation=None or 'xla' serves this call")
         return implementation
-    for name in candidates(here):
+    here, (name, reasons) = platform(), ranked(call, operands, alone)
+    if name in FALLBACK and here != "cpu":
+        told = [f"{other}: {reason}" for other, reason in reasons.items()] or [f"no kernels for {here} yet"]
+        _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(told)}")
+    return name
+
+
+def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dict[str, str]]:
+    """The implementation that ``implementation=None`` picks, and for each that comes before it the reason against it.
+
+    Raises:
+      NotImplementedError: none can serve the call; says why.
+    """
+    reasons: dict[str, str] = {}
+    for name in candidates(platform()):
         backend = IMPLEMENTATIONS[name]
         reason = backend.unsupported(call, operands)
         if reason is None and not alone and not _computes_parts(backend):
@@ -418,12 +420,15 @@ def _choose(implementation: str | None, call: Call, operands: Operands, alone: b
         if reason is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)
         if reason is None:
-            if name in FALLBACK and here != "cpu":
-                _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(reasons)}")
-            _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {reason}" for reason in reasons))
-            return name
-        reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no implementation can serve this call; " + "; ".join(reasons))
+            told = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
+            _log.debug("block_sparse_attention runs %r%s", name, told)
+            if _log.isEnabledFor(logging.DEBUG) and hasattr(backend, "notes"):
+                for note in backend.notes(call, operands):
+                    _log.debug("%r, %s", name, note)
+            return name, reasons
+        reasons[name] = reason
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise NotImplementedError(f"no implementation can serve this call; {told}")
 
 
 @functools.cache

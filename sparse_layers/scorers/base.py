@@ -20,7 +20,7 @@ from ..ops.kernels.call import (
     checked_segments,
     described,
 )
-from ..ops.kernels.triton_gpu import choose, score
+from ..ops.kernels.select_gpu import choose, score
 from ..ops.planning.platforms import candidates, own_arrays, platform
 from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..masks.options import Natural, Positive, checked, own_keywords
-from ..ops.kernels.triton_gpu.score import Formula
+from ..ops.kernels.select_gpu.score import Formula
 from .base import Scorer, products
 
 

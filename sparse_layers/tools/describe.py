@@ -13,10 +13,12 @@ from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
-from ..ops.attention import serving
+from ..ops import traced_call
+from ..ops.kernels.gpu.hardware import device_named
 from ..ops.planning.communication import Part, Received, Token, bound, filled_up, parts_of, whole
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.platforms import assuming, first_choice
 from ..ops.planning.report import dense_pairs, heads, saving
 from ..scorers import NSA, Scorer, scorer_of
 from .advice import advice
@@ -34,11 +36,15 @@ def describe(
     *,
     size: int = 48,
     devices: int = 1,
+    device: str | None = None,
+    segment_ids: bool = False,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str: ...
 @overload
-def describe(subject: Any, *, size: int = 48, devices: int = 1) -> str: ...
+def describe(
+    subject: Any, *, size: int = 48, devices: int = 1, device: str | None = None, segment_ids: bool = False
+) -> str: ...
 @own_keywords
 def describe(
     subject: Any,
@@ -47,6 +53,8 @@ def describe(
     *,
     size: int = 48,
     devices: int = 1,
+    device: str | None = None,
+    segment_ids: bool = False,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str:
@@ -70,6 +78,10 @@ def describe(
         received: the keys that a device's queries see elsewhere, and by residues all that changes places. These are
         bytes of a batch entry where heads and their size are known, as those of most layers are, and rows of all heads
         elsewhere. Grouped heads of a layer are reckoned with: keys that fewer heads have are cheaper to send.
+      device: a GPU, which need not be there: "a100", "h100", "h200", "b200", "rtx3090", "rtx4090", "rtx5090", or a
+        compute capability such as "9.0". The plan and the kernels are then those of this GPU; Triton must be installed.
+        None for the device at hand.
+      segment_ids: whether calls have segment ids, which may change the kernels.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -83,8 +95,9 @@ def describe(
 
     Raises:
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
-        size or devices is less than 1; more devices than tokens.
+        size or devices is less than 1; more devices than tokens; device is not known.
       TypeError: subject is none of the above and holds none; says where it looked.
+      ModuleNotFoundError: device is given, and Triton is not installed.
 
     Example:
       >>> import sparse_layers as sl
@@ -109,6 +122,8 @@ def describe(
     """
     check_size(size)
     checked("devices", devices, Positive)
+    checked("segment_ids", segment_ids, bool)
+    gpu = None if device is None else device_named(device)
     plans = plans_of(subject)
     if plans is None:
         scorer = scorer_of(subject)
@@ -120,19 +135,34 @@ def describe(
         refuse_given(subject, dict(q_len=q_len, kv_len=kv_len, fwd_params=fwd_params, bwd_params=bwd_params))
         for plan, *_ in plans.values():
             lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)
-    texts = {which: _text(planned, size, devices) for which, planned in plans.items()}
+    texts = {}
+    for which, planned in plans.items():
+        if gpu is not None:
+            planned = planned._replace(plan=_plan_for(gpu, planned))
+        dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
+        options: dict[str, Any] = {"groups": planned.groups, "scorer": planned.scorer, "segment_ids": segment_ids}
+        traced = traced_call.trace_call(planned.plan, dtype, head_size, device=gpu, **options)
+        place = "here" if device is None else f"on {device}"
+        texts[which] = _text(planned, size, devices, f"runs {place}, {_setting(planned)}: {traced}")
     notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
 
-def _text(planned: Planned, size: int, devices: int) -> str:
+def _plan_for(gpu: Any, planned: Planned) -> Plan:
+    """The plan of the same masks and settings for another GPU."""
+    plan = planned.plan
+    with assuming(gpu):
+        name = first_choice(planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE)
+        params = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params}
+        return make_plan(plan.masks, plan.q_len, plan.kv_len, implementation=name, **params)
+
+
+def _text(planned: Planned, size: int, devices: int, routed: str) -> str:
     plan = planned.plan
     sections = ["\n".join(_described(planned, h, size)) for h in range(len(plan.masks))]
-    name, notes = serving(plan, jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE)
-    sections[-1] += f"\nruns here, {_setting(planned)}: {name!r}"
-    text = "\n\n".join(sections) + "".join(f"\n  {note}" for note in notes)
+    text = "\n\n".join(sections) + f"\n{routed}"
     if planned.scorer is not None:
         text += f"\n\n{_chosen(planned.scorer, planned)}"
     return text if devices == 1 else text + "\n\n" + "\n".join(_spread(planned, devices))

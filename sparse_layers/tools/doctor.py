@@ -32,6 +32,7 @@ from ..ops.kernels.gpu import assembler, hardware
 from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
+from ..ops.traced_call import trace_call
 
 ANSWERS = ("out", "dq", "dk", "dv")
 
@@ -42,6 +43,8 @@ _PACKAGES = {
     "CUDA plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
     "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
 }
+# Presets whose kernels are named, and for how many tokens.
+_TRACED, _LENGTH = ("causal", "sliding_window", "sparse_transformer_strided"), 8192
 _BATCH, _HEADS, _KEY_HEADS, _SIZE = 2, 2, 1, 32
 # Implementations that a `KVCache` knows.
 _DECODE = ("triton", "xla")
@@ -173,7 +176,14 @@ def report() -> str:
         # Without the calls if all get the same answer.
         for text, names in calls.items():
             lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
+    if here == "gpu":
+        lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, heads of 128"]
+        lines += [f"  {name}: {_indented(trace_call(make_plan(name, _LENGTH)))}" for name in _TRACED]
     return "\n".join(lines)
+
+
+def _indented(text: Any) -> str:
+    return str(text).replace("\n", "\n  ")
 
 
 def _verdict(name: str, why: str | None, chosen: bool) -> str:

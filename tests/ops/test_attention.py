@@ -501,12 +501,13 @@ def test_the_first_implementation_that_can_is_taken(monkeypatch):
         def unsupported(call, operands):
             return "it never does"
 
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "never", Never)
-    monkeypatch.setitem(attention.TUNING, "never", attention.TUNING["xla"])
-    monkeypatch.setitem(attention.PREFERRED, jax.default_backend(), ("never",))
+    for name in ("never", "neither"):
+        monkeypatch.setitem(attention.IMPLEMENTATIONS, name, Never)
+        monkeypatch.setitem(attention.TUNING, name, attention.TUNING["xla"])
+    monkeypatch.setitem(platforms.PREFERRED, jax.default_backend(), ("never",))
     assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
-    monkeypatch.setattr(platforms, "FALLBACK", ("never",))
-    with pytest.raises(NotImplementedError, match="never: it never does; never: it never does"):
+    monkeypatch.setattr(platforms, "FALLBACK", ("neither",))
+    with pytest.raises(NotImplementedError, match="never: it never does; neither: it never does"):
         sl.block_sparse_attention(Q, K, V, sl.Causal())
 
 

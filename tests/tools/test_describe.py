@@ -8,6 +8,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
+from sparse_layers.ops import traced_call
 from sparse_layers.ops.planning.communication import parts_of
 from tests.tools.cases import MASKS, expected_cells
 
@@ -73,16 +74,66 @@ def test_describe_explains_its_signs():
 def test_describe_says_dtype_and_head_size(subject, setting, monkeypatch):
     asked = []
 
-    def serving(plan, dtype, head_size):
+    def route(plan, dtype, head_size, **_):
         asked.append(f"{dtype} {head_size}")
-        return "xla", []
+        return traced_call.TracedCall("xla", {}, (), (), ())
 
-    monkeypatch.setattr("sparse_layers.tools.describe.serving", serving)
+    monkeypatch.setattr(traced_call, "trace_call", route)
     text = sl.describe(subject, 64) if isinstance(subject, sl.Mask) else sl.describe(subject)
     said = re.findall("^runs here, (.*): 'xla'$", text, re.M)
     assert said and set(said) == {setting}
     dtype, size = re.search(r"(\w*float\w*).* (\d+)$", setting).groups()
     assert set(asked) == {f"{dtype} {size}"}
+
+
+def runs(text):
+    """The lines about what computes a plan."""
+    return text[text.index("runs on") :].split("\n")
+
+
+def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    window, setting = sl.Causal() & sl.Window(511), "assuming bfloat16 with heads of 128"
+    assert runs(sl.describe(window, 8192, device="h100")) == [
+        f"runs on h100, {setting}: 'hopper'",
+        "  forward: hopper forward_kernel",
+        "  backward: hopper backward_kernel",
+    ]
+    assert runs(sl.describe(window, 8192, device="h100", segment_ids=True))[1:] == [
+        "  forward: triton compact_kernel, then hopper forward_kernel",
+        "  backward: triton compact_kernel, then hopper backward_kernel",
+    ]
+    settings = sl.BwdParams(deterministic=True)
+    text = sl.describe(window, 8192, device="9.0", bwd_params=settings)
+    assert runs(text)[2] == "  backward: triton dq_kernel, then triton dkv_kernel"
+    assert runs(text)[3].startswith("  natural order, backward: plain Triton, for they add to dq in the order")
+    # The plan is that GPU's, too, and what a Plan was made for before does not matter.
+    plan = sl.make_plan(window, 8192, implementation="xla", bwd_params=settings)
+    assert sl.describe(plan, device="9.0") == text
+    assert runs(sl.describe(window, 8192, device="a100")) == [
+        f"runs on a100, {setting}: 'cudnn'",
+        "  not 'hopper': it needs compute capability 9.0, and this GPU has 8.0",
+    ]
+    layer = sl.SparseSelfAttention(4, 256, pattern=window, seq_len=1024, dtype="bfloat16", rngs=nnx.Rngs(0))
+    assert runs(sl.describe(layer, device="h200"))[0] == "runs on h200, in bfloat16 with heads of 64: 'hopper'"
+    # Selections of single queries, of which some are decided at run time; grouped heads have no kernel for all three.
+    forward, backward = runs(sl.describe(sl.MoBA(64, 8), 8192, device="h100"))[1:3]
+    assert forward.split(", then ")[::2] == [
+        "  forward: triton kv_outer_kernel (if neighbouring queries disagree)",
+        "triton forward_kernel (if they agree)",
+    ]
+    assert backward == "  backward: hopper query_gather_kernel (split lists)"
+    short = runs(sl.describe(sl.MoBA(64, 8), 512, device="h100"))
+    assert "kv_outer" not in "".join(short), "every query looks at all blocks"
+    grouped = {"num_kv_heads": 2, "pattern": "sparse_transformer_strided", "dtype": "bfloat16", "rngs": nnx.Rngs(0)}
+    layer = sl.SparseSelfAttention(4, 256, seq_len=4096, **grouped)
+    assert "with dk and dv" not in runs(sl.describe(layer, device="h200"))[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", "h1000"), ("device", 90), ("segment_ids", 1)])
+def test_describe_refuses_what_it_does_not_know(name, value):
+    with pytest.raises((ValueError, TypeError), match=f"^(describe: )?{name} must be"):
+        sl.describe(sl.Causal(), 64, **{name: value})
 
 
 @pytest.mark.parametrize("length", [100, 300])

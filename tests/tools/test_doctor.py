@@ -16,6 +16,8 @@ from sparse_layers.__main__ import main
 from sparse_layers.ops import attention
 from sparse_layers.ops.attention import IMPLEMENTATIONS
 from sparse_layers.ops.decoding import fused
+from sparse_layers.ops.kernels.gpu import hardware
+from sparse_layers.ops.planning import platforms
 from sparse_layers.tools import doctor
 from tests.programs import QUICK
 
@@ -75,13 +77,13 @@ def test_a_package_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("probe", doctor.PROBES, ids=str)
 def test_the_mark_is_what_the_op_takes(probe, monkeypatch):
     taken = []
-    choose = attention._choose
+    choose = attention.pick_implementation
 
     def spy(*args):
         taken.append(choose(*args))
         return taken[-1]
 
-    monkeypatch.setattr(attention, "_choose", spy)
+    monkeypatch.setattr(attention, "pick_implementation", spy)
     jax.eval_shape(lambda *x: sl.block_sparse_attention(*x, probe.mask), *probe.arrays()[:3])
     assert taken == [doctor.first_that_works(probe)]
 
@@ -110,6 +112,14 @@ def test_where_calls_get_different_answers_they_are_named(monkeypatch):
         "  reference     causal bfloat16, strided bfloat16: works",
         "  reference     causal float32, strided float32: unavailable: it is picky",
     ]
+
+
+def test_the_report_names_the_kernels_on_a_gpu():
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    with platforms.assuming(hardware.DEVICES["h100"]):
+        text = doctor.report().partition("what runs at 8192 tokens, bfloat16, heads of 128\n")[2]
+    assert "  causal: 'hopper'\n    forward: hopper forward_kernel\n    backward: hopper backward_kernel\n" in text
+    assert "backward: triton dq_kernel (with dk and dv), then hopper backward_kernel" in text
 
 
 def test_an_implementation_that_breaks_when_asked(monkeypatch):

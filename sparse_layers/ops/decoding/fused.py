@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..kernels.triton_gpu import decode
+from ..kernels.decode_gpu import decode
 from ..planning.platforms import candidates, own_arrays, platform
 from .reads import Part
 from .stores import all_heads, rows_of, some_heads

@@ -4,5 +4,6 @@ An implementation knows block lists and row orders, never patterns. A new one is
 ``forward`` and ``backward`` (see `call.py` for what they are given), one name in ``IMPLEMENTATIONS`` of
 `ops/attention.py`, and in `planning/platforms.py` what it is tried for and how its block sizes are chosen.
 
-One exception: `hopper_gpu` does what it can of a call, and leaves the rest to `triton_gpu`, whose chains it takes.
+On GPUs there are two implementations, both of `gpu_attention`: "hopper" and "triton". They ask engines, which know
+nothing of each other: `hopper_gpu` and `triton_gpu`. What all rooms for GPUs share is in `gpu`.
 """

@@ -1,6 +1,9 @@
 """The one place for what differs by platform: which implementations are tried, and what their block sizes cost."""
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -107,11 +110,35 @@ def checked_implementation(name: Any) -> None:
         raise ValueError(f"implementation must be None or one of implementations(), got {near(name, TUNING)}")
 
 
+_ASSUMED: contextvars.ContextVar[Any] = contextvars.ContextVar("assumed GPU", default=None)
+
+
+@contextlib.contextmanager
+def assuming(device: Any) -> Iterator[None]:
+    """Makes `platform` and `gpu` answer as on a machine with this GPU; None changes nothing.
+
+    Calls can be planned and traced for it. Nothing can be compiled or launched.
+    """
+    token = _ASSUMED.set(assumed() if device is None else device)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def assumed() -> Any:
+    """Returns the GPU that `assuming` names, None outside of it."""
+    return _ASSUMED.get()
+
+
 def platform() -> str:
     """The platform that JAX computes on: "cpu", "gpu" or "tpu".
 
-    That of the devices of the mesh in force; else that of `jax.default_device`, if it is set; else JAX's default.
+    "gpu" under `assuming`. Else that of the devices of the mesh in force; else that of `jax.default_device`, if it is
+    set; else JAX's default.
     """
+    if assumed() is not None:
+        return "gpu"
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     device = device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,7 +164,9 @@ def candidates(platform: str) -> tuple[str, ...]:
 
 
 def gpu() -> Any:
-    """The GPU at hand, None if JAX finds none."""
+    """Returns the GPU that `assuming` names, else the one at hand, None if JAX finds none."""
+    if assumed() is not None:
+        return assumed()
     try:
         return jax.local_devices(backend="gpu")[0]
     except RuntimeError:
@@ -150,7 +179,7 @@ def first_choice(dtype: Any = None, head_size: int | None = None) -> str:
     capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
     for name in candidates(here):
         tuned = TUNING[name]
-        fits = tuned.capability in (None, capability) and tuned.jax <= jax.__version_info__
+        fits = tuned.capability in (None, capability) and (assumed() or tuned.jax <= jax.__version_info__)
         fits = fits and (not itemsize or tuned.itemsize in (None, itemsize))
         if fits and (not head_size or tuned.head_sizes is None or head_size in tuned.head_sizes):
             return name

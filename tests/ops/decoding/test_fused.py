@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 import sparse_layers as sl
 from sparse_layers.ops.decoding import fused
-from sparse_layers.ops.kernels.triton_gpu import decode
+from sparse_layers.ops.kernels.decode_gpu import decode
 from tests.arrays import inputs
 from tests.ops.decoding.test_decode import CASES
 

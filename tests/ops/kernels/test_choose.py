@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.triton_gpu import choose
+from sparse_layers.ops.kernels.select_gpu import choose
 from sparse_layers.scorers import base
 
 BLOCK = 16

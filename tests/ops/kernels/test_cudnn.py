@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
+from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import hardware
@@ -128,9 +128,10 @@ def test_it_needs_a_gpu():
 )
 def test_the_default_is_the_faster_one(mask, size, name, on_a_gpu, caplog):
     with caplog.at_level("DEBUG", logger="sparse_layers"):
-        assert attention.serving(sl.make_plan(mask, 2048), head_size=size)[0] == name
+        assert traced_call.trace_call(sl.make_plan(mask, 2048), head_size=size).implementation == name
     assert f"runs '{name}'" in caplog.text
-    assert f"bfloat16 with heads of 128: {attention.serving(sl.make_plan(mask, 256))[0]!r}" in sl.describe(mask, 256)
+    picked = traced_call.trace_call(sl.make_plan(mask, 256)).implementation
+    assert f"bfloat16 with heads of 128: {picked!r}" in sl.describe(mask, 256)
 
 
 def test_vmap_in_every_way(on_a_gpu):

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton", reason="needs triton: pip install triton")
 
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
+from sparse_layers.ops.kernels.decode_gpu import decode
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.triton_gpu import decode
 
 
 @dataclasses.dataclass(frozen=True)

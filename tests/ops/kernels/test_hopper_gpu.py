@@ -18,19 +18,20 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
-from sparse_layers.ops.kernels import cudnn, hopper_gpu
+from sparse_layers.ops import attention, traced_call
+from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.hopper_gpu import link, schedule, settings
+from sparse_layers.ops.kernels.gpu.passes import GroupPass
+from sparse_layers.ops.kernels.gpu_attention import hopper
+from sparse_layers.ops.kernels.gpu_attention.route import route
+from sparse_layers.ops.kernels.hopper_gpu import launch, schedule, settings
 from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
-from sparse_layers.ops.kernels.hopper_gpu.link import HopperLink
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     WAVES,
     order_of,
 )
 from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
-from sparse_layers.ops.kernels.triton_gpu import chain
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -230,7 +231,7 @@ def test_blocks_come_as_they_are_numbered_where_neighbours_read_the_same(
         asked.append(as_numbered)
         return order_of(steps, batch, programs, as_numbered)
 
-    monkeypatch.setattr(link, "order_of", record)
+    monkeypatch.setattr(launch, "order_of", record)
     q, k = (jax.ShapeDtypeStruct((1, 1280, n, 64), jnp.bfloat16) for n in heads)
     op = functools.partial(sl.block_sparse_attention, implementation="hopper")
     jax.eval_shape(jax.grad(lambda q, k: op(q, k, k, mask).astype(jnp.float32).sum()), q, k)
@@ -338,13 +339,12 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
     plan = sl.make_plan(mask, length, implementation="hopper", **options)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     q = jax.ShapeDtypeStruct((1, length, 2, size), jnp.bfloat16)
-    links = chain.groups(call, Operands(q, q, q), HopperLink)[0].links
-    for kernel in ("forward", "dkv"):
-        found = [link.unserved(kernel) for link in links]
+    passes = route("hopper", call, Operands(q, q, q)).passes
+    for kernel, reasons in (("forward", [x.forward for x in passes]), ("dkv", [x.backward for x in passes])):
         if kernel in kernels:
-            assert any(re.search(reason, each or "") for each in found)
+            assert any(re.search(reason, each or "") for each in reasons)
         else:
-            assert found == [None]
+            assert reasons == [None]
 
 
 def test_steps_are_counted_in_32_bits(monkeypatch):
@@ -353,11 +353,11 @@ def test_steps_are_counted_in_32_bits(monkeypatch):
     plan = sl.make_plan(sl.Causal(), 260, implementation="hopper")
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     q = jax.ShapeDtypeStruct((1, 260, 2, 64), jnp.bfloat16)
-    (link,) = chain.groups(call, Operands(q, q, q), HopperLink)[0].links
-    (one,) = link.passes
+    ((one,),) = plan.chains
     for blocks, reason in ((2**30 - 1, None), (2**30, "there are more steps than 32 bits count")):  # two of 64 in each
-        many = dataclasses.replace(link, passes=(dataclasses.replace(one, fwd_blocks=blocks, bwd_blocks=blocks),))
-        assert [many.unserved(kernel) for kernel in ("forward", "dkv")] == [reason] * 2
+        many = dataclasses.replace(one, fwd_blocks=blocks, bwd_blocks=blocks)
+        work = GroupPass(call, Operands(q, q, q), 0, 1, (many,))
+        assert [launch.unsupported(work, kernel) for kernel in ("forward", "dkv")] == [reason] * 2
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
     plan = sl.make_plan(mask, 4096)
-    assert plan.implementation == "hopper" and attention.serving(plan, head_size=size)[0] == name
+    assert plan.implementation == "hopper" and traced_call.trace_call(plan, head_size=size).implementation == name
     left = "residue-major order, stride 128, backward: plain Triton, for each key is in one list"
     assert (left in sl.describe(plan)) == (mask == sl.preset("sparse_transformer_strided"))
     assert attention.first_choice(jnp.float32) == attention.first_choice(jnp.bfloat16, 136) == "cudnn"
@@ -399,7 +399,7 @@ def refused(dtype):
     """Why a call is refused, or None."""
     call = Call(None, (128, 128), (128, 128), (sl.FwdParams(), sl.BwdParams()), 1.0, None)
     q: Any = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
-    return hopper_gpu.unsupported(call, Operands(q, q, q))
+    return hopper.unsupported(call, Operands(q, q, q))
 
 
 GLUON = "it needs Gluon, which comes with triton from 3.6 on ("
@@ -443,7 +443,7 @@ def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granul
     params = plan.fwd_params, plan.bwd_params
     call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(128, granularity))
     q, chosen = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (512, 512 // granularity))
-    reason = hopper_gpu.outdone(call, Operands(q, q, q, chosen=chosen.update(dtype=jnp.int32)))
+    reason = hopper.outdone(call, Operands(q, q, q, chosen=chosen.update(dtype=jnp.int32)))
     assert reason is None if granularity == 128 else "take all that any" in (reason or "")
 
 
@@ -478,7 +478,7 @@ def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
         found.append((args[-1], pieces))
         return order, pieces
 
-    monkeypatch.setattr(link, "cut_by_ranges", record)
+    monkeypatch.setattr(launch, "cut_by_ranges", record)
     case = Case("ranges", masks, length, heads=(4, 2), batch=2, split=split)
     cases.check(case, case.call("hopper"))
     assert {held for held, _ in found} == {64 * (2 + 2 + 4)}  # q, dout and dq

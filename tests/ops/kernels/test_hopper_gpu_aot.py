@@ -128,7 +128,7 @@ def exported(case, devices):
         return made
 
     def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
-        assert kernel.fn.__name__ in ("compact_kernel", *(("by_key_kernel", "forward_kernel") if case.chosen else ()))
+        assert kernel.fn.__name__ in ("compact_kernel", *(("kv_outer_kernel", "forward_kernel") if case.chosen else ()))
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     def loss(q, k, v, ids):
@@ -161,7 +161,7 @@ def exported(case, devices):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_without_spills_or_hazards(case):
     _, _, kernels = exported(case, 1)
-    assert kernels.keys() == ({"gathered_kernel"} if case.chosen else {"forward_kernel", "backward_kernel"})
+    assert kernels.keys() == ({"query_gather_kernel"} if case.chosen else {"forward_kernel", "backward_kernel"})
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)

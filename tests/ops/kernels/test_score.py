@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton: pip install triton")
 import sparse_layers as sl
 from benchmarks.triton_resources import TARGETS, Launch, compiled, resources
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.triton_gpu import score
+from sparse_layers.ops.kernels.select_gpu import score
 from tests.arrays import inputs
 
 SIZES = {"local": 2, "dense_below": 0}

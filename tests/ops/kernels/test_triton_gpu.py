@@ -20,10 +20,11 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
-from sparse_layers.ops.kernels.triton_gpu import chain, settings
-from sparse_layers.ops.kernels.triton_gpu.link import Link
-from sparse_layers.ops.kernels.triton_gpu.lists import Side, _compacted, lists_of
-from sparse_layers.ops.kernels.triton_gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
+from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
+from sparse_layers.ops.kernels.gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
+from sparse_layers.ops.kernels.gpu_attention import run
+from sparse_layers.ops.kernels.gpu_attention.route import route
+from sparse_layers.ops.kernels.triton_gpu import launch, settings
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -365,9 +366,11 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
             plan = candidates(work, CUT_T, None, *params)[-1]
         call = called(plan, chosen, (16, 16), params)
         operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, chosen=None if chosen is None else chosen.ids)
-        groups = [group.links for group in chain.groups(call, operands, Link)]
-        links = [one for own in groups for one in (own if kernel == "dkv" else chain._by_queries(own, kernel))]
-        found.append([check_work(one._prepared(kernel), kernel == "dkv") for one in links])
+        planned = route("triton", call, operands)
+        works = [x.work for x in (planned.forward if kernel == "forward" else planned.backward) if x.kernel != "dkv"]
+        works = [one for work in works for one in (work.unfused() if kernel == "dkv" else [work])]
+        prepared = [launch._prepare(work.bind(operands), kernel) for work in works]
+        found.append([check_work(one, kernel == "dkv") for one in prepared])
     cuts = [np.concatenate([number.ravel() for number in numbers]) for numbers in found]
     assert not cuts[0].any(), "one processor is busy with whole lists"
     assert cuts[1].any() or (kernel != "dkv" and name in ("sinks", "chain"))  # whose queries have few keys
@@ -376,7 +379,7 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
 
 def check_work(prepared, dkv):
     """Into how many pieces each job is cut, int [LB, jobs], after a look at all that says what programs do."""
-    heads = range(prepared.link.first, CUT_HEADS[0], prepared.link.step * prepared.link.pack)
+    heads = range(prepared.work.first, CUT_HEADS[0], prepared.work.step * prepared.work.pack)
     batches = max(len(lists.lists.spans) for _, lists in prepared.walks)
     steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.blocks), int)
     passed = np.zeros((batches, len(heads), prepared.major.blocks), int)
@@ -387,15 +390,15 @@ def check_work(prepared, dkv):
             counts = np.asarray(lists.lists.counts)[..., 1]
             steps[batch, job] += counts[batch % len(counts), head // lists.lists.group % counts.shape[1]] * side.parts
     if dkv:
-        np.testing.assert_array_equal(prepared.passed, passed)
+        np.testing.assert_array_equal(prepared.steps_before, passed)
     steps = steps.reshape(batches, -1)
-    assert prepared.jobs == steps.shape[1]
+    assert prepared.work_tiles == steps.shape[1]
     number = np.zeros_like(steps)
     if prepared.cut is not None:
         number = np.diff(prepared.cut.pieces)[..., 0]
         check_cut(prepared.cut, steps, number)
     if prepared.order is not None:
-        every = np.broadcast_to(np.arange(prepared.jobs)[:, None], (prepared.jobs, batches))
+        every = np.broadcast_to(np.arange(prepared.work_tiles)[:, None], (prepared.work_tiles, batches))
         np.testing.assert_array_equal(np.sort(prepared.order, axis=0), every)
     return number
 
@@ -530,7 +533,7 @@ def test_extreme_scalars(options):
 
 
 def test_vmap_beyond_the_grid_and_over_nothing(monkeypatch):
-    monkeypatch.setattr(chain, "MAX_BATCH_ENTRIES", 3)
+    monkeypatch.setattr(run, "MAX_BATCH_ENTRIES", 3)
     q, k, v = (jnp.stack([x, -x, 2 * x]) for x in arrays())
     mapped = jax.vmap(functools.partial(answers, plan=WINDOW))(q, k, v)
     for i in range(3):

@@ -68,7 +68,7 @@ def _chain(mask):
 
 
 WIDE = {"heads": (512, 512)}
-BY_KEY = "by_key", "dqkv"
+BY_KEY = "kv_outer", "dqkv"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
 CASES = [
@@ -150,7 +150,7 @@ NO_SWITCHES = {
     "forward_kernel": ALWAYS | {"Q.GATHERED"},
     "dq_kernel": ALWAYS | {"Q.GATHERED"},
     "dkv_kernel": ALWAYS,
-    "by_key_kernel": ALWAYS | OF_CHOICES,
+    "kv_outer_kernel": ALWAYS | OF_CHOICES,
 }
 
 

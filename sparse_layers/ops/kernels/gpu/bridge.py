@@ -4,14 +4,18 @@ It stands on `triton.compile`, on the kernel calls of ``jaxlib.gpu_triton``, and
 to compile. JAX prunes, copies and orders the calls as it does those of any other foreign function.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from ...planning.platforms import assumed
 from . import hardware
 
 # Arrays begin at multiples of this number of bytes.
@@ -81,8 +85,80 @@ class Compiled(NamedTuple):
     descriptors: tuple[dict[str, Any], ...]
 
 
+class Launch(NamedTuple):
+    """A launch of a kernel that `recording` kept.
+
+    Attributes:
+      kernel: a `triton.jit` or `gluon.jit` function.
+      dtypes: names of the dtypes of its pointers and descriptors, in their order.
+      constants: its other arguments, by name.
+      options: how it is compiled: num_warps, and num_stages of Triton's kernels.
+      condition: when it is made, if that is decided at run time: "if ...".
+    """
+
+    kernel: Any
+    dtypes: tuple[str, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    condition: str | None = None
+
+    @property
+    def engine(self) -> str:
+        """The implementation whose kernel it is: "hopper" for Gluon's, else "triton"."""
+        return "hopper" if self.kernel.is_gluon() else "triton"
+
+    def __str__(self) -> str:
+        """The kernel, and what its programs do besides the common case."""
+        second, work, lists = (self.constants.get(name) for name in ("KV2", "W", "L"))
+        remarks = {
+            "two passes": second is not None and second.ROWS > 0,
+            "split lists": getattr(work, "PIECES", False) or getattr(lists, "PIECES", 0) > 0,
+            "merges splits": getattr(work, "MERGED", False),
+            "with dk and dv": self.constants.get("WITH_DKV", False),
+            "with dq": self.constants.get("WITH_DQ", False),
+        }
+        told = ", ".join([*(remark for remark, applies in remarks.items() if applies), *filter(None, [self.condition])])
+        return f"{self.engine} {self.kernel.fn.__name__}" + f" ({told})" * bool(told)
+
+
+_CONDITION: contextvars.ContextVar[str | None] = contextvars.ContextVar("condition of launches", default=None)
+_RECORDED: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("recorded launches", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Records launches in the list that it yields, in place of making them: kernels then return zeros.
+
+    Nothing is compiled, and no GPU is needed; see `platforms.assuming`.
+    """
+    launches: list[Launch] = []
+    token = _RECORDED.set(launches)
+    try:
+        yield launches
+    finally:
+        _RECORDED.reset(token)
+
+
+def conditional(condition: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose launches are recorded with a condition: a branch of `jax.lax.cond`."""
+
+    def branch(*args):
+        token = _CONDITION.set(condition)
+        try:
+            return function(*args)
+        finally:
+            _CONDITION.reset(token)
+
+    return branch
+
+
 def gluon_unsupported() -> str | None:
-    """Returns why Gluon kernels cannot be launched with what is installed, None if they can."""
+    """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
+
+    For a GPU that `platforms.assuming` names they are taken to be.
+    """
+    if assumed() is not None:
+        return None
     try:
         from jaxlib import gpu_triton
     except ImportError as error:
@@ -208,6 +284,11 @@ def compiled(
 
 def _launch(kernel, grid, arrays, parameters, results, constants, options, aliases) -> Sequence[jax.Array]:
     """Returns the results of a kernel: ``parameters`` are what its pointers and descriptors lead to, in their order."""
+    launches = _RECORDED.get()
+    if launches is not None:
+        dtypes = tuple((x.array if isinstance(x, Tiles) else x).dtype.name for x in parameters)
+        launches.append(Launch(kernel, dtypes, dict(constants), dict(options), _CONDITION.get()))
+        return [jnp.zeros(x.shape, x.dtype) for x in results]
     from jaxlib import gpu_triton
 
     device = hardware.local_device()

@@ -2,9 +2,11 @@
 
 import ctypes
 import functools
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
-from ...planning.platforms import gpu, platform
+from ....masks.options import near
+from ...planning.platforms import assumed, gpu, platform
 from . import assembler
 
 # The second axis of a launch grid counts up to this number.
@@ -28,9 +30,46 @@ class Device(NamedTuple):
     processors: int
     ptx_version: int | None = None
 
+    @property
+    def compute_capability(self) -> str:
+        """The compute capability as JAX writes it, "9.0"."""
+        return f"{self.capability // 10}.{self.capability % 10}"
+
+
+# GPUs that calls can be traced for without one.
+DEVICES = {
+    "a100": Device(80, 166912, 108),
+    "h100": Device(90, 232448, 132),
+    "h200": Device(90, 232448, 132),
+    "b200": Device(100, 232448, 148),
+    "rtx3090": Device(86, 101376, 82),
+    "rtx4090": Device(89, 101376, 128),
+    "rtx5090": Device(120, 101376, 170),
+}
+
+
+def device_named(name: Any) -> Device:
+    """Returns the GPU of a name in `DEVICES`, or the first of a compute capability such as "9.0".
+
+    Raises:
+      ValueError: an unknown name; says which there are.
+    """
+    by_name = {device.compute_capability: device for device in reversed(DEVICES.values())} | DEVICES
+    if not isinstance(name, str) or name.lower() not in by_name:
+        rule = "device must be the name of a GPU or its compute capability"
+        raise ValueError(f"{rule}, one of {', '.join(map(repr, by_name))}; got {near(name, by_name)}")
+    return by_name[name.lower()]
+
+
+def padded_size(size: int) -> int:
+    """Returns the width of the tile that holds a head size: a power of two, at least 16."""
+    return max(16, 1 << math.ceil(math.log2(size)))
+
 
 def local_device() -> Device | str:
     """Returns the NVIDIA GPU that JAX computes on, or the reason why kernels cannot run there."""
+    if assumed() is not None:
+        return assumed()
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
     device = gpu()
@@ -44,6 +83,13 @@ def local_device() -> Device | str:
         return properties
     version = assembler.ptx_version(properties.capability)
     return version if isinstance(version, str) else properties._replace(ptx_version=version)
+
+
+def local_gpu() -> Device:
+    """Returns the NVIDIA GPU that JAX computes on; `local_device` has said before that there is one."""
+    device = local_device()
+    assert isinstance(device, Device), device
+    return device
 
 
 def driver_release() -> str | None:

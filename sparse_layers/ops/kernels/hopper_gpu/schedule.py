@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import BlockLists
-from ..triton_gpu.work import LEAST_STEPS, cut
+from ..gpu.work import LEAST_STEPS, cut
 
 # So that not all wait for the last of them, what takes longer than this part of a program's share of all, and so many
 # times as long as the mean, comes first, of whatever head: global columns took 24 % less in the backward pass. If all

@@ -1,51 +1,6 @@
-"""Block-sparse flash attention for NVIDIA GPUs in Triton.
+"""An engine of `gpu_attention`: block-sparse flash attention in plain Triton.
 
-Programs follow lists of active blocks (`lists.py`), free ones without any mask. The kernels are in `forward_kernel.py`,
-`backward_kernel.py` and `by_key_kernel.py`, what they share in `tiles.py`; `link.py` launches one pass, `chain.py`
-strings passes together, `by_key.py` takes single queries to the blocks of keys that they chose, and `settings.py` has
-the tile sizes. For scorers, `score.py` computes how much single queries want each block, and `choose.py` chooses.
-`decode.py` computes what a step of decoding reads of a cache.
-
-This file alone is imported with the package; Triton is at the first call, for it takes a while and need not be there.
+Programs follow lists of active blocks, full ones without any mask. The kernels are in `forward_kernel.py`,
+`backward_kernel.py` and `kv_outer_kernel.py`, `launch.py` and `kv_outer.py` launch them, and `settings.py` has the tile
+sizes.
 """
-
-import jax
-import jax.numpy as jnp
-
-from ..call import Call, Operands, differentiable_once
-
-
-def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call, or None."""
-    from ..gpu import hardware
-    from .settings import misfit, padded_size
-
-    device = hardware.local_device()
-    if isinstance(device, str):
-        return device
-    if operands.query.dtype == jnp.float64:
-        return "it computes in float32 at most, and query is float64"
-    sizes = operands.query.shape[-1], operands.value.shape[-1]
-    if max(sizes) > 256:
-        return f"its tiles hold head sizes up to 256, got {sizes[0]} for query and key, {sizes[1]} for value"
-    if operands.query.shape[0] > hardware.MAX_BATCH_ENTRIES:
-        return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
-    return misfit(operands.query.dtype.itemsize, (padded_size(sizes[0]), padded_size(sizes[1])), call.params, device)
-
-
-@differentiable_once("triton")
-def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
-    from . import chain
-
-    return chain.forward(call, operands)
-
-
-@differentiable_once("triton")
-def backward(
-    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
-    from . import chain
-
-    return chain.backward(call, operands, lse, delta, dout)

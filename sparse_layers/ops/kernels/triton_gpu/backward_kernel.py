@@ -11,7 +11,7 @@ additions: what the pieces of a list gave is added in their order, and results a
 import triton
 import triton.language as tl
 
-from .tiles import (
+from ..gpu.tiles import (
     addresses,
     chose,
     job_of,

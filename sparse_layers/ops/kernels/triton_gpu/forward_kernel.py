@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from .tiles import (
+from ..gpu.tiles import (
     addresses,
     chose,
     full,

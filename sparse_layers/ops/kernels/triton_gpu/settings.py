@@ -1,11 +1,10 @@
 """Tile sizes, warps and pipeline depths of the kernels: the tuned table, and what does not fit made to fit."""
 
 import dataclasses
-import math
 
 from ...planning.params import KernelParams
 from ..gpu.hardware import Device
-from .work import MOST_PIECES
+from ..gpu.work import MOST_PIECES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +26,8 @@ class Settings:
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
 # blocks of at least as many rows, or else the last. Measured on an H200. "fused" is the dq kernel that gives dk and dv,
-# too; it is not used where it has no entry. "by_key" is the forward kernel that holds keys and gathers queries, "dqkv"
-# the kernel of dk and dv that does so and gives dq, too.
+# too; it is not used where it has no entry. "kv_outer" is the forward kernel that holds keys and gathers queries; its
+# backward kernel, which gives all three gradients, is "dqkv".
 _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 2): {
         64: (Settings(64, 64, 4, 3),),
@@ -46,7 +45,7 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
         256: (Settings(64, 32, 8, 2),),
     },
     ("fused", 2): {64: (Settings(128, 64, 4, 2),), 128: (Settings(128, 64, 8, 2),)},
-    ("by_key", 2): {
+    ("kv_outer", 2): {
         64: (Settings(128, 64, 4, 3),),
         128: (Settings(128, 64, 4, 3),),
         256: (Settings(64, 64, 8, 2),),
@@ -55,16 +54,11 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
-    ("by_key", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("kv_outer", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dqkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
-
-
-def padded_size(size: int) -> int:
-    """Returns the width of the tile that holds a head size: a power of two, at least 16."""
-    return max(16, 1 << math.ceil(math.log2(size)))
 
 
 def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:
@@ -118,7 +112,7 @@ def choose(
     """The settings of a kernel: explicit ones, else those of the table, made to fit the device and the blocks.
 
     Args:
-      kernel: "forward", "dq", "dkv", "fused", "by_key" or "dqkv".
+      kernel: "forward", "dq", "dkv", "fused", "kv_outer" or "dqkv".
       itemsize: bytes of an element of q, k and v.
       sizes: head sizes of q and k, and of v, rounded up to powers of two.
       blocks: rows of a block of the side that a program holds, and of the other.

@@ -68,7 +68,7 @@ class Gathered(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors of the arrays, see `gathered_kernel`."""
+    """TMA descriptors of the arrays, see `query_gather_kernel`."""
 
     k: Any
     v: Any
@@ -330,7 +330,7 @@ def _consumer(GROUP: gl.constexpr, descs, rows, buffers, ready, free, work_tiles
 
 
 @gluon.jit
-def gathered_kernel(
+def query_gather_kernel(
     q,  # [B, T, HEADS, D]
     dout,  # [B, T, HEADS, D]
     k,  # descriptors: [B, S, KV_HEADS, D], a box has N = KV.TILE rows

@@ -129,8 +129,8 @@ def _launched(
 ) -> Sequence[jax.Array]:
     """The results of `attend`, or with a token (keys, values, slots) those of `step`."""
     from ..gpu import bridge, hardware
+    from ..gpu.hardware import padded_size
     from .decode_kernel import Kept, Step, decode_kernel, merge_kernel
-    from .settings import padded_size
 
     device = hardware.local_device()
     assert isinstance(device, hardware.Device)

@@ -52,7 +52,7 @@ class Scored(NamedTuple):
 def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
     """Why `by_windows` cannot compute such scores, or None; see there for the arguments. None is a positive scale."""
     from ..gpu import hardware
-    from .settings import padded_size
+    from ..gpu.hardware import padded_size
 
     formula, block, size, stride = scored
     (*_, heads, features), kv_heads, device = query.shape, pooled.shape[2], hardware.local_device()
@@ -101,9 +101,9 @@ def by_windows(
       float32 [B, R, K, blocks] of weights, [B, R, N, blocks] of products.
     """
     from ..gpu import bridge, hardware
+    from ..gpu.hardware import padded_size
     from .choose import document_positions
     from .score_kernel import Score, score_kernel
-    from .settings import padded_size
 
     formula, block, size, stride = scored
     (batch, rows, heads, features), (_, windows, kv_heads, _) = query.shape, pooled.shape

@@ -24,7 +24,7 @@ from ...planning.lists import (
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
 from ..call import Call, Operands, run_time_blocks
-from ..gpu import bridge
+from . import bridge
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis, Order
 

@@ -16,7 +16,8 @@ pytest.importorskip("triton", reason="needs triton")
 import sparse_layers as sl
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.triton_gpu import by_key
+from sparse_layers.ops.kernels.gpu_attention import kv_outer
+from sparse_layers.ops.kernels.triton_gpu.kv_outer import unsupported
 from tests.ops.cases import compiled
 from tests.ops.kernels import triton_interpreter
 from tests.programs import largest
@@ -53,7 +54,7 @@ def loss(q, k, v, ids, implementation):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_who_hardly_agrees(direction):
     def pays(ids, **options):
-        return by_key.pays(*call_of(ids, **options), direction)
+        return kv_outer.neighbours_disagree(*call_of(ids, **options), direction)
 
     assert pays(SCATTERED)
     assert not pays(AGREEING)
@@ -74,23 +75,23 @@ def test_who_agrees_is_asked_all_over_a_sequence(direction, agree):
     """As many sequences as tiles that are looked at: each sixth tile, for one, is the first of its sequence."""
     first, others = (AGREEING, SCATTERED) if agree else (SCATTERED, AGREEING)
     ids = np.where(np.arange(T)[:, None, None] < 32, first, others)
-    ids = np.repeat(ids, by_key.SAMPLE // ids.shape[2], axis=0)
-    assert by_key.pays(*call_of(ids), direction) == agree
+    ids = np.repeat(ids, kv_outer.SAMPLE // ids.shape[2], axis=0)
+    assert kv_outer.neighbours_disagree(*call_of(ids), direction) == agree
 
 
 def test_counts_of_many_queries_do_not_wrap_around(monkeypatch):
-    monkeypatch.setattr(by_key, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
-    assert by_key.pays(*call_of(SCATTERED), "forward")
+    monkeypatch.setattr(kv_outer, "FULL_TILE", 1 << 24)  # in the place of thousands of tiles
+    assert kv_outer.neighbours_disagree(*call_of(SCATTERED), "forward")
 
 
 def test_whom_it_serves(monkeypatch):
-    assert by_key.serves(*call_of(SCATTERED))
-    assert by_key.serves(*call_of(SCATTERED, heads=(2, 2), size=256))
-    assert not by_key.serves(*call_of(SCATTERED[:, :13], granularity=16))
-    assert not by_key.serves(*call_of(SCATTERED[:, :, :1], heads=(64, 1)))  # a tile of one query, with 64 heads
-    assert by_key.serves(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1)))  # but 32 where heads differ
-    assert not by_key.serves(*call_of(SCATTERED[:, :20], length=20))
-    assert not by_key.serves(*call_of(SCATTERED[..., :0]))
+    assert unsupported(*call_of(SCATTERED)) is None
+    assert unsupported(*call_of(SCATTERED, heads=(2, 2), size=256)) is None
+    assert unsupported(*call_of(SCATTERED[:, :13], granularity=16))
+    assert unsupported(*call_of(SCATTERED[:, :, :1], heads=(64, 1)))  # a tile of one query, with 64 heads
+    assert unsupported(*call_of(np.repeat(SCATTERED, 32, axis=2), heads=(64, 1))) is None  # but 32 where heads differ
+    assert unsupported(*call_of(SCATTERED[:, :20], length=20))
+    assert unsupported(*call_of(SCATTERED[..., :0]))
     call, operands = call_of(SCATTERED)
     for fwd, bwd, served in (
         ({}, {"num_warps": 8}, False),
@@ -98,10 +99,10 @@ def test_whom_it_serves(monkeypatch):
         ({"q_blocksize": 8}, {}, True),
     ):
         params = sl.FwdParams(**fwd), sl.BwdParams(**bwd)  # explicit values win: kernels of this way have none
-        assert by_key.serves(dataclasses.replace(call, params=params), operands) == served
+        assert (unsupported(dataclasses.replace(call, params=params), operands) is None) == served
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(80, 166912, 108))  # an A100
-    assert by_key.serves(*call_of(SCATTERED, size=128))
-    assert not by_key.serves(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
+    assert unsupported(*call_of(SCATTERED, size=128)) is None
+    assert unsupported(*call_of(SCATTERED, size=256))  # tiles of 16 keys are half a word of the mask
 
 
 def test_the_way_is_chosen_at_run_time(monkeypatch):
@@ -114,19 +115,19 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
 
     monkeypatch.setattr(triton_interpreter, "run", run)
     step = compiled(jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2), has_aux=True))
-    for ids, kernels in ((SCATTERED, {"by_key_kernel", "dkv_kernel"}), (AGREEING, {"forward_kernel", "dq_kernel"})):
+    for ids, kernels in ((SCATTERED, {"kv_outer_kernel", "dkv_kernel"}), (AGREEING, {"forward_kernel", "dq_kernel"})):
         ran.clear()
         jax.block_until_ready(step(*arrays(), ids))
-        assert kernels <= set(ran) and len({"by_key_kernel", "forward_kernel"} & set(ran)) == 1
+        assert kernels <= set(ran) and len({"kv_outer_kernel", "forward_kernel"} & set(ran)) == 1
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 9000, 132))
-    assert not by_key.serves(*call_of(SCATTERED))
+    assert unsupported(*call_of(SCATTERED))
 
 
 @pytest.mark.parametrize(("turns", "k"), [(1, 10), (3, 8)])  # JAX keeps programs, by their shapes
 def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     """All chose one block: pieces of its list, and the same to the bit in every run; also in turns of queries."""
     if turns > 1:
-        monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
+        monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
     pieces, rows = set(), set()
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
@@ -146,7 +147,7 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     q, *rest = arrays(heads=(8, 1))
     given = q[:, :FEW], *rest, ids
     first, second, right = step(*given), step(*given), other(*given)
-    assert pieces == {"by_key_kernel", "dkv_kernel"} and rows == {FEW // turns * k}
+    assert pieces == {"kv_outer_kernel", "dkv_kernel"} and rows == {FEW // turns * k}
     for ours, again, theirs in zip(*map(jax.tree.leaves, (first, second, right)), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(again).tobytes()
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
@@ -158,7 +159,7 @@ def test_large_numbers_without_a_block_stay_none():
     call = dataclasses.replace(call, selection=(512, 1))
     operands = Operands(*arrays())
     ids = jnp.asarray(SCATTERED[..., :1] % 2)
-    forward = compiled(functools.partial(by_key.forward, call))
+    forward = compiled(functools.partial(kv_outer.forward, call))
     found, wanted = (
         forward(operands._replace(chosen=jnp.concatenate([ids, other], axis=-1)))
         for other in (ids * 0 + 2**30, ids * 0 - 1)
@@ -170,7 +171,7 @@ def test_large_numbers_without_a_block_stay_none():
 @pytest.mark.parametrize("k", [4, 32])
 def test_results_of_choices_take_no_more_than_the_operands(k, monkeypatch):
     """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
-    monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
+    monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
     length, heads, size = 32768, 4, 64
     x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import zeros
+from ..gpu.tiles import zeros
 
 # So many scores that are missing are found one by one.
 FEW = tl.constexpr(2)

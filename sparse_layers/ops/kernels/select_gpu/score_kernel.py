@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import addresses, full, load_rows, zeros
+from ..gpu.tiles import addresses, full, load_rows, zeros
 
 
 class Score(NamedTuple):

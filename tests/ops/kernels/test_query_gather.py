@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("triton", reason="needs triton")
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels import hopper_gpu
 from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.kernels.hopper_gpu import gathered, settings
-from sparse_layers.ops.kernels.triton_gpu import by_key
+from sparse_layers.ops.kernels.gpu_attention import hopper, kv_outer
+from sparse_layers.ops.kernels.gpu_attention.route import query_gather_unsupported
+from sparse_layers.ops.kernels.hopper_gpu import query_gather, settings
 from sparse_layers.ops.planning import platforms
 from tests.ops import cases, huge_logits, test_selections
 from tests.ops.kernels import gluon_interpreter
@@ -61,7 +61,7 @@ def launched(monkeypatch, request):
 def gathered_by(launched):
     """Queries in a turn, pieces of a batch entry, and keys of a tile; no other kernel had a part in the gradients."""
     assert not {"backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
-    (found,) = {(of["F"].T, of["L"].PIECES, of["KV"].TILE) for name, of in launched if name == "gathered_kernel"}
+    (found,) = {(of["F"].T, of["L"].PIECES, of["KV"].TILE) for name, of in launched if name == "query_gather_kernel"}
     return found
 
 
@@ -170,7 +170,7 @@ def test_poison_that_nobody_asked_for(launched, block):
 @pytest.mark.parametrize(("block", "heads"), [(64, (2, 1)), (128, (4, 2))])
 def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
     """Into pieces that begin with a step of either group, of which some have free entries only, or none."""
-    monkeypatch.setattr(gathered, "MOST_STEPS", limit)
+    monkeypatch.setattr(query_gather, "MOST_STEPS", limit)
     case = Case("cut", sl.Causal(), 530, block=block, heads=heads, k=k)
     check(case, case.call("hopper"))
     _, pieces, _ = gathered_by(launched)
@@ -180,8 +180,8 @@ def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
 @pytest.mark.parametrize(("length", "each"), [(210, 70), (211, 71)])
 def test_queries_are_taken_in_turns(launched, monkeypatch, length, each):
     """The last of 211 are filled up; masks go by the place of a query among all, and dk and dv are sums over turns."""
-    monkeypatch.setattr(by_key, "LEAST_ROOM", 0)
-    monkeypatch.setattr(gathered, "LIST_BYTES", 500)
+    monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
+    monkeypatch.setattr(query_gather, "LIST_BYTES", 500)
     case = Case("turns", sl.Causal() & sl.Window(150), length, sinks=True)
     check(case, case.call("hopper"))
     queries, _, _ = gathered_by(launched)
@@ -262,7 +262,7 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
     [
         ({}, None),
         ({"sizes": (128, 128), "block": 128}, None),
-        ({"block": 512}, None),  # cut, see `by_key.finer`
+        ({"block": 512}, None),  # cut, see `kv_outer.divisor`
         ({"sizes": (96, 96)}, r"heads of \(64, 128\), and these have \(96, 96\)"),
         ({"sizes": (128, 64)}, r"and these have \(128, 64\)"),
         ({"block": 32}, r"blocks of \(64, 128\) keys, and these have 32"),
@@ -275,8 +275,8 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
 def test_whom_it_serves(launched, options, reason):
     """Then Hopper is not outdone, and what is said to be left to plain Triton is the forward pass at most."""
     call, operands = call_of(**options)
-    found, outdone = gathered.unserved(call, operands), hopper_gpu.outdone(call, operands)
-    backward = [note for note in hopper_gpu.notes(call, operands) if "backward: plain Triton" in note]
+    found, outdone = query_gather_unsupported(call, operands), hopper.outdone(call, operands)
+    backward = [note for note in hopper.notes(call, operands) if "backward: plain Triton" in note]
     if reason is None:
         assert found is None and outdone is None and not backward
     else:
@@ -286,7 +286,7 @@ def test_whom_it_serves(launched, options, reason):
 @pytest.mark.parametrize(
     ("options", "kernel"),
     [
-        ({}, "gathered_kernel"),
+        ({}, "query_gather_kernel"),
         ({"bwd_params": sl.BwdParams(deterministic=True)}, "dkv_kernel"),
         ({"segment_ids": np.zeros((1, 256), np.int32)}, "dkv_kernel"),
     ],
@@ -300,7 +300,7 @@ def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], k
         return out.sum()
 
     jax.eval_shape(jax.grad(loss), q)
-    assert {"gathered_kernel", "dkv_kernel"} & {name for name, _ in launched} == {kernel}
+    assert {"query_gather_kernel", "dkv_kernel"} & {name for name, _ in launched} == {kernel}
 
 
 @pytest.mark.parametrize("size", settings.SIZES)

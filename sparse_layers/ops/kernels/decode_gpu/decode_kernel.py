@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import addresses, full, load_rows, logits, store_rows, zeros
+from ..gpu.tiles import addresses, full, load_rows, logits, store_rows, zeros
 
 
 class Kept(NamedTuple):

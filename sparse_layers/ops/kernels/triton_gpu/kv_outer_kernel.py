@@ -2,7 +2,7 @@
 
 For selections whose queries hardly agree: a tile of neighbouring queries would walk over blocks that few of them chose.
 Every choice (a query and one of its blocks) is a row of its own here, with a result over the keys of that block alone;
-`by_key.py` puts the results of a query together.
+`kv_outer.py` puts the results of a query together.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -12,7 +12,7 @@ Every choice (a query and one of its blocks) is a row of its own here, with a re
 import triton
 import triton.language as tl
 
-from .tiles import (
+from ..gpu.tiles import (
     addresses,
     job_of,
     list_of,
@@ -72,7 +72,7 @@ def _walk(
 
 
 @triton.jit
-def by_key_kernel(
+def kv_outer_kernel(
     q,
     k,
     v,

@@ -1,0 +1,1 @@
+"""A step of decoding over what it reads of a cache, in Triton; see `decode.py`."""

@@ -1,0 +1,66 @@
+"""The implementation "hopper": Gluon kernels for compute capability 9.0; plain Triton computes the passes left over."""
+
+import jax
+import jax.numpy as jnp
+
+from ..call import Call, Operands, differentiable_once
+from . import triton
+
+
+def unsupported(call: Call, operands: Operands) -> str | None:
+    """Why this implementation cannot serve the call, or None."""
+    from ..gpu import bridge, hardware
+
+    reason = triton.unsupported(call, operands)
+    if reason is not None:
+        return reason
+    device = hardware.local_gpu()
+    if device.capability != 90:
+        return f"it needs compute capability 9.0, and this GPU has {device.compute_capability}"
+    if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
+    return bridge.gluon_unsupported()
+
+
+def outdone(call: Call, operands: Operands) -> str | None:
+    """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
+    from ..hopper_gpu import settings
+    from .route import query_gather_unsupported, route
+
+    if call.selection is not None and call.selection[1] < settings.ROWS:
+        if query_gather_unsupported(call, operands) is None:
+            return None
+        # Plain Triton's tiles have hardly more queries than choose together.
+        return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
+    reasons = [one.forward for one in route("hopper", call, operands).passes]
+    return reasons[0] if reasons and all(reasons) else None
+
+
+def notes(call: Call, operands: Operands) -> list[str]:
+    """The passes that are left to plain Triton, and why, in words."""
+    from .route import route
+
+    return [
+        f"{one.orders}, {direction}: plain Triton, for {reason}"
+        for one in route("hopper", call, operands).passes
+        for direction, reason in (("forward", one.forward), ("backward", one.backward))
+        if reason
+    ]
+
+
+@differentiable_once("hopper")
+def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    from . import run
+
+    return run.forward("hopper", call, operands)
+
+
+@differentiable_once("hopper")
+def backward(
+    call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    from . import run
+
+    return run.backward("hopper", call, operands, lse, delta, dout)

@@ -1,0 +1,163 @@
+"""Runs the launches of a route, and hands the results of one to the next.
+
+Kernels read q, k and v where they are, by token, whatever the order of their rows. A pass that holds all tokens writes
+by token, too, and starts from what earlier passes left, so a chain of n such passes reads and writes each row n times
+and copies nothing. Passes that hold only some queries (or keys) come first; their results are few and kept by row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...planning.head_groups import HeadGroup
+from ...planning.views import RowOrder
+from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches
+from ..gpu import bridge
+from ..gpu.hardware import MAX_BATCH_ENTRIES
+from ..gpu.passes import BackwardInputs, Rows
+from ..triton_gpu import launch as triton
+from . import kv_outer
+from .route import Launch, Route, route
+
+
+def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, Hv] in the dtype of the query, lse [B, T, N] in float32)."""
+    return over_batches(functools.partial(_forward, implementation, call), MAX_BATCH_ENTRIES, operands)
+
+
+def backward(
+    implementation: str, call: Call, operands: Operands, *by_query: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv) in the dtypes of query, key and value; ``by_query`` are lse, delta and dout."""
+    return over_batches(functools.partial(_backward, implementation, call), MAX_BATCH_ENTRIES, operands, *by_query)
+
+
+def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    if not operands.query.size:  # no batch entries: there is nothing to launch
+        query = operands.query
+        out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
+        return out, jnp.zeros(query.shape[:3], jnp.float32)
+    operands = operands._replace(sinks=None if operands.sinks is None else base_2_sinks(operands.sinks))
+    operands, planned = _mark_padding(operands), route(implementation, call, operands)
+    by_query = functools.partial(_run_forward, planned)
+    if planned.kv_outer_forward is None:
+        return by_query(operands)
+    return _if_neighbours_disagree(call, functools.partial(kv_outer.forward, call), by_query, operands)
+
+
+def _backward(
+    implementation: str, call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key, value = operands.query, operands.key, operands.value
+    if not query.size:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
+    args, planned = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
+    by_query, outer = functools.partial(_run_backward, planned), planned.kv_outer_backward
+    if outer is None:
+        return by_query(*args)
+    by_key = functools.partial(kv_outer.backward, outer.engine, call)
+    if outer.always:
+        return by_key(*args)
+    return _if_neighbours_disagree(call, by_key, by_query, *args)
+
+
+def _if_neighbours_disagree(
+    call: Call, by_key: Callable[..., Any], by_query: Callable[..., Any], operands: Operands, *args: jax.Array
+) -> Any:
+    """One of two functions of the operands and other arrays, as it is decided at run time."""
+    disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
+    by_key = bridge.conditional("if neighbouring queries disagree", by_key)
+    by_query = bridge.conditional("if they agree", by_query)
+    return jax.lax.cond(disagree, by_key, by_query, operands, *args)
+
+
+def _mark_padding(operands: Operands) -> Operands:
+    """The operands, whose segment ids of padding are -2 for queries and -1 for keys."""
+    if operands.segments is None:
+        return operands
+    q, kv = operands.segments
+    return operands._replace(segments=(jnp.where(q < 0, -2, q), jnp.maximum(kv, -1)))
+
+
+def _run_forward(planned: Route, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    results = [
+        _run_group(heads, [launch for launch in planned.forward if launch.group == group], operands)
+        for group, heads in enumerate(planned.groups)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return joined(outs).astype(operands.query.dtype), joined(lses)
+
+
+def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
+    sinks = operands.sinks
+    # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
+    in_kernels = sum(not x.work.q_order.complete for x in launches) < min(2, len(launches))
+    state = None
+    for launch in launches:
+        if launch.starts_from_state:
+            begun = state is not None and state.order.natural
+            state = _launch_forward(launch, operands, state, sinks if in_kernels and not begun else None)
+        else:
+            assert state is not None
+            more = _launch_forward(launch, operands, None, None)
+            out, lse = merged(state.by_token(), more.by_token())
+            state = Rows(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
+    if state is None:
+        nothing = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
+        out, lse = nothing[..., None] * jnp.zeros(operands.value.shape[-1]), nothing - jnp.inf
+    else:
+        out, lse = state.by_token()
+    if sinks is not None and not in_kernels:
+        sinks = jnp.broadcast_to(heads.select(sinks, 0), lse.shape)
+        out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
+    return out, lse
+
+
+def _launch_forward(launch: Launch, operands: Operands, before: Rows | None, sinks: jax.Array | None) -> Rows:
+    work = launch.work.bind(operands)
+    if launch.engine == "triton":
+        return triton.forward(work, before, sinks, launch.rounded)
+    from ..hopper_gpu import launch as hopper
+
+    return hopper.forward(work, before, sinks, launch.rounded)
+
+
+def _run_backward(
+    planned: Route, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key, value = operands.query, operands.key, operands.value
+    inputs = BackwardInputs(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
+    dqs: list[Rows | None] = [None] * len(planned.groups)
+    dkv: Rows | None = None
+    for launch in planned.backward:
+        work, group = launch.work.bind(operands), launch.group
+        if launch.kernel == "dkv":
+            own = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
+            dkv = own if dkv is None or launch.starts_from_state else dkv.plus(own)
+            continue
+        before = dqs[group]
+        dq, own = _launch_dq(launch, work, inputs, before if launch.starts_from_state else None, dkv)
+        dqs[group] = dq if before is None or launch.starts_from_state else before.plus(dq)
+        dkv = dkv if own is None else own
+    found = [
+        jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
+        for heads, dq in zip(planned.groups, dqs, strict=True)
+    ]
+    dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()
+    return joined(found).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def _launch_dq(
+    launch: Launch, work, inputs: BackwardInputs, before: Rows | None, dkv: Rows | None
+) -> tuple[Rows, Rows | None]:
+    with_dkv = launch.kernel == "dqkv"
+    before_kv = dkv if with_dkv else None
+    if launch.engine == "triton":
+        return triton.dq(work, inputs, before, before_kv, launch.rounded, launch.rounded_kv, with_dkv)
+    from ..hopper_gpu import launch as hopper
+
+    return hopper.dqkv(work, inputs, before, before_kv, launch.rounded_kv)

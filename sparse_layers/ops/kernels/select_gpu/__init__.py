@@ -1,0 +1,1 @@
+"""Scores of blocks for single queries, and the selection of the best, in Triton; see `score.py` and `choose.py`."""
