@@ -101,7 +101,7 @@ def half_notes(*patterns: Any) -> list[str]:
 
     Args:
       patterns: presets' names, masks, or anything else. The mask of "local" is also a sliding window, so only its name
-        gets the note. "strided" gets none beside a window.
+        gets the note. A tuple of masks by head with "strided" beside a window gets none.
 
     Example:
       >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
@@ -111,10 +111,11 @@ def half_notes(*patterns: Any) -> list[str]:
     for pattern in patterns:
         if isinstance(pattern, str):
             names[pattern.partition(":")[0]] = None
-        elif isinstance(pattern, And) and isinstance(pattern.left, Causal) and isinstance(pattern.right, Strided):
+            continue
+        masks = pattern if isinstance(pattern, tuple) else (pattern,)
+        halves = (isinstance(x, And) and (type(x.left), type(x.right)) == (Causal, Strided) for x in masks)
+        if any(halves) and not any(isinstance(x, Window) for x in masks):  # which is the other one, for other heads
             names["strided"] = None
-    if "strided" in names and any(isinstance(pattern, Window) for pattern in patterns):
-        del names["strided"]  # the other mask is there, for other heads or layers
     text = "note: {!r} is one of two masks that the Sparse Transformer combines; {!r} is both"
     return [text.format(name, _HALVES[name]) for name in names if name in _HALVES]
 
