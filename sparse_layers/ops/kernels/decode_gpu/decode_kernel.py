@@ -1,9 +1,8 @@
 """Attention of a decoding step: a kernel that reads rows of a cache in place, and one that merges splits.
 
-**One split a program.** It has one query token, the query heads of one key head, and a split of the rows that are
-listed for these.
+**One split a program.** It has the query heads of one key head, at one query token, and a split of their list.
 
-**Lists name rows.** Rows that the query does not see are not read.
+**Lists name rows of the cache.** Rows that the query does not see are not read.
 
 **Lists of several arrays are one.** A program walks over them as if they were, so that loads are on their way all the
 time.
