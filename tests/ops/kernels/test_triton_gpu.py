@@ -592,7 +592,7 @@ def cut_kernels(monkeypatch):
     found = set()
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
-        if "W" in constants and constants["W"].PIECES:
+        if "W" in constants and constants["W"].SPLITS:
             found.add(kernel.fn.__name__.removesuffix("_kernel"))
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
