@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers import haiku
+from sparse_layers import haiku, linen
 from sparse_layers.masks import foreign
 from sparse_layers.masks.options import _keywords
 
@@ -45,6 +45,10 @@ ADVISED = {
     "key_padding_mask": (
         lambda: OP(Q, K, V, sl.Full(), segment_ids=jnp.where(~VALID, -1, 0)) * VALID[..., None, None],
         lambda: DENSE(Q, K, V, mask=VALID[:, None, None]) * VALID[..., None, None],
+    ),
+    "key_padding_mask of two sequences": (
+        lambda: OP(Q, K, V, sl.Full(), segment_ids=(jnp.zeros(Q.shape[:-2], int), jnp.where(VALID, 0, -1))),
+        lambda: DENSE(Q, K, V, mask=VALID[:, None, None]),
     ),
     "query_seq_lengths": (
         lambda: OP(Q, K, V, sl.Full(), segment_ids=jnp.where(jnp.arange(32) < LENGTHS[:, None], 0, -1)),
@@ -125,6 +129,34 @@ def test_every_word_has_an_answer_somewhere(word):
     assert None in rules or foreign.advice({word: 1}, ()) is None
 
 
+SETTINGS = {"pattern": sl.Causal(), "seq_len": 32, "rngs": nnx.Rngs(0)}
+ONE_LINE = {
+    "op": lambda x: OP(x, K, V, sl.Causal()),
+    "plan_or_mask": lambda x: OP(Q, K, V, [x]),
+    "return_lse": lambda x: OP(Q, K, V, sl.Causal(), return_lse=x),
+    "scale": lambda x: OP(Q, K, V, sl.Causal(), scale=x),
+    "unknown": lambda x: OP(Q, K, V, sl.Causal(), seed=x),
+    "num_heads": lambda x: sl.SparseSelfAttention(x, 16, **SETTINGS),
+    "rngs": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS | {"rngs": [x]}),
+    "use_bias": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, use_bias=x),
+    "param_dtype": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, param_dtype=x),
+    "rope": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, rope=x),
+    "dropout_rate": lambda x: sl.SparseSelfAttention(4, 16, **SETTINGS, dropout_rate=x),
+    "make_mlp": lambda x: sl.SparseTransformerBlock(4, 16, **SETTINGS, make_mlp=lambda _: [x]),
+    "inputs": lambda x: sl.SparseTransformerBlock(4, 16, **SETTINGS)([x]),
+    "model": lambda x: sl.generate(x, [[1]], num_tokens=1),
+}
+
+
+@pytest.mark.parametrize("door", ONE_LINE)
+def test_values_in_messages_are_on_one_line(door):
+    for value in (nnx.Rngs(0), np.zeros((9, 9))):
+        assert "\n" in repr(value)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            ONE_LINE[door](value)
+        assert "\n" not in str(caught.value)
+
+
 def test_arguments_that_messages_name_are_those_of_a_door():
     layers = sl.SparseSelfAttention, sl.SparseCrossAttention, sl.SparseTransformerBlock, sl.SparseTransformer
     doors = (
@@ -135,8 +167,19 @@ def test_arguments_that_messages_name_are_those_of_a_door():
             sl.KVCache.empty,
             sl.generate,
             sl.Scorer.select,
+            *(
+                sl.KVCache.step,
+                sl.SparseTransformer.decode_step,
+                sl.SparseSelfAttention.prefill,
+                sl.top_k_blocks,
+                sl.tune,
+                sl.make_plan,
+            ),
+            *(sl.from_huggingface, sl.from_mask_mod),
+            *(made.__init__ for made in (sl.FwdParams, sl.Rope, sl.Window, sl.Global, sl.MoBA, sl.NSA)),
         ),
         *(method for layer in (*layers, haiku.SparseSelfAttention) for method in (layer.__init__, layer.__call__)),
+        linen.SparseSelfAttention.__init__,
     )
     known = frozenset().union(*(_keywords(getattr(door, "__wrapped__", door)) for door in doors))
     named = {other for rules in foreign.WORDS.values() for other, _ in rules} - {None}
@@ -163,3 +206,9 @@ def test_an_error_inside_stays_what_it_is():
 def test_signatures_of_calls_stay_what_they_are(door):
     kinds = {parameter.kind for parameter in inspect.signature(door.__call__).parameters.values()}
     assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+def test_hints_of_axes_are_for_arrays_with_as_many_axes():
+    with pytest.raises(ValueError) as caught:
+        OP(*(jnp.ones((2, 32, 2, 16)) for _ in "qkv"), sl.Causal(), segment_ids=jnp.zeros(2, int))
+    assert "got int32 of shape (2,)" in str(caught.value) and "swapaxes" not in str(caught.value)

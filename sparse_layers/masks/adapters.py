@@ -9,8 +9,8 @@ import jax.tree_util
 import numpy as np
 
 from .algebra import Array, Mask, PerHead, answer, set_integers
-from .foreign import scorer_hint
-from .options import Positive, checked
+from .foreign import BY_ENTRY, one_line, scorer_hint
+from .options import Positive, checked, own_keywords
 from .presets import preset
 
 
@@ -124,6 +124,7 @@ class MaskMod(Mask):
         return (q == q) & (k == k) & answer(what, self.function, batch, head, q, k)
 
 
+@own_keywords
 def from_mask_mod(
     mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
 ) -> Mask | PerHead:
@@ -191,7 +192,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         return as_masks(bound)
     if isinstance(mask, Sequence) and not isinstance(mask, bytes):
         if not mask:
-            raise ValueError(f"mask: a sequence of masks must not be empty, got {mask!r}")
+            raise ValueError(f"mask: a sequence of masks must not be empty, got {one_line(mask)}")
         masks = tuple(m for entry in mask for m in as_masks(entry))
         return masks[:1] if len(set(masks)) == 1 else masks
     shape = getattr(mask, "shape", None)
@@ -199,7 +200,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         raise TypeError(
             "mask must be a Mask (from_mask_mod makes one of a function), a preset's name, a numpy bool array [T, S] "
             "or [H, T, S], an object with .shape and slicing, or a sequence of these; "
-            f"got {type(mask).__name__}: {mask!r}" + scorer_hint(mask)
+            f"got {type(mask).__name__}: {one_line(mask)}{_instead(mask)}"
         )
     slices: Any = mask
     if len(shape) == 2:
@@ -207,6 +208,24 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
     if len(shape) == 3 and shape[0]:
         return as_masks([Array(slices[h, :, :]) for h in range(shape[0])])
     raise ValueError(f"mask: an array must have shape [T, S] or [H, T, S], got {tuple(shape)}")
+
+
+def _instead(value: Any) -> str:
+    """Returns the end of an error about what is no mask: the mask to write."""
+    if value is None:
+        return "; if all keys are seen, write sl.Full()"
+    if isinstance(value, type) and issubclass(value, Mask):
+        fields = any(field.default is field.default_factory for field in dataclasses.fields(value))
+        name = f"sl.{value.__name__}" if value.__module__.startswith("sparse_layers.") else value.__name__
+        return f"; a class is no mask yet: write {name}({'...' * fields})"
+    hint = scorer_hint(value)
+    return "; of a function f(b, h, q, k), write sl.from_mask_mod(f)" if callable(value) and not hint else hint
+
+
+def by_entry(masks: Sequence[Mask]) -> str:
+    """Returns the end of an error about masks that heads take in turn, empty unless they are arrays."""
+    arrays = len(masks) > 1 and all(isinstance(mask, Array) for mask in masks)
+    return f"; masks that differ by batch entry are {BY_ENTRY}" if arrays else ""
 
 
 def _check_fields(mask: Mask) -> None:

@@ -23,7 +23,7 @@ import jax.errors
 import jax.tree_util
 import numpy as np
 
-from .options import LONGEST, Positive, checked, whole
+from .options import LONGEST, Positive, checked, own_keywords, whole
 from .serialization import register_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -331,6 +331,8 @@ class PerHead(tuple[Mask, ...]):
     def __invert__(self) -> "PerHead":
         return PerHead(~mask for mask in self)
 
+    T = property(lambda self: PerHead(mask.T for mask in self), doc="Each mask with queries and keys exchanged.")
+
 
 # --- the algebra -----------------------------------------------------------------------------------------------------
 
@@ -434,6 +436,7 @@ class Transposed(Mask):
         return f"{_operand(self.mask, Not)}.T"
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Blocks(Mask):
     """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
@@ -475,6 +478,7 @@ class Blocks(Mask):
         return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mask):
     """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .algebra import And, Blocks, Mask, Or, PerHead, shifted
-from .options import Natural, Positive, checked, near
+from .options import Natural, Positive, checked, near, own_keywords
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Empty, Full, Global, Prefix, Random, Window
 
 _FAR = 2**30  # blocks; a longer window has no end
@@ -37,6 +37,7 @@ _HINTS: dict[str, Any] = {
 }
 
 
+@own_keywords
 def from_deepspeed(
     config: Mapping[str, Any] | str, *, num_heads: int | None = None, seq_len: int | None = None
 ) -> Mask | PerHead:

@@ -5,6 +5,7 @@ with the results of those libraries.
 """
 
 import inspect
+import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -26,8 +27,18 @@ def _rename(*names: str) -> Rules:
 _FLAX = "the attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
 _CAUSAL = _say("causality is a mask: write sl.Causal(), or add `& sl.Causal()` to another mask, {pattern}")
 _PADDING = "segment_ids= of the call, as segment_ids=jnp.where(valid, 0, -1) with valid [B, T]"
-_MASK = (
+# Where padding is no single array of segment_ids.
+_PADDED = (
     ("lengths", "padding of prompts is lengths=, int [B], the tokens of each prompt"),
+    ("position", "a step has no padding: leave it out; that of prompts is lengths= of prefill"),
+    (
+        "inputs_kv",
+        "padding is a pair of segment_ids=, of queries and keys: segment_ids=(jnp.zeros(inputs_q.shape[:-1], int), "
+        "jnp.where(valid, 0, -1)) with valid [B, S]",
+    ),
+)
+_MASK = (
+    *_PADDED,
     *_say(
         "a mask is sl.Causal(), sl.Window(255), ..., a preset's name or a bool array [T, T], {pattern}; padding is "
         + _PADDING
@@ -37,13 +48,21 @@ _BIAS = (
     *_rename("use_bias", "with_bias"),
     *_say("kernels add nothing to logits: distances are sl.Rope, and a bias of 0 and -inf is a mask, {pattern}"),
 )
-_WINDOW = _say(
-    "a window is a mask, {pattern}: sl.Window(left, right) counts tokens on each side beside the query, None for no "
-    "limit; window_size=(255, 0) is sl.Window(255), and so is sliding_window=256"
+_SIDES = (
+    "sl.Window(left, right) counts tokens on each side beside the query, None for no limit; window_size=(255, 0) is "
+    "sl.Window(255), and so is sliding_window=256"
 )
-_PACKED = _say(
-    "documents are segment_ids= of the call: segment_ids=jnp.searchsorted(cu_seqlens, jnp.arange(T), side='right') for "
-    "arrays of T tokens without a batch"
+_WINDOW = (*_rename("sliding"), ("left", _SIDES), *_say("a window is a mask, {pattern}: " + _SIDES))
+_PACKED = (
+    (
+        "inputs_kv",
+        "documents are a pair of segment_ids=, of queries and keys, each jnp.searchsorted(cu_seqlens, jnp.arange(T), "
+        "side='right') for arrays of T tokens without a batch",
+    ),
+    *_say(
+        "documents are segment_ids= of the call: segment_ids=jnp.searchsorted(cu_seqlens, jnp.arange(T), side='right') "
+        "for arrays of T tokens without a batch"
+    ),
 )
 _LENGTHS = _say(
     "padding is segment_ids= of the call: segment_ids=jnp.where(jnp.arange(T) < lengths[:, None], 0, -1), or a pair of "
@@ -59,9 +78,9 @@ _FEATURES = (
     *_rename("in_features", "features"),
     *_say("features are those of the arrays: leave it out"),
 )
-_HEADS = (*_rename("num_heads"), *_say("heads are an axis of the arrays, query [B, T, N, H]: leave it out"))
+_HEADS = (*_rename("num_heads", "heads"), *_say("heads are an axis of the arrays, query [B, T, N, H]: leave it out"))
 _KV_HEADS = (
-    *_rename("num_kv_heads"),
+    *_rename("num_kv_heads", "kv_heads"),
     *_say("grouped heads need no argument: key and value are [B, S, K, H], and K divides N"),
 )
 _HEAD_SIZE = (
@@ -70,10 +89,14 @@ _HEAD_SIZE = (
 )
 _LENGTH = (*_rename("seq_len", "q_len"), *_say("lengths are those of the arrays: leave it out"))
 _POSITIONS = (
-    *_rename("positions"),
+    *_rename("positions", "position"),
     *_say("query t is at position t: rotate query and key beforehand, by sl.Rope()(x, positions)"),
 )
-_CACHE = _say("decoding has functions of its own: prefill and decode_step of layers and models, or sl.KVCache")
+_CACHE = (
+    *_rename("cache", "caches"),
+    ("num_tokens", "caches are made and kept here: leave it out"),
+    *_say("decoding has functions of its own: prefill and decode_step of layers and models, or sl.KVCache"),
+)
 _KEYS = (
     *_rename("inputs_kv"),
     (
@@ -82,7 +105,41 @@ _KEYS = (
     ),
     *_say("queries, keys and values are projections of one input, the first argument: leave it out"),
 )
-_RNGS = (*_rename("rngs"), *_say("layers of Linen and Haiku get a key by init: leave it out"))
+_BY_INIT = "layers of Linen and Haiku get a key by init: leave it out"
+_RNGS = (
+    *_rename("rngs"),
+    ("num_tokens", "sampling draws by key=jax.random.key(0), with a temperature= above 0"),
+    *(("parent", _BY_INIT), ("w_init", _BY_INIT)),  # what only layers of Linen have, and what only Haiku's
+    *_say("nothing here is drawn by a key: leave it out; dropout draws from the rngs= of its layer"),
+)
+_DETERMINISTIC = (
+    (
+        "bwd_params",
+        "reproducible gradients are bwd_params=sl.BwdParams(deterministic=True); for dropout, blocks take "
+        "deterministic=True or False in each call",
+    ),
+    *_say(
+        "nothing is dropped here: leave it out; blocks with dropout take deterministic=True or False in each call, and "
+        "reproducible gradients are bwd_params=sl.BwdParams(deterministic=True) of the layer"
+    ),
+)
+
+_BLOCKS = (
+    "blocks of kernels are fwd_params=sl.FwdParams(q_blocksize=128, kv_blocksize=128) and bwd_params=; a pattern of "
+    "blocks is sl.Blocks(mask, 64); the longest input, nanoGPT's block_size, is seq_len="
+)
+_BLOCK = (
+    *_rename("block"),
+    ("q_blocksize", "blocks are q_blocksize= for queries and kv_blocksize= for keys"),
+    ("q_len", _BLOCKS),
+    ("size", "a pattern of blocks is sl.Blocks(mask, 64), and their diagonal sl.BlockDiagonal(64)"),
+    *_say(_BLOCKS),
+)
+
+
+def _of_layer(name: str) -> Rules:
+    return (*_rename(name), *_say(f"it is {name}= of the layer or of make_attention_fn"))
+
 
 # What only a layer of Flax hands to its attention_fn: these say more than other words beside them.
 _OF_FLAX = ("dropout_rng", "broadcast_dropout")
@@ -93,12 +150,23 @@ WORDS: dict[str, Rules] = {
     **dict.fromkeys(("mask", "attn_mask", "attention_mask", "padding_mask", "token_mask"), _MASK),
     "mask_mod": _say("a mask_mod is sl.from_mask_mod(mask_mod), {pattern}"),
     "block_mask": _say("for create_block_mask(mask_mod, ...), write sl.from_mask_mod(mask_mod), {pattern}"),
-    "pattern": _rename("plan_or_mask", "subject"),
+    **dict.fromkeys(
+        ("pattern", "masks"),
+        (
+            *_rename("plan_or_mask", "patterns", "pattern", "subject"),
+            ("query", "the pattern is that of make_attention_fn"),
+            *_rename("mask"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("B", "Q_LEN", "KV_LEN"), (("mask_mod", "a mask has no batch, and lengths of the arrays: leave it out"),)
+    ),
+    "H": _rename("heads"),
     "sparsity_config": _say("a configuration of DeepSpeed is sl.from_deepspeed(config), {pattern}"),
     **dict.fromkeys(("window_size", "sliding_window", "local_window_size", "window", "attention_window"), _WINDOW),
     **dict.fromkeys(
         ("key_padding_mask", "src_key_padding_mask"),
-        _say("padding is segment_ids= of the call, as segment_ids=jnp.where(key_padding_mask, -1, 0)"),
+        (*_PADDED, *_say("padding is segment_ids= of the call, as segment_ids=jnp.where(key_padding_mask, -1, 0)")),
     ),
     **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_kv"), _PACKED),
     **dict.fromkeys(("document_ids", "sequence_ids"), _rename("segment_ids")),
@@ -112,36 +180,37 @@ WORDS: dict[str, Rules] = {
         "logits_soft_cap=; distances are sl.Rope"
     ),
     **dict.fromkeys(("bias", "attn_bias", "ab", "alibi_slopes", "position_bias"), _BIAS),
-    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "qk_scale"), _rename("scale")),
-    **dict.fromkeys(("softcap", "soft_cap", "attn_logits_soft_cap", "logit_softcapping"), _rename("logits_soft_cap")),
+    **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling", "qk_scale"), _of_layer("scale")),
+    **dict.fromkeys(
+        ("logits_soft_cap", "softcap", "soft_cap", "attn_logits_soft_cap", "logit_softcapping"),
+        _of_layer("logits_soft_cap"),
+    ),
     **dict.fromkeys(("s_aux", "attention_sinks"), _rename("sinks", "use_sinks")),
     **dict.fromkeys(("dropout_p", "dropout", "attn_drop", "attention_dropout", "attn_pdrop"), _DROPOUT),
     **dict.fromkeys(
         ("training", "train", "is_training"),
         _say("nothing is dropped here; blocks with dropout take deterministic=True or False in each call"),
     ),
+    "deterministic": _DETERMINISTIC,
     **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions", "return_attn_probs"), _WEIGHTS),
     **dict.fromkeys(("return_weights", "return_attention_scores"), _WEIGHTS),
     **dict.fromkeys(("save_residuals", "return_residual", "return_residuals", "return_softmax_lse"), _LSE),
     # sizes
-    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "n_embd", "model_dim", "dim", "in_features"), _FEATURES),
+    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "n_embd", "model_dim", "in_features"), _FEATURES),
+    "dim": (*_rename("rotary_dim"), *_FEATURES),
     **dict.fromkeys(
         ("kdim", "vdim"), (*_rename("in_kv_features"), *_say("keys and values are projections of the one input"))
     ),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "nhead", "heads", "num_q_heads"), _HEADS),
-    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "kv_heads", "num_query_groups", "enable_gqa"), _KV_HEADS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "nhead", "heads", "num_q_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("num_key_value_heads", "n_kv_heads", "kv_heads", "num_kv_heads", "num_query_groups"), _KV_HEADS),
+    "enable_gqa": _KV_HEADS,
     **dict.fromkeys(("dim_head", "d_head", "key_dim", "head_size", "head_dim"), _HEAD_SIZE),
     **dict.fromkeys(("max_position_embeddings", "max_seq_len", "n_positions", "context_length"), _LENGTH),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), _LENGTH),
-    **dict.fromkeys(
-        ("block_size", "block_sizes", "BLOCK_SIZE"),
-        (
-            *_say(
-                "blocks of kernels are fwd_params=sl.FwdParams(q_blocksize=128, kv_blocksize=128) and bwd_params=; a "
-                "pattern of blocks is sl.Blocks(mask, 64); the longest input, nanoGPT's block_size, is seq_len="
-            ),
-        ),
-    ),
+    **dict.fromkeys(("block_size", "block_sizes", "BLOCK_SIZE", "chunk_size", "moba_chunk_size"), _BLOCK),
+    **dict.fromkeys(("block_q", "BLOCK_M", "block_m"), (*_rename("q_blocksize"), *_say(_BLOCKS))),
+    **dict.fromkeys(("block_kv", "BLOCK_N", "block_n"), (*_rename("kv_blocksize"), *_say(_BLOCKS))),
+    **dict.fromkeys(("topk", "top_k", "moba_topk"), (*_rename("count", "top_k"), ("forced", "it is called k= here"))),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "depth"), _rename("num_layers")),
     **dict.fromkeys(("n_vocab", "num_embeddings"), _rename("vocab_size")),
     **dict.fromkeys(("intermediate_size", "d_ff", "dim_feedforward", "mlp_dim", "ffn_dim"), _rename("mlp_features")),
@@ -150,7 +219,7 @@ WORDS: dict[str, Rules] = {
     **dict.fromkeys(("norm_eps", "layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon"), _rename("norm_epsilon")),
     **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm"), _rename("normalize_qk")),
     **dict.fromkeys(("qkv_bias", "attention_bias"), _rename("use_bias", "with_bias")),
-    **dict.fromkeys(("rope_base", "rotary_base"), _rename("rope_theta")),
+    **dict.fromkeys(("rope_base", "rotary_base", "rope_theta", "base"), _rename("rope_theta", "theta")),
     "tie_word_embeddings": _rename("tie_embeddings"),
     "gradient_checkpointing": _rename("remat"),
     "attention_fn": _say("layers of this package bring their own attention: leave it out; " + _FLAX),
@@ -162,14 +231,23 @@ WORDS: dict[str, Rules] = {
     **dict.fromkeys(("rngs", "rng", "seed"), _RNGS),
     # calls
     **dict.fromkeys(("query", "inputs_q", "q"), _rename("inputs", "inputs_q", "query", "x")),
-    **dict.fromkeys(("hidden_states", "input_ids", "input"), _rename("inputs", "inputs_q", "x", "tokens", "prompts")),
+    **dict.fromkeys(
+        ("hidden_states", "input_ids", "input", "x"), _rename("inputs", "inputs_q", "x", "tokens", "prompts", "query")
+    ),
+    "k": (("query", "it is called key= here"), *_rename("top_k"), *_KEYS),
+    "v": (("query", "it is called value= here"), *_KEYS),
     "key": (*_rename("inputs_kv", "rngs"), *_KEYS),
     **dict.fromkeys(("value", "inputs_k", "inputs_v", "inputs_kv", "encoder_hidden_states"), _KEYS),
     **dict.fromkeys(("position_ids", "input_positions"), _POSITIONS),
-    **dict.fromkeys(("past_key_value", "past_key_values", "use_cache", "kv_cache", "block_table"), _CACHE),
+    "cache_position": _rename("position", "start"),
+    **dict.fromkeys(("cache", "caches", "past_key_value", "past_key_values", "use_cache"), _CACHE),
+    **dict.fromkeys(("kv_cache", "block_table"), _CACHE),
     **dict.fromkeys(_OF_FLAX, _say(_FLAX)),
     **dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), _rename("num_tokens")),
     **dict.fromkeys(("eos_token_id", "stop_tokens"), _rename("stop_token")),
+    "pad_token_id": _say("no token is padding: prompts are a list of lists, or an array with lengths=, int [B]"),
+    "num_beams": _say("beams are not searched: leave it out"),
+    **dict.fromkeys(("pretrained_model_name_or_path", "save_directory"), _rename("folder")),
     "do_sample": _say("temperature=0 takes the likeliest token; above 0 it samples, by key="),
 }
 
@@ -178,6 +256,7 @@ _BY_POSITION = {
     ("inputs",): "queries, keys and values are projections of one input, layer(x); SparseCrossAttention reads two",
     ("inputs_q", "inputs_kv"): "keys and values are projections of one input, layer(x, y)",
     ("num_heads",): "features are those of the inputs",
+    ("name",): "options have names, as sl.preset('sliding_window', window=256)",
     ("query", "key", "value", "plan_or_mask"): "causality is a mask, sl.Causal(), and no weight is dropped",
 }
 # Arguments without a default: what to write.
@@ -195,7 +274,12 @@ SCORER = (
     "a scorer chooses blocks beside a mask: layers take it as pattern=sl.MoBA(), and for the op write "
     "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
 )
+BY_ENTRY = (
+    "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
+    "padding are segment_ids="
+)
 BOOL_IDS = "of bools that are True for tokens and False for padding, write jnp.where(valid, 0, -1)"
+FLOAT_IDS = "; of floats, write segment_ids.astype(jnp.int32)"
 REVERSE_ONLY = (
     "block_sparse_attention has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad, jax.vjp "
     "or jax.jacrev; the product of a Hessian and v is jax.vjp(jax.grad(f), x)[1](v), by implementation='xla'"
@@ -236,6 +320,10 @@ PRESETS = {
         ("flash", "flash_attention", "sdpa", "splash"), "it is a kernel, not a pattern: 'causal' or 'bidirectional'"
     ),
     **dict.fromkeys(("moba", "msa", "nsa", "infllm"), SCORER),
+    **dict.fromkeys(
+        ("performer", "linformer", "nystromformer", "linear_attention"),
+        "it approximates attention to all keys, and a mask hides keys",
+    ),
 }
 
 
@@ -250,8 +338,10 @@ def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
       >>> advice({"n_heads": 8}, ("num_heads", "pattern"))
       "'n_heads', got 8: it is called num_heads= here"
     """
-    argument = next((f"as {x}=" for x in ("plan_or_mask", "patterns", "pattern", "subject") if x in known), None)
-    where = argument or "as the pattern= of the layer or of make_attention_fn"
+    names = ("plan_or_mask", "patterns", "pattern", "subject", *(() if "query" in known else ("mask",)))
+    argument = next((f"as {x}=" for x in names if x in known), None)
+    source = "KVCache.empty" if "position" in known else "make_attention_fn"
+    where = argument or f"as the pattern= of the layer or of {source}"
     for name in sorted(kwargs, key=lambda name: name not in _OF_FLAX):
         for own_name, words in WORDS.get(name, ()):
             if own_name is None or own_name in known:
@@ -273,12 +363,11 @@ def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
         parameters, args = parameters[1:], args[1:]
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(by_position):
-        others = ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY)
-        hint = _BY_POSITION.get(tuple(by_position), "the others have names")
+        names = [f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY]
+        by_name = f"; by name: {', '.join(names)}" if names else ""
+        hint = _BY_POSITION.get(tuple(by_position), "the others have names" if names else "no more")
         got = ", ".join(map(shown, args))
-        return (
-            f"takes {', '.join(by_position) or 'nothing'} by position, got {got}: {hint}; by name: {others or 'none'}"
-        )
+        return f"takes {', '.join(by_position) or 'nothing'} by position, got {got}: {hint}{by_name}"
     bound = dict(zip(by_position, args, strict=False)) | dict(kwargs)
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in bound]
     if not missing:
@@ -290,11 +379,21 @@ def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 def scorer_hint(value: Any) -> str:
     """Returns the end of an error about a mask or a selection, empty unless ``value`` is a scorer."""
-    return f"; {SCORER}" if hasattr(type(value), "select") else ""
+    return f"; {SCORER}" if hasattr(value if isinstance(value, type) else type(value), "select") else ""
 
 
 def shown(value: Any) -> str:
     """Returns a value as an error shows it: arrays by dtype and shape, all else by the beginning of its repr."""
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{[*value.shape]}"
-    return f"{reprlib.repr(value):.60}"
+    return f"{_joined(reprlib.repr(value)):.60}"
+
+
+def one_line(value: Any) -> str:
+    """Returns the repr of a value; of a repr with several lines, their beginning in one, as of ``nnx.Rngs``."""
+    text = repr(value)
+    return f"{_joined(text):.200}" if "\n" in text else text
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text)

@@ -23,7 +23,7 @@ from .algebra import (
     set_masks,
     united,
 )
-from .options import LONGEST, checked, whole
+from .options import LONGEST, checked, own_keywords, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
 _PRODUCT_TABLE = AND_TABLE.copy()
@@ -95,6 +95,7 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
     return lengths
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Grid(OnGrid):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
@@ -188,6 +189,7 @@ def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(lambda a, b: _PRODUCT_TABLE[a, b], grades, np.array(FULL, np.int8))
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class ColumnMajor(OnGrid):
     """Tokens on a grid, and a mask that counts them column by column: its positions are ``column * rows + row``.
@@ -253,6 +255,7 @@ class ColumnMajor(OnGrid):
         return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Radial(OnGrid):
     """Frames of ``places`` tokens: the window of places halves as the distance in frames doubles.
@@ -342,6 +345,7 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
                 yield exists & inner, [(row, row), *box]
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Neighborhood(Mask):
     """The ``kernel`` keys nearest to the query on an axis of ``length``: near an edge the window slides inward.

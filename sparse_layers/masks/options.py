@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 import numpy as np
 
 from . import foreign
+from .foreign import one_line
 
 Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
 Natural = Annotated[int, 0]
@@ -42,13 +43,14 @@ def near(name: Any, known: Iterable[str]) -> str:
 def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses keywords that a function, or the class whose ``__init__`` it is, does not have, by its name.
 
-    It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict.
+    It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict; of other ``**options`` all
+    that there are.
 
     Raises:
       TypeError: see above; says what to write for a word of another library, or names those that are spelled alike.
     """
     known = _keywords(function)
-    if not kwargs.keys() <= known:
+    if not kwargs.keys() <= known and "**" not in known:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
         what = foreign.advice(unknown, known) or near(next(iter(unknown)), known)
         raise TypeError(f"{_owner(function)}: unknown argument {what}")
@@ -61,7 +63,8 @@ def _owner(function: Callable[..., Any]) -> str:
 @functools.cache
 def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     parameters = inspect.signature(function).parameters.values()
-    options = (get_args(p.annotation)[0].__optional_keys__ for p in parameters if p.kind is p.VAR_KEYWORD)
+    open_ended = (get_args(p.annotation)[0] for p in parameters if p.kind is p.VAR_KEYWORD)
+    options = (getattr(kind, "__optional_keys__", {"**"}) for kind in open_ended)
     return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD).union(*options) - {"self", "cls"}
 
 
@@ -157,13 +160,13 @@ def checked(what: str, value: Any, hint: Any) -> int:
     """The value, if it has the type and range of an annotation: bool, int or one of the above."""
     if hint is bool:
         if not isinstance(value, bool):
-            raise ValueError(f"{what} must be true or false, got {value!r}")
+            raise ValueError(f"{what} must be true or false, got {one_line(value)}")
         return value
     least, most = (*get_args(hint)[1:], None, None)[:2]
     rule = "an integer" if least is None else f"an integer >= {least}"
     number = whole(value)
     if number is None or (least is not None and number < least):
-        raise ValueError(f"{what} must be {rule}, got {value!r}")
+        raise ValueError(f"{what} must be {rule}, got {one_line(value)}")
     if most is not None and number > most:
         raise ValueError(f"{what} must be at most {most}, got {number}")
     return number

@@ -11,10 +11,11 @@ from typing import Annotated, Any, get_type_hints
 from . import grid_presets
 from .algebra import And, Blocks, Mask, PerHead
 from .foreign import PRESETS
-from .options import LONGEST, Natural, Positive, checked_by_axis, near, parsed_options
+from .options import LONGEST, Natural, Positive, checked_by_axis, near, own_keywords, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
+@own_keywords
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | PerHead:
     """The mask of a pattern that has a name; `presets` lists the names.
 
@@ -74,6 +75,7 @@ def presets() -> dict[str, str]:
     return {name: line.replace("``", "") for name, line in lines.items()}
 
 
+@own_keywords
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
     """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
 
@@ -99,7 +101,7 @@ def half_notes(*patterns: Any) -> list[str]:
 
     Args:
       patterns: presets' names, masks, or anything else. The mask of "local" is also a sliding window, so only its name
-        gets the note.
+        gets the note. A tuple of masks by head with "strided" beside a window gets none.
 
     Example:
       >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
@@ -109,7 +111,10 @@ def half_notes(*patterns: Any) -> list[str]:
     for pattern in patterns:
         if isinstance(pattern, str):
             names[pattern.partition(":")[0]] = None
-        elif isinstance(pattern, And) and isinstance(pattern.left, Causal) and isinstance(pattern.right, Strided):
+            continue
+        masks = pattern if isinstance(pattern, tuple) else (pattern,)
+        halves = (isinstance(x, And) and (type(x.left), type(x.right)) == (Causal, Strided) for x in masks)
+        if any(halves) and not any(isinstance(x, Window) for x in masks):  # which is the other one, for other heads
             names["strided"] = None
     text = "note: {!r} is one of two masks that the Sparse Transformer combines; {!r} is both"
     return [text.format(name, _HALVES[name]) for name in names if name in _HALVES]

@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx import reprlib
 
 from ..masks.algebra import Mask
+from ..masks.foreign import one_line
 from ..masks.options import Natural, Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
@@ -70,7 +71,8 @@ def check_cache(cache: Any, kind: type[Any], ours: Mapping[str, Any]) -> None:
     """Refuses the cache of another layer; arguments as of `check_step`."""
     if not isinstance(cache, kind):
         raise TypeError(
-            f"cache must be the {kind.__name__} of prefill or of the step before, got {type(cache).__name__}: {cache!r}"
+            f"cache must be the {kind.__name__} of prefill or of the step before, got {type(cache).__name__}: "
+            f"{one_line(cache)}"
         )
     for name, value in ours.items():
         if getattr(cache, name) != value:
@@ -540,6 +542,7 @@ class SparseSelfAttention(SparseAttention):
         out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after
 
+    @own_keywords
     def decode_step(
         self,
         inputs: jax.Array,

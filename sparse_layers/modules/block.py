@@ -9,6 +9,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
+from ..masks.foreign import one_line
 from ..masks.options import own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
@@ -203,7 +204,9 @@ class SparseTransformerBlock(nnx.Module):
         else:
             made = make_mlp(rngs)
             if not callable(made):
-                raise TypeError(f"make_mlp must make a module that maps [..., F] to the same, got {made!r} of it")
+                raise TypeError(
+                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(made)} of it"
+                )
             self.mlp_module = nnx.data(made)
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         # Without dropout the block keeps no random state, so that its whole state is parameters.
@@ -238,6 +241,7 @@ class SparseTransformerBlock(nnx.Module):
         check_input(self.features, x, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection, positions)
 
+    @own_keywords
     def prefill(
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
@@ -246,6 +250,7 @@ class SparseTransformerBlock(nnx.Module):
         attended, cache = self.attention.prefill(_normed(self.attention_norm, x), lengths, **options)
         return _rest(self, x, attended, True), cache
 
+    @own_keywords
     def decode_step(
         self,
         x: jax.Array,

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
+from ..masks.foreign import one_line
+
 
 @runtime_checkable
 class Decoder(Protocol):
@@ -114,7 +116,7 @@ def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
         graph, model = nnx.split(model)
     elif isinstance(model, linen.Module):
         if model.scope is None:
-            raise ValueError(f"model: a module of Linen must be bound, model.bind(variables), got {model!r}")
+            raise ValueError(f"model: a module of Linen must be bound, model.bind(variables), got {one_line(model)}")
         module, model = model.unbind()
         graph = _Value(module)
     return (graph, *tree(model, frozenset())), arrays

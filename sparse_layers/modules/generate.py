@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
+from ..masks.foreign import one_line
 from ..masks.options import Positive, checked, own_keywords
 from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, put_together, taken_apart
@@ -82,7 +83,7 @@ def generate(
     """
     methods = (getattr(model, name, None) for name in ("prefill", "decode_step"))
     if isinstance(model, type) or not all(map(callable, methods)):
-        raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {model!r}")
+        raise TypeError(f"model must have prefill and decode_step (see sparse_layers.Decoder), got {one_line(model)}")
     check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
     _check_chunk(model, chunk)
     if isinstance(prompts, Sequence):
@@ -209,7 +210,7 @@ def _checked(method: str, made: Any, batch: int, vocab_size: int | None = None, 
     ``vocab_size`` and ``caches`` are those of `prefill`, for `decode_step`.
     """
     if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"model: {method} must return (logits, caches), got {type(made).__name__}: {made!r}")
+        raise TypeError(f"model: {method} must return (logits, caches), got {type(made).__name__}: {one_line(made)}")
     shape, dtype = jnp.shape(made[0]), jnp.result_type(made[0])
     right = len(shape) == 2 and shape[0] == batch and vocab_size in (None, shape[1])
     if not right or not jnp.issubdtype(dtype, jnp.floating):
@@ -275,7 +276,7 @@ def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
     # and so would Ctrl-C.
     token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
     if isinstance(token, jax.core.Tracer):
-        raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {on_tokens!r}")
+        raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {one_line(on_tokens)}")
     step, made, stops_on_device = _step(how), [], _on_device(stops)
     for count in range(1, how.num_tokens + 1):
         now = token

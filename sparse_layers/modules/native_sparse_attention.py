@@ -305,6 +305,7 @@ class NativeSparseAttention(nnx.Module):
         out, *_ = self._forward(inputs, ids, selection, positions)
         return out.reshape(*batch, length, self.out_features)
 
+    @own_keywords
     def prefill(
         self,
         inputs: jax.Array,
@@ -335,6 +336,7 @@ class NativeSparseAttention(nnx.Module):
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return out, NSACache.filled(self.pattern, self.seq_len, lengths, *kept, **heads)
 
+    @own_keywords
     def decode_step(
         self,
         inputs: jax.Array,

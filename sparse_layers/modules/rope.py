@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..masks.grids import grid_shape
-from ..masks.options import Natural, Positive, checked, real, whole
+from ..masks.options import Natural, Positive, checked, own_keywords, real, whole
 from ..ops.kernels.call import accumulator
 from ..ops.layouts import warn_of_heads
 
@@ -167,6 +167,7 @@ def _check_numbers(scaling: Scaling, **above: float) -> None:
             raise ValueError(f"{what} must be a number > {least:g}, got {getattr(scaling, name)!r}")
 
 
+@own_keywords
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embeddings: pairs of features turn with the position, so that logits know distances only.
@@ -293,6 +294,7 @@ class Rope:
             found.append(place // stride % length)
         return found
 
+    @own_keywords
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys, turned.
 

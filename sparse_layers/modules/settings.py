@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
+from ..masks.foreign import one_line
 from ..masks.options import Length, Positive, checked, real
 from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
@@ -174,7 +175,7 @@ def check_settings(**settings: Any) -> None:
 def check_array(name: str, value: Any, shape: str) -> None:
     """Raises TypeError for what is no array, JAX's or numpy's."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        raise TypeError(f"{name} must be an array {shape}, got {type(value).__name__}: {value!r}")
+        raise TypeError(f"{name} must be an array {shape}, got {type(value).__name__}: {one_line(value)}")
 
 
 def check_features(name: str, value: Any, shape: str, features: int) -> None:
@@ -231,7 +232,8 @@ def query_features(num_heads: int, features: int, qkv_features: int | None, head
         return num_heads * head_dim
     name, size = ("features", features) if qkv_features is None else ("qkv_features", qkv_features)
     if size % num_heads:
-        raise ValueError(f"num_heads={num_heads} must divide {name}={size}, or say head_dim")
+        swapped = f"; num_heads comes before the features: {size}, {num_heads}" if num_heads % size == 0 else ""
+        raise ValueError(f"num_heads={num_heads} must divide {name}={size}, or say head_dim{swapped}")
     return size
 
 
@@ -249,7 +251,7 @@ def biased(use_bias: bool | Collection[str], names: Collection[str] = PROJECTION
         return frozenset(names if use_bias else ())
     if isinstance(use_bias, str) or not isinstance(use_bias, Collection) or not set(use_bias) <= set(names):
         known = ", ".join(map(repr, names))
-        raise ValueError(f"use_bias must be true or false, or names out of {known}, got {use_bias!r}")
+        raise ValueError(f"use_bias must be true or false, or names out of {known}, got {one_line(use_bias)}")
     return frozenset(use_bias)
 
 
@@ -268,7 +270,7 @@ def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
     def check(name: str, value: Any) -> None:
         number = real(value)
         if number is None or not holds(number):
-            raise ValueError(f"{name} must be a number{rule}, got {value!r}")
+            raise ValueError(f"{name} must be a number{rule}, got {one_line(value)}")
 
     return check
 
@@ -278,14 +280,14 @@ def _one_of(*names: str) -> Rule:
 
     def check(name: str, value: Any) -> None:
         if not isinstance(value, str) or value not in names:
-            raise ValueError(f"{name} must be {rule}, got {value!r}")
+            raise ValueError(f"{name} must be {rule}, got {one_line(value)}")
 
     return check
 
 
 def _qk_norm(name: str, value: Any) -> None:
     if not isinstance(value, bool) and value not in ("layer", "rms", "rms_joint"):
-        raise ValueError(f"{name} must be true or false, or 'layer', 'rms' or 'rms_joint', got {value!r}")
+        raise ValueError(f"{name} must be true or false, or 'layer', 'rms' or 'rms_joint', got {one_line(value)}")
 
 
 def _mlp(name: str, value: Any) -> None:
@@ -295,7 +297,7 @@ def _mlp(name: str, value: Any) -> None:
 
 def _dtype(name: str, value: Any) -> None:
     if not is_floating(value):
-        raise ValueError(f"{name} must be a floating-point dtype, got {value!r}")
+        raise ValueError(f"{name} must be a floating-point dtype, got {one_line(value)}")
 
 
 def _precision(name: str, value: Any) -> None:
@@ -303,42 +305,44 @@ def _precision(name: str, value: Any) -> None:
     try:
         jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), one)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} must be a jax.lax.Precision or the name of one, got {value!r}: {error}") from error
+        raise ValueError(
+            f"{name} must be a jax.lax.Precision or the name of one, got {one_line(value)}: {error}"
+        ) from error
 
 
 def _callable(what: str) -> Rule:
     def check(name: str, value: Any) -> None:
         if not callable(value):
-            raise TypeError(f"{name} must be {what}, got {value!r}")
+            raise TypeError(f"{name} must be {what}, got {one_line(value)}")
 
     return check
 
 
 def _mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping, as {{'sharding': ('model', None)}}, got {value!r}")
+        raise TypeError(f"{name} must be a mapping, as {{'sharding': ('model', None)}}, got {one_line(value)}")
 
 
 def _name(name: str, value: Any) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
+        raise TypeError(f"{name} must be a string, got {one_line(value)}")
 
 
 def _key(name: str, value: Any) -> None:
     typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
     if not (typed and value.ndim == 0) and not (raw and value.ndim == 1):
-        raise ValueError(f"{name} must be one jax.random.key, got {value!r}")
+        raise ValueError(f"{name} must be one jax.random.key, got {one_line(value)}")
 
 
 def _rope(name: str, value: Any) -> None:
     if not isinstance(value, Rope):
-        raise TypeError(f"{name} must be a Rope, as sl.Rope(shape=(16, 16)), or None, got {value!r}")
+        raise TypeError(f"{name} must be a Rope, as sl.Rope(shape=(16, 16)), or None, got {one_line(value)}")
 
 
 def _rngs(name: str, value: Any) -> None:
     if not isinstance(value, nnx.Rngs):
-        raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {value!r}")
+        raise TypeError(f"{name} must be a flax.nnx.Rngs, as nnx.Rngs(0), got {one_line(value)}")
 
 
 _INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")

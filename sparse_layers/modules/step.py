@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from ..masks.adapters import by_entry
+from ..masks.foreign import one_line
 from ..masks.options import real
 from ..ops.kernels.call import transposed
 from ..ops.layouts import warn_of_batch
@@ -90,7 +92,7 @@ def attention_step(
     """
     if real(dropout_rate) != 0:
         raise ValueError(
-            f"dropout_rate must be 0, got {dropout_rate!r}: block-sparse attention never forms the attention "
+            f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
         )
     check_settings(**lengths)
@@ -98,7 +100,7 @@ def attention_step(
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
-            f"num_heads={num_heads}"
+            f"num_heads={num_heads}{by_entry(masks)}"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
@@ -147,7 +149,7 @@ def check_inputs(
     """
     if sow_weights:
         raise ValueError(
-            f"sow_weights must be False, got {sow_weights!r}: block-sparse attention never forms the attention "
+            f"sow_weights must be False, got {one_line(sow_weights)}: block-sparse attention never forms the attention "
             "probabilities"
         )
     for letter, (name, x), size, (limit, most) in zip("TS", inputs.items(), features, lengths.items(), strict=False):
@@ -170,7 +172,7 @@ def check_inputs(
             raise ValueError(f"{name} must have the leading axes of {first}, {query.shape[:-2]}, got shape {x.shape}")
     if segment_ids is not None:
         if others and not (isinstance(segment_ids, tuple) and len(segment_ids) == 2):
-            raise TypeError(f"segment_ids must be a pair (of queries, of keys) of arrays, got {segment_ids!r}")
+            raise TypeError(f"segment_ids must be a pair (of queries, of keys) of arrays, got {one_line(segment_ids)}")
         names = ("segment_ids of queries", "segment_ids of keys") if others else ("segment_ids",)
         arrays: tuple[Any, ...] = segment_ids if others else (segment_ids,)
         for name, ids, x in zip(names, arrays, inputs.values(), strict=True):

@@ -395,6 +395,7 @@ class SparseTransformer(nnx.Module):
                 held, last = read(first, held, last)
         return self._logits(last), held
 
+    @own_keywords
     def decode_step(
         self,
         tokens: jax.Array,

@@ -14,9 +14,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from ..masks.adapters import MaskLike
+from ..masks.adapters import MaskLike, by_entry
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import REVERSE_ONLY
+from ..masks.foreign import BY_ENTRY, REVERSE_ONLY
 from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
 from .kernels import cudnn, pallas_tpu, reference, xla
@@ -34,6 +34,7 @@ from .kernels.call import (
 )
 from .kernels.gpu_attention import hopper, triton
 from .kernels.operands import by_name, rows_of
+from .planning.mask_info import masks_for
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
 from .planning.platforms import (
@@ -456,25 +457,29 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
         if isinstance(plan_or_mask, jax.Array | np.ndarray):
             shape = plan_or_mask.shape
             if plan_or_mask.dtype != bool or shape[-2:] != (t, s) or shape[:-2] not in ((), (1,), (n,)):
-                by_entry = len(shape) > 2 and shape[0] == b and shape[-2:] == (t, s)
+                by_batch = len(shape) > 2 and shape[0] == b and shape[-2:] == (t, s)
                 raise ValueError(
                     f"mask must be a bool array [T, S], [1, T, S] or [N, T, S] with (T, S) = {(t, s)} and N = {n}, "
                     f"got {plan_or_mask.dtype} of shape {shape}{swapped_hint(t, n, shape[-2:][:1])}"
-                    + f"; masks that differ by batch entry are {layouts.BY_ENTRY}"
-                    * by_entry
+                    + f"; masks that differ by batch entry are {BY_ENTRY}"
+                    * by_batch
                 )
             layouts.warn_of_mask(shape, b, n)
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
         options = {"fwd_params": fwd_params, "bwd_params": bwd_params, "implementation": implementation}
-        plan = make_plan(plan_or_mask, t, s, **options)
+        plan = make_plan(masks_for(plan_or_mask, t, s, "plan_or_mask"), t, s, **options)
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "
             f"axes are [B, T, N, H] and [B, S, K, H]{swapped_hint(t, n, (plan.q_len,))}"
         )
     if n % len(plan.masks):
-        raise ValueError(f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}")
+        raise ValueError(
+            f"the number of masks must divide the query heads, got {len(plan.masks)} masks and N = {n}"
+            + by_entry(plan.masks)
+        )
+    layouts.warn_of_entries(plan.masks, b)
     return plan, None
 
 

@@ -6,6 +6,10 @@ An array is read in one order only: here it is guessed that another was meant, a
 import warnings
 from collections.abc import Sequence
 
+from ..masks.adapters import by_entry
+from ..masks.algebra import Mask
+from ..masks.foreign import BY_ENTRY
+
 # Prompts and tests may have fewer tokens than a model has heads; of one token, only more heads than any model has tell.
 _FEW_HEADS, _MOST_HEADS = 16, 128
 _warned: set[str] = set()
@@ -46,6 +50,17 @@ def warn_of_mask(shape: Sequence[int], batch: int, heads: int) -> None:
         )
 
 
+def warn_of_entries(masks: Sequence[Mask], batch: int) -> None:
+    """Warns where a pattern of arrays, which heads take in turn, has as many of them as there are batch entries."""
+    if len(masks) == batch and by_entry(masks):
+        _warn(
+            "mask",
+            f"A pattern of {batch} arrays is read by heads, head h takes entry h % {batch}, but there are as many "
+            f"batch entries. If it differs by batch entry, write {BY_ENTRY}.",
+            6,
+        )
+
+
 def warn_of_batch(name: str, shape: Sequence[int], length: int) -> None:
     """Warns where inputs [B, T, F] have as many sequences as the layer takes tokens, and fewer tokens."""
     if len(shape) == 3 and shape[1] < shape[0] == length > _FEW_HEADS:
@@ -56,12 +71,6 @@ def warn_of_batch(name: str, shape: Sequence[int], length: int) -> None:
             "x.swapaxes(0, 1).",
             6,
         )
-
-
-BY_ENTRY = (
-    "jax.vmap(sl.block_sparse_attention)(query, key, value, mask) with mask [B, T, S] or [B, N, T, S]; documents and "
-    "padding are segment_ids="
-)
 
 
 def _warn(kind: str, message: str, stacklevel: int) -> None:

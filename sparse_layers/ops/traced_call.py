@@ -100,12 +100,12 @@ def trace_launches(
     if implementation not in ENGINES:
         return (), ()
 
-    def both(operands):
+    def trace(operands):
         with bridge.recording() as forward:
             out, lse = backend.forward(call, operands)
         with bridge.recording() as backward:
             backend.backward(call, operands, lse, lse, out)
         recorded.extend((tuple(forward), tuple(backward)))
 
-    jax.eval_shape(both, operands)
+    jax.eval_shape(trace, operands)
     return recorded[0], recorded[1]

@@ -7,7 +7,7 @@ from typing import Any, overload
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.adapters import MaskLike
+from ..masks.adapters import MaskLike, by_entry
 from ..masks.counting import count
 from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import FORMULA, cell_size, shortened
@@ -144,7 +144,9 @@ def describe(
         traced = traced_call.trace_call(planned.plan, dtype, head_size, device=gpu, **options)
         place = "here" if device is None else f"on {device}"
         texts[which] = _text(planned, size, devices, f"runs {place}, {_setting(planned)}: {traced}")
-    notes = half_notes(subject, *(mask for planned in plans.values() for mask in planned.plan.masks))
+    notes = half_notes(subject, *(planned.plan.masks for planned in plans.values()))
+    by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
+    notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
 

@@ -455,3 +455,8 @@ def test_as_masks_refuses(mask, error, message):
 def test_random_rows_of_no_rectangle():
     nothing = np.zeros((0, 1), np.int64)
     assert sl.Random(2).bounds(nothing, nothing, nothing, nothing).shape == (0, 1)
+
+
+def test_masks_by_head_are_transposed_head_by_head():
+    masks = sl.preset("fixed", local_attn_ctx=4, num_verts=2, blocksize=1)
+    assert tuple(mask.T for mask in masks) == masks.T and masks == masks.T.T

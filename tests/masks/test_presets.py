@@ -512,6 +512,7 @@ def test_the_mask_of_a_stride_alone_says_so_wherever_it_is():
         assert text.count("note: 'strided' is one of two masks") == 1
     both = sl.preset("strided", local_attn_ctx=4) | sl.preset("local", local_attn_ctx=4)
     assert "note:" not in sl.describe(both, 32)
+    assert "note:" not in sl.describe(("local", "strided"), 32)
 
 
 def test_all_presets_are_there():

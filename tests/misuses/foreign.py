@@ -48,6 +48,12 @@ def names():
         "fn": sl.make_attention_fn(CAUSAL, 32),
         "dense": dense,
         "dense_linen": lambda fn: nn.MultiHeadDotProductAttention(4, attention_fn=fn).init(key, x),
+        "make_haiku": lambda **options: hk.transform(
+            lambda: haiku.SparseSelfAttention(4, 4, **settings, **options)(x)
+        ).init(key),
+        "model": sl.SparseTransformer(32, 4, 16, 2, patterns=CAUSAL, seq_len=32, rngs=nnx.Rngs(0)),
+        "cache": sl.KVCache.empty(CAUSAL, 32, batch=2, num_heads=4, head_size=16),
+        "tool": lambda function: lambda **options: function(CAUSAL, 32, **options),
         "jvp": lambda f: jax.jvp(f, (x[..., None],), (x[..., None],)),
     }
 
@@ -64,6 +70,15 @@ ONE_INPUT = "projections of one input"
 FLAX = "attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
 SELECT = "sl.block_sparse_attention(q, k, v, sl.Causal(), selection=sl.MoBA().select(q, k))"
 FEATURES = "features are those of the arrays: leave it out"
+
+
+PAIR = "segment_ids=(jnp.zeros(inputs_q.shape[:-1], int), jnp.where(valid, 0, -1)) with valid [B, S]"
+LEFT = "sl.Window(left, right) counts tokens on each side"
+OF_FN = "of the layer or of make_attention_fn"
+KEY = "sampling draws by key=jax.random.key(0), with a temperature= above 0"
+UNDRAWN = "nothing here is drawn by a key: leave it out"
+NOT_DROPPED = "nothing is dropped here: leave it out; blocks with dropout take deterministic=True or False"
+REPRODUCIBLE = "gradients are bwd_params=sl.BwdParams(deterministic=True)"
 
 
 def unknown(door, call, value, rule):
@@ -100,6 +115,10 @@ OP = [
     ("op(q, k, v, causal, return_residual=True)", "got True", "it is called return_lse= here"),
     ("op(q, k, v, causal, return_attn_probs=True)", "got True", NEVER),
     ("op(q, k, v, causal, block_size=128)", "'block_size', got 128", "sl.FwdParams(q_blocksize=128, kv_blocksize=128)"),
+    ("op(q, k, v, causal, deterministic=True)", "got True", "bwd_params=sl.BwdParams(deterministic=True);"),
+    ("op(q, k, v, causal, seed=0)", "'seed', got 0", UNDRAWN),
+    ("op(q, k, v, causal, rng=rngs)", "'rng', got Rngs(", UNDRAWN),
+    ("op(q, k, v, causal, rngs=rngs)", "'rngs', got Rngs(", UNDRAWN),
     ("op(q, k, v, causal, position_ids=lengths)", "got int32[2]", "by sl.Rope()(x, positions)"),
     ("op(q, k, v, causal, backend='cudnn')", "'backend', got 'cudnn'", "it is called implementation= here"),
     ("op(q, k, v, causal, precision='highest')", "got 'highest'", "float32 at least"),
@@ -118,6 +137,17 @@ DOORS = [
     ("SparseSelfAttention", "make(key=lengths)", "got int32[2]", "it is called rngs= here"),
     ("SparseSelfAttention", "make_linen(embed_dim=16)", "'embed_dim', got 16", FEATURES),
     ("SparseSelfAttention", "make_linen(rngs=rngs)", "'rngs', got Rngs", "get a key by init"),
+    ("SparseSelfAttention", "make_linen(seed=0)", "'seed', got 0", "get a key by init"),
+    ("SparseSelfAttention", "make_haiku(rng=0)", "'rng', got 0", "get a key by init"),
+    ("SparseSelfAttention", "make_linen(deterministic=True)", "'deterministic', got True", REPRODUCIBLE),
+    ("SparseSelfAttention.__call__", "layer(x, deterministic=True)", "'deterministic', got True", NOT_DROPPED),
+    ("SparseSelfAttention.__call__", "of_linen(x, deterministic=True)", "got True", f"{REPRODUCIBLE} of the layer"),
+    ("SparseSelfAttention.__call__", "of_haiku(deterministic=True)", "'deterministic', got True", NOT_DROPPED),
+    ("NativeSparseAttention.__call__", "native(x, deterministic=False)", "got False", NOT_DROPPED),
+    ("SparseCrossAttention.__call__", "across(x, x, deterministic=True)", "got True", NOT_DROPPED),
+    ("make_attention_fn", "sl.make_attention_fn(causal, 32, deterministic=True)", "got True", REPRODUCIBLE),
+    ("SparseSelfAttention.__call__", "layer(x, rngs=rngs)", "got Rngs(", UNDRAWN),
+    ("SparseTransformerBlock.__call__", "a_block(x, rngs=rngs)", "got Rngs(", "from the rngs= of its layer"),
     ("SparseSelfAttention.__call__", "layer(x, mask=valid)", "'mask', got bool[2, 32]", IDS),
     ("SparseSelfAttention.__call__", "layer(x, is_causal=True)", "'is_causal', got True", OF_LAYER),
     ("SparseSelfAttention.__call__", "layer(x, key=x)", "'key', got float32[2, 32, 16]", ONE_INPUT),
@@ -146,9 +176,64 @@ DOORS = [
     ("describe", "sl.describe(causal, 32, causal=True)", "'causal', got True", "as subject="),
     ("KVCache.empty", "sl.KVCache.empty(causal, 32, batch=1, n_heads=2, head_size=8)", "got 2", "called num_heads="),
     ("generate", "sl.generate(None, [[1]], max_new_tokens=3)", "got 3", "it is called num_tokens= here"),
+    ("SparseCrossAttention.__call__", "across(x, x, attention_mask=valid)", "got bool[2, 32]", PAIR),
+    ("SparseCrossAttention.__call__", "across(x, x, key_padding_mask=~valid)", "got bool[2, 32]", PAIR),
+    ("SparseCrossAttention.__call__", "across(x, x, cu_seqlens=lengths)", "got int32[2]", "a pair of segment_ids="),
+    ("make_plan", "sl.make_plan(causal, 32, is_causal=True)", "'is_causal', got True", "another mask, as mask="),
+    ("make_plan", "sl.make_plan(32, pattern=causal)", "got Causal()", "it is called mask= here"),
+    ("picture", "sl.picture(causal, 32, window_size=4)", "got 4", "a window is a mask, as mask="),
+    ("top_k_blocks", "sl.top_k_blocks(x, 2, block_size=16)", "got 16", "it is called block= here"),
+    ("top_k_blocks", "sl.top_k_blocks(x, topk=2)", "'topk', got 2", "it is called k= here"),
+    ("FwdParams", "sl.FwdParams(block_size=64)", "got 64", "q_blocksize= for queries and kv_blocksize= for keys"),
+    ("BwdParams", "sl.BwdParams(BLOCK_N=64)", "'BLOCK_N', got 64", "it is called kv_blocksize= here"),
+    ("block_sparse_attention", "op(q, k=k, v=v, plan_or_mask=causal)", "'k', got float32", "called key= here"),
+    ("block_sparse_attention", "op(q, key=k, v=v, plan_or_mask=causal)", "'v', got float32", "called value= here"),
+    ("SparseSelfAttention.__call__", "layer(x, k=x, v=x)", "'k', got float32[2, 32, 16]", ONE_INPUT),
+    ("SparseSelfAttention.__call__", "layer(x=x)", "'x', got float32[2, 32, 16]", "it is called inputs= here"),
+    ("SparseSelfAttention.__call__", "layer(x, cache=None)", "'cache', got None", "prefill and decode_step"),
+    ("SparseTransformer", "make_model(pattern=causal)", "got Causal()", "it is called patterns= here"),
+    ("SparseTransformer.__call__", "model(x=lengths)", "'x', got int32[2]", "it is called tokens= here"),
+    ("AttentionFn.__call__", "fn(q, k, v, scale=1.0)", "'scale', got 1.0", f"it is scale= {OF_FN}"),
+    ("AttentionFn.__call__", "fn(q, k, v, softcap=9.0)", "got 9.0", f"it is logits_soft_cap= {OF_FN}"),
+    ("AttentionFn.__call__", "fn(q, k, v, pattern=causal)", "got Causal()", "is that of make_attention_fn"),
+    ("generate", "sl.generate(None, [[1]], num_tokens=2, pad_token_id=0)", "got 0", "no token is padding"),
+    ("generate", "sl.generate(None, [[1]], num_tokens=2, use_cache=True)", "got True", "made and kept here"),
+    ("KVCache.step", "cache.step(q, k, v, mask=valid)", "'mask', got bool[2, 32]", "a step has no padding"),
+    ("KVCache.step", "cache.step(q, k, v, is_causal=True)", "got True", "pattern= of the layer or of KVCache.empty"),
+    ("KVCache.step", "cache.step(q, k, v, cache_position=3)", "got 3", "it is called position= here"),
+    ("SparseTransformer.decode_step", "model.decode_step(x, attention_mask=valid)", "got bool", "lengths= of prefill"),
+    ("SparseTransformerBlock.decode_step", "a_block.decode_step(x, kv_cache=())", "got ()", "called cache= here"),
+    ("NativeSparseAttention.decode_step", "native.decode_step(hidden_states=x)", "got float32", "called inputs="),
+    ("from_linen", "sl.from_linen({}, pattern=causal, seq_len=32, window_size=4)", "got 4", "as pattern="),
+    ("from_huggingface", "sl.from_huggingface(pretrained_model_name_or_path='x')", "got 'x'", "called folder= here"),
+    ("to_huggingface", "sl.to_huggingface(None, save_directory='x')", "got 'x'", "it is called folder= here"),
+    ("from_mask_mod", "sl.from_mask_mod(max, H=4)", "'H', got 4", "it is called heads= here"),
+    ("from_mask_mod", "sl.from_mask_mod(max, B=None, Q_LEN=32)", "'B', got None", "a mask has no batch"),
+    ("Window", "sl.Window(window_size=(255, 0))", "got (255, 0)", LEFT),
+    ("BlockDiagonal", "sl.BlockDiagonal(block_size=64)", "got 64", "their diagonal sl.BlockDiagonal(64)"),
+    ("Blocks", "sl.Blocks(causal, block_size=64)", "got 64", "it is called block= here"),
+    ("Rope", "sl.Rope(base=10000.0)", "'base', got 10000.0", "it is called theta= here"),
+    ("Rope", "sl.Rope(dim=32)", "'dim', got 32", "it is called rotary_dim= here"),
+    ("Rope.__call__", "sl.Rope()(x, position_ids=lengths)", "got int32[2]", "it is called positions= here"),
+    ("MoBA", "sl.MoBA(topk=3)", "'topk', got 3", "it is called count= here"),
+    ("MoBA", "sl.MoBA(block_size=64)", "'block_size', got 64", "it is called block= here"),
+    ("NSA", "sl.NSA(window_size=512)", "got 512", "it is called sliding= here"),
+    ("tune", "sl.tune(causal, 32, num_heads=4)", "'num_heads', got 4", "it is called heads= here"),
+    *(
+        ("generate", f"sl.generate(None, [[1]], num_tokens=2, {word})", f"'{word[:-2]}', got 0", KEY)
+        for word in ("seed=0", "rng=0", "rngs=0")
+    ),
+    *(
+        (door, f"tool(sl.{door})({word})", f"'{word[:-2]}', got 0", UNDRAWN)
+        for door in ("tune", "make_plan", "describe")
+        for word in ("seed=0", "rngs=0")
+    ),
 ]
 POSITIONS = [
     ("op(q, k, v)", "block_sparse_attention", "value=float32[2, 32, 4, 16]", "sl.Full() for all"),
+    ("sl.preset('sliding_window', 4)", "preset", "got 'sliding_window', 4", "sl.preset('sliding_window', window=256)"),
+    ("sl.Window(4, 4, 4)", "Window", "got 4, 4, 4", "takes left, right by position"),
+    ("cache.step(q, k)", "KVCache.step: value=, position= must be given", "query=float32", "key=float32"),
     ("op(q, k, v, causal, 0.0, True)", "block_sparse_attention", "0.0, True", "causality is a mask"),
     ("dense_linen(op)", "block_sparse_attention", "query=float32[2, 32, 4, 4]", FLAX),
     ("layer(x, x, x)", "SparseSelfAttention.__call__", "takes inputs by position", ONE_INPUT),
@@ -161,6 +246,12 @@ POSITIONS = [
         "qkv_features='causal', out_features=128",
         "'sliding_window:window=256' or sl.Causal()",
     ),
+    (
+        "sl.SparseSelfAttention(4, 64, 'causal', 128, rngs=rngs)",
+        "SparseSelfAttention: pattern=, seq_len= must be given",
+        "out_features=128, rngs=Rngs(",
+        "seq_len is the longest input in tokens",
+    ),
     ("make_linen(4, 16)", "SparseSelfAttention: parent", "got 16", "takes its features from its inputs"),
     (
         "linen.SparseTransformerBlock(4, 16, causal, pattern=causal, seq_len=32)",
@@ -169,17 +260,37 @@ POSITIONS = [
         "are given by name",
     ),
     ("sl.make_attention_fn(causal)", "make_attention_fn: seq_len=", "pattern=Causal()", "the longest input in tokens"),
-    ("op(q, k, v, sl.MoBA())", "mask must be a Mask", "got MoBA", SELECT),
+    ("op(q, k, v, sl.MoBA())", "plan_or_mask must be a Mask", "got MoBA", SELECT),
+    ("op(q, k, v, sl.MoBA)", "plan_or_mask must be a Mask", "methods.MoBA'>", SELECT),
+    ("op(q, k, v, None)", "plan_or_mask must be a Mask", "got NoneType: None", "write sl.Full()"),
+    ("op(q, k, v, sl.Causal)", "plan_or_mask must be a Mask", "primitives.Causal'>", "write sl.Causal()"),
+    ("op(q, k, v, [causal, sl.Window])", "plan_or_mask must be a Mask", "Window'>", "write sl.Window(...)"),
+    ("op(q, k, v, lambda b, h, i, j: i >= j)", "plan_or_mask must be a Mask", "function: ", "sl.from_mask_mod(f)"),
+    ("make(pattern=None)", "pattern must be a Mask", "got NoneType: None", "write sl.Full()"),
+    ("make(pattern=sl.Causal)", "pattern must be a Mask", "primitives.Causal'>", "write sl.Causal()"),
+    ("sl.describe(sl.Causal, 32)", "mask must be a Mask", "primitives.Causal'>", "write sl.Causal()"),
+    ("sl.make_attention_fn(max, 32)", "pattern must be a Mask", "<built-in function max>", "sl.from_mask_mod(f)"),
     ("op(q, k, v, causal, selection=sl.MoBA())", "selection must be a Selection", "got MoBA", SELECT),
     ("jvp(lambda x: op(x, x, x, causal))", "block_sparse_attention", "forward-mode", "jax.vjp(jax.grad(f), x)[1](v)"),
 ]
 VALUES = [
     ("op(q, k, v, causal, segment_ids=valid)", "segment_ids of queries", "bool of shape (2, 32)", IDS[12:]),
     ("layer(x, segment_ids=valid)", "segment_ids of queries", "bool of shape (2, 32)", IDS[12:]),
+    ("make(pattern=sl.Grid((4, 4), causal))", "pattern: Grid of shape (4, 4)", "16 tokens", "write offset=16"),
+    ("op(q, k, v, causal, segment_ids=lengths * 1.0)", "segment_ids of queries", "got float32", ".astype(jnp.int32)"),
+    ("cache.filled(k, v, valid)", "lengths", "got bool of shape (2, 32)", "write mask.sum(-1)"),
+    ("make(16, 4)", "num_heads=16", "features=4", "num_heads comes before the features: 4, 16"),
+    (
+        "sl.SparseTransformer(9, 4, 16, 1, patterns=sl.Window(7, 3), seq_len=32, rngs=rngs)",
+        "patterns",
+        "key 1",
+        "write sl.Causal() & sl.Window(left=7, right=3), or",
+    ),
     ("sl.preset('full')", "preset", "'full'", "'bidirectional', or sl.Full()"),
     ("sl.preset('Swin')", "preset", "'Swin'", "'windows:shape=56x56,size=7'"),
     ("sl.preset('mistral')", "preset", "'mistral'", "'sliding_window:window=4096'"),
     ("sl.preset('natten')", "preset", "'natten'", "'neighborhood:shape=56x56,kernel=7'"),
+    ("sl.preset('performer')", "preset", "'performer'", "approximates attention to all keys"),
     ("sl.preset('global')", "preset", "'global'", "sl.Window(255, 255) | sl.Global(4)"),
     ("make(pattern='llama')", "pattern", "'llama'", "'causal'"),
     ("op(q, k, v, 'moba')", "preset", "'moba'", SELECT),

@@ -47,7 +47,7 @@ ROWS = [
         TypeError,
         "from_huggingface: unknown argument",
         "'pattern'",
-        "mean 'patterns'?",
+        "called patterns= here",
     ),
     ("sl.from_huggingface('/nowhere', mlp='gelu')", TypeError, "unknown argument", "'mlp'", "Known: "),
     ("sl.from_huggingface('/nowhere', seq_len=2.0)", ValueError, "seq_len", "got 2.0", INTEGER),

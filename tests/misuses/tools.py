@@ -60,9 +60,7 @@ MISUSES = [
     Misuse("sl.describe(nn.Dense(3))", TypeError, "subject", "got Dense", "in @nn.compact exist in calls only"),
     Misuse("sl.describe([[1, 0], [1, 1]], 2)", TypeError, "mask", "got int: 1", "bool array [T, S]"),
     Misuse("sl.describe(np.ones((3, 3), bool), 4)", ValueError, "mask", "(3, 3)", "(q_len, kv_len) = (4, 4)"),
-    Misuse(
-        "sl.describe(mask, 8, device=8)", TypeError, "describe: unknown argument", "'device'", "called devices= here"
-    ),
+    Misuse("sl.describe(mask, 8, device=8)", ValueError, "device must be", "got 8", "the name of a GPU or its compute"),
     # picture
     Misuse("sl.picture(mask, 8, sizes=8)", TypeError, "picture: unknown argument", "'sizes'", "did you mean 'size'?"),
     Misuse("sl.picture(mask, None)", ValueError, "q_len", "None", "must be an integer >= 1"),

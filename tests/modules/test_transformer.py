@@ -207,10 +207,10 @@ def test_equal_models_share_one_trace_and_learn():
             {"patterns": ("local", "prefix_lm:prefix=3")},
             ["patterns[1]", "query 0 sees the later key 1", "causal=False"],
         ),
-        ({"patterns": (("local", "bidirectional"),)}, ["patterns", "write Causal() & Full(), or causal=False"]),
+        ({"patterns": (("local", "bidirectional"),)}, ["patterns", "write sl.Causal() & sl.Full(), or causal=False"]),
         (
             {"patterns": np.ones((20, 20), bool), "seq_len": 20},
-            ["patterns", "Array(array=bool[20, 20])", "the later key 1"],
+            ["patterns", "Array(array=bool[20, 20])", "the later key 1: write sl.Causal() & ..., or"],
         ),
         ({"patterns": sl.Window(3, 1), "selection": "moba:block=16,count=2", "causal": False}, ["must be causal"]),
         ({"causal": "no"}, ["causal", "'no'", "must be true or false"]),

@@ -37,6 +37,10 @@ BATCH_LAST = "If axes are [T, B, F], as in PyTorch without batch_first, write x.
 SWAP = "If axes are [B, N, T, H], as in PyTorch, write x.swapaxes(1, 2)"
 BY_ENTRY = "If it differs by batch entry, write jax.vmap(sl.block_sparse_attention)(query, key, value, mask)"
 
+ARRAYS = "A pattern of 2 arrays is read by heads, head h takes entry h % 2"
+MASKS = np.stack([np.tri(64, dtype=bool), np.eye(64, dtype=bool)])
+KEY = jax.random.key(0)
+
 # (call, how the axes are read, what to write instead)
 TRAPS = {
     "[B, N, T, H]": (
@@ -78,6 +82,29 @@ TRAPS = {
     "run-time mask [B, T, T]": (
         lambda: OP(*[ones(2, 32, 2, 16)] * 3, jnp.ones((2, 32, 32), bool)),
         "reads mask of shape (2, 32, 32) as [N, T, S], one for each of 2 heads",
+        BY_ENTRY,
+    ),
+    "plan of masks [B, T, T]": (lambda: OP(*[ones(2, 64, 4, 16)] * 3, sl.make_plan(MASKS, 64)), ARRAYS, BY_ENTRY),
+    "masks [B, T, T], attention_fn": (
+        lambda: sl.make_attention_fn(MASKS, 64)(*[ones(2, 64, 4, 16)] * 3),
+        ARRAYS,
+        BY_ENTRY,
+    ),
+    "masks [B, T, T], NNX": (
+        lambda: sl.SparseSelfAttention(4, 16, **LAYER | {"pattern": MASKS}, rngs=nnx.Rngs(0))(ones(2, 64, 16)),
+        ARRAYS,
+        BY_ENTRY,
+    ),
+    "masks [B, T, T], Linen": (
+        lambda: linen.SparseSelfAttention(4, **LAYER | {"pattern": MASKS}).init(KEY, ones(2, 64, 16)),
+        ARRAYS,
+        BY_ENTRY,
+    ),
+    "masks [B, T, T], model": (
+        lambda: sl.SparseTransformer(9, 4, 16, 1, patterns=MASKS, seq_len=64, rngs=nnx.Rngs(0))(
+            jnp.zeros((2, 64), int)
+        ),
+        ARRAYS,
         BY_ENTRY,
     ),
     "[T, B, F], NNX": (lambda: NNX(ones(64, 2, 16)), "inputs are read as 64 sequences of 2 tokens", BATCH_LAST),
@@ -142,6 +169,8 @@ RIGHT = {
     )(ones(1, 5, 64)),
     "a mask by head": lambda: OP(*[ones(3, 32, 4, 16)] * 3, np.ones((4, 32, 32), bool)),
     "one head, one entry": lambda: OP(*[ones(1, 32, 1, 16)] * 3, np.ones((1, 32, 32), bool)),
+    "a pattern of arrays by head": lambda: OP(*[ones(3, 64, 4, 16)] * 3, [*MASKS]),
+    "presets by head": lambda: OP(*[ones(2, 64, 4, 16)] * 3, ["causal", "local"]),
     "a large batch": lambda: NNX(ones(100, 64, 16)),
     "as many sequences as tokens": lambda: NNX(ones(64, 64, 16)),
     "shorter inputs": lambda: NNX(ones(32, 20, 16)),
@@ -161,6 +190,23 @@ def test_a_mask_for_each_batch_entry_is_refused_with_the_way_out():
                 ValueError, match=re.escape("jax.vmap(sl.block_sparse_attention)(query, key, value, mask)")
             ):
                 OP(*arrays, mask)
+
+
+@pytest.mark.parametrize("door", ["op", "layer", "cache"])
+def test_arrays_that_do_not_divide_the_heads_are_refused_with_the_way_out(door):
+    masks = np.stack([np.tri(64, k=-k, dtype=bool) for k in range(3)])
+    calls = {
+        "op": lambda: OP(*[ones(3, 64, 4, 16)] * 3, sl.make_plan(masks, 64)),
+        "layer": lambda: sl.SparseSelfAttention(4, 16, **LAYER | {"pattern": masks}, rngs=nnx.Rngs(0)),
+        "cache": lambda: sl.KVCache.empty(masks, 64, batch=3, num_heads=4, head_size=16),
+    }
+    with pytest.raises(ValueError, match=re.escape(BY_ENTRY.partition("write ")[2])):
+        calls[door]()
+
+
+def test_describe_says_which_heads_take_which_array():
+    assert "note: head h takes entry h % 2; masks that differ by batch entry are jax.vmap(" in sl.describe(MASKS, 64)
+    assert "note: head h" not in sl.describe(["causal", "local"], 64)
 
 
 def test_arrays_by_token_and_batch_entry_are_refused_with_the_way_out():

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ...masks.options import refuse_unknown
+from ...masks.options import own_keywords
 from ...ops.kernels.call import accumulator
 from ..attention_fn import Pattern
 from ..settings import LoadedModelOptions, check_settings, check_stream
@@ -30,6 +30,7 @@ _HEAD = "lm_head.weight"
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
+@own_keywords
 def from_huggingface(
     folder: str | os.PathLike[str],
     patterns: Pattern | Sequence[Pattern] | None = None,
@@ -95,7 +96,6 @@ def from_huggingface(
     References:
       Names, layouts and meanings of settings: the models of Hugging Face's transformers. Formats: safetensors.
     """
-    refuse_unknown(from_huggingface, options)
     path = path_of("folder", folder)
     given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check(given, options)
@@ -104,6 +104,7 @@ def from_huggingface(
     return _loaded(path, Config(path / "config.json"), lambda: stored(path), patterns, options=options, **given)
 
 
+@own_keywords
 def from_gpt2(
     path: str | os.PathLike[str],
     *,
@@ -139,7 +140,6 @@ def from_gpt2(
     References:
       Radford et al.: Language Models are Unsupervised Multitask Learners, 2019.
     """
-    refuse_unknown(from_gpt2, options)
     place = path_of("path", path)
     given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
     _check(given | {"num_heads": num_heads}, options)

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ...masks.adapters import MaskLike
+from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
 from ...masks.options import Length, Natural, Positive, checked, own_keywords
 from ...masks.serialization import register_node
@@ -171,6 +171,7 @@ class KVCache:
         if num_heads % num_kv_heads or num_heads % len(masks):
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
+                f"{by_entry(masks)}"
             )
         held = layout(masks, seq_len, num_heads, num_kv_heads, max_step).stores
         keys, values = (
@@ -271,6 +272,7 @@ class KVCache:
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
+    @own_keywords
     def step(
         self,
         query: jax.Array,

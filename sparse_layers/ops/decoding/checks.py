@@ -35,7 +35,10 @@ def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
 
 
 def _checked(name: str, values: Any, batch: int, most: int, rule: str) -> jax.Array:
-    values = checked_numbers(name, values, (batch,), jnp.integer, f"integers of shape {(batch,)}")
+    hint = (
+        "; of a mask [B, P], True for tokens, write mask.sum(-1)" if name == "lengths" and np.ndim(values) == 2 else ""
+    )
+    values = checked_numbers(name, values, (batch,), jnp.integer, f"integers of shape {(batch,)}", hint)
     if not isinstance(values, jax.core.Tracer) and not all(0 <= int(x) <= most for x in np.asarray(values)):
         raise ValueError(f"{name} must lie in 0..{rule}, got {np.asarray(values)}")
     # Numbers of the host are put on the device explicitly, which `jax.transfer_guard` allows.

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import BOOL_IDS, scorer_hint
+from ...masks.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
 from ...masks.options import real
 from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
@@ -43,7 +42,7 @@ def is_floating(dtype: Any) -> bool:
     """Whether something is the name of a floating-point dtype, or one; None is none."""
     try:
         return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype at all
+    except (TypeError, ValueError):  # no dtype at all
         return False
 
 
@@ -202,8 +201,10 @@ def checked_segments(
     pair = []
     for name, ids, length in zip(("queries", "keys"), segment_ids, lengths, strict=True):
         shape, got = (*batch, length), getattr(ids, "shape", ())
-        hint = swapped_hint(t, heads, got[-1:]) or transposed(got, shape)
-        hint += f"; {BOOL_IDS}" * (getattr(ids, "dtype", None) == np.dtype(bool))
+        hint = swapped_hint(t, heads, got[-1:]) if len(got) == len(shape) else ""
+        hint = hint or transposed(got, shape)
+        dtype = getattr(ids, "dtype", np.int32)
+        hint += f"; {BOOL_IDS}" * (dtype == np.dtype(bool)) + FLOAT_IDS * jnp.issubdtype(dtype, jnp.floating)
         ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
         if not np.can_cast(ids.dtype, np.int32):
             # Cut off to 32 bits, two documents could become one, or padding.
@@ -276,13 +277,13 @@ def described(x: Any) -> str:
     """What an error says of a wrong array: dtype and shape, or of what is none the type and the beginning."""
     if isinstance(x, jax.Array | np.ndarray):
         return f"{x.dtype} of shape {x.shape}"
-    return f"{type(x).__name__}: {reprlib.repr(x):.60}"
+    return f"{type(x).__name__}: {shown(x)}"
 
 
 def _number(name: str, value: Any) -> float:
     number = real(value)
     if number is None:
-        raise ValueError(f"{name} must be a finite Python number, got {reprlib.repr(value)}")
+        raise ValueError(f"{name} must be a finite Python number, got {one_line(value)}")
     return number
 
 

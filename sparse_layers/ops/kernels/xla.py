@@ -170,13 +170,14 @@ def _backward_pass(call: Call, link: PassBlocks, query, key, value, lse, delta, 
     def column(dq, inputs):
         line, span = inputs
         j = line.block
-        k, v = blocks.at(blocks.key, line.key + j) * call.scale, blocks.at(blocks.value, line.key + j)
+        k, v = blocks.at(blocks.key, line.key + j), blocks.at(blocks.value, line.key + j)
 
         def step(in_part, entry, state):
             dk, dv, dq = state
             i = blocks.minor(entry)
             place = line.query + i
-            q, do = blocks.at(blocks.query, place), blocks.at(dout, place)
+            # Scaled as in the forward pass: rounded otherwise, huge scores would fall below their lse.
+            q, do = blocks.at(blocks.query, place) * call.scale, blocks.at(dout, place)
             scores, slope = _capped(product("bkqd,bksd->bkqs", q, k), call)
             weights = _weights(scores, blocks.at(lse, place)[..., None])
             if in_part:
@@ -190,12 +191,12 @@ def _backward_pass(call: Call, link: PassBlocks, query, key, value, lse, delta, 
             return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, place, 0)
 
         dk, dv, dq = blocks.walk(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
-        return dq, (dk * call.scale, dv)
+        return dq, (dk, dv)
 
     dq = jnp.zeros_like(blocks.query, wide)
     dq, grads = lax.scan(column, dq, (blocks.lines, blocks.spans))
     dk, dv = (blocks.of_columns(x, blocks.layout.lists) for x in grads)
-    return blocks.of_rows(dq), dk, dv
+    return blocks.of_rows(dq * call.scale), dk, dv
 
 
 # --- second derivatives ----------------------------------------------------------------------------------------------

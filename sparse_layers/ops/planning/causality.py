@@ -1,7 +1,10 @@
 """Causality of a mask: its formula shows it, or the blocks of ``mask & ~Causal()``, never an array of T x T."""
 
+import re
+
 import numpy as np
 
+from ... import masks
 from ...masks.algebra import And, Mask, Not, Or
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, LogSparse, Random, Window
@@ -52,8 +55,16 @@ def check_causal(mask: Mask, length: int, name: str, rule: str, otherwise: str =
     if pair is not None:
         raise ValueError(
             f"{name}: {rule}, got {mask!r}, where query {pair[0]} sees the later key {pair[1]}: write "
-            f"{Causal() & mask!r}{otherwise}"
+            f"{_pasteable(Causal() & mask)}{otherwise}"
         )
+
+
+def _pasteable(mask: Mask) -> str:
+    """Returns a mask as code with ``sl.``, ``sl.Causal() & ...`` if it has parts without code, such as arrays."""
+    text = repr(mask)
+    if not re.fullmatch(r"[\w\s(),&|~.=-]*", text):
+        return "sl.Causal() & ..."
+    return re.sub(r"\b[A-Z]\w*(?=\()", lambda name: "sl." * hasattr(masks, name[0]) + name[0], text)
 
 
 def _causal_by_formula(mask: Mask) -> bool:

@@ -102,7 +102,9 @@ def masks_for(mask: Any, q_len: int, kv_len: int | None = None, name: str | None
     except (ValueError, TypeError) as error:
         if name is None:
             raise
-        raise type(error)(f"{name}: {error}") from error
+        text = str(error)
+        names_mask = text.startswith(("mask must", "mask: "))
+        raise type(error)(f"{name}{text.removeprefix('mask')}" if names_mask else f"{name}: {text}") from error
     return masks
 
 

@@ -4,8 +4,8 @@ A kernel of Gluon is plain Python over some thirty names. It runs here as a copy
 nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing, but for a linear one of shared memory,
 see `Placed`. All that the hardware does by itself is done as late as a kernel allows, so that nothing is there by luck:
 
-* a load of the copy engine, or of threads that `copy`, arrives when someone waits for its barrier, and its buffer holds
-  poison before;
+* a load of the copy engine, or of threads by `copy_async`, arrives when someone waits for its barrier, and its buffer
+  holds poison before;
 * a store of the copy engine reads its buffer when the kernel waits for it;
 * a product reads its operands in shared memory when the kernel waits for it, and its result is refused before.
 

@@ -204,7 +204,7 @@ def gather_rows(x, rows, y, BUG: gl.constexpr):
     if BUG == "late":
         buffer.store(gl.zeros([4, 8], gl.float32, gl.AutoLayout()))
     row, column = gl.load(rows + gl.arange(0, 1 if BUG == "shape" else 4)), gl.arange(0, 8)
-    primitives.copy(buffer, x + row[:, None] * 8 + column[None, :])
+    primitives.copy_async(buffer, x + row[:, None] * 8 + column[None, :])
     if BUG == "counted":  # by whoever arrives
         async_copy.mbarrier_arrive(full)
         mbarrier.arrive(full, count=1)
@@ -257,7 +257,7 @@ def multiply_copied(x, y, FENCED: gl.constexpr):
     buffer = gl.allocate_shared_memory(gl.float16, [64, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     full = barriers(1, 128).index(0)
     row, column = gl.arange(0, 64), gl.arange(0, 64)
-    primitives.copy(buffer, x + row[:, None] * 16 + gl.arange(0, 16)[None, :])
+    primitives.copy_async(buffer, x + row[:, None] * 16 + gl.arange(0, 16)[None, :])
     primitives.arrive_when_copied(full)
     mbarrier.wait(full, 0)
     if FENCED:
@@ -446,7 +446,7 @@ def swap_half(GROUP: gl.constexpr, x, y, buffer, TURNS: gl.constexpr, SIZE: gl.c
         if SYNC == "assembly":
             together(8)
         if SYNC == "arguments":
-            primitives.together(8, 256)
+            primitives.named_barrier_sync(8, 256)
         other = buffer.index(turn % 2).slice((1 - GROUP) * SIZE, SIZE).load()
         gl.store(y + turn * 2 * SIZE + GROUP * SIZE + at, other)
 

@@ -26,12 +26,12 @@ from sparse_layers.ops.kernels.gpu.passes import GroupPass
 from sparse_layers.ops.kernels.gpu_attention import hopper
 from sparse_layers.ops.kernels.gpu_attention.route import route
 from sparse_layers.ops.kernels.hopper_gpu import launch, schedule, settings
-from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import layout_of_swapped
+from sparse_layers.ops.kernels.hopper_gpu.backward_kernel import swapped_layout
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
-    WAVES,
-    order_of,
+    NUM_WAVES,
+    order_work_tiles,
 )
-from sparse_layers.ops.kernels.hopper_gpu.views import side_of, view_of
+from sparse_layers.ops.kernels.hopper_gpu.views import box_view, rows_view
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -50,8 +50,8 @@ def launched(monkeypatch):
     found, launch_kernel = [], bridge.call_gluon
 
     def call(kernel, *args, **options):
-        long = max(side.TILE for side in (args[3]["Q"], args[3]["KV"])) > settings.ROWS
-        of = (" of pieces" if args[3]["L"].PIECES else "") + (" of long blocks" if long else "")
+        long = max(side.BLOCK for side in (args[3]["Q"], args[3]["KV"])) > settings.TILE_ROWS
+        of = (" of pieces" if args[3]["L"].NUM_SPLITS else "") + (" of long blocks" if long else "")
         found.append(kernel.fn.__name__ + of)
         if ON_GPU:
             return launch_kernel(kernel, *args, **options)
@@ -181,7 +181,7 @@ def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
     """Of more, blocks are cut into larger parts, over which kernels walk: here into halves."""
     options = {"batch": 1, "segments": (LONGER[:, :690],) * 2, "fwd": (128, 512), "bwd": (512, 128)}
     case = Case("few-tiles", (sl.Causal(), sl.Window(60)), 690, **options)
-    monkeypatch.setattr(settings, "LISTED", 24 * 50)
+    monkeypatch.setattr(settings, "MAX_LIST_BYTES", 24 * 50)
     cases.check(case, case.call("hopper"))
     assert all("long blocks" in name for name in launched)
 
@@ -229,9 +229,9 @@ def test_blocks_come_as_they_are_numbered_where_neighbours_read_the_same(
 
     def record(steps, batch, programs, as_numbered):
         asked.append(as_numbered)
-        return order_of(steps, batch, programs, as_numbered)
+        return order_work_tiles(steps, batch, programs, as_numbered)
 
-    monkeypatch.setattr(launch, "order_of", record)
+    monkeypatch.setattr(launch, "order_work_tiles", record)
     q, k = (jax.ShapeDtypeStruct((1, 1280, n, 64), jnp.bfloat16) for n in heads)
     op = functools.partial(sl.block_sparse_attention, implementation="hopper")
     jax.eval_shape(jax.grad(lambda q, k: op(q, k, k, mask).astype(jnp.float32).sum()), q, k)
@@ -280,7 +280,7 @@ def test_programs_without_work(launched, monkeypatch):
     for exchanging in (False, True):
         monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanging=exchanging))
         cases.check(case, case.call("hopper"))
-    assert found[len(found) // 2 :] == [WAVES * number for number in found[: len(found) // 2]]
+    assert found[len(found) // 2 :] == [NUM_WAVES * number for number in found[: len(found) // 2]]
 
 
 @pytest.mark.parametrize(("granularity", "block"), [(16, 64), (64, 128), (128, 128), (64, 256), (128, 384)])
@@ -456,7 +456,7 @@ def test_dq_is_stored_without_bank_conflicts(columns):
         at = place.reshape(64, columns)[lane // 4, np.arange(0, columns, 8)[:, None] + 2 * (lane % 4)]
         return max(np.bincount(x).max() for x in (at // 2 % 16).reshape(-1, 16))
 
-    bases = layout_of_swapped(64, columns).offset_bases
+    bases = swapped_layout(64, columns).offset_bases
     assert worst(bases) == 1
     assert worst([[1, 4] if basis == [1, 20] else basis for basis in bases]) == 2
 
@@ -469,16 +469,16 @@ def test_dq_is_stored_without_bank_conflicts(columns):
     ],
 )
 def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
-    monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 128)
-    found, cut = [], schedule.cut_by_ranges
+    monkeypatch.setattr(schedule, "CACHED_BYTES", 0)
+    monkeypatch.setattr(schedule, "MIN_RANGE", 128)
+    found, cut = [], schedule.split_by_query_ranges
 
     def record(*args):
         order, pieces = cut(*args)
         found.append((args[-1], pieces))
         return order, pieces
 
-    monkeypatch.setattr(launch, "cut_by_ranges", record)
+    monkeypatch.setattr(launch, "split_by_query_ranges", record)
     case = Case("ranges", masks, length, heads=(4, 2), batch=2, split=split)
     cases.check(case, case.call("hopper"))
     assert {held for held, _ in found} == {64 * (2 + 2 + 4)}  # q, dout and dq
@@ -519,19 +519,19 @@ def orders():
 
 
 def place(row, axis):
-    """As `tiles.place_of` has it."""
+    """As `tiles.view_coordinate` has it."""
     return sum((row // n % size if size else row // n) * step for n, size, step in axis[1]) - axis[0]
 
 
 @pytest.mark.parametrize(("order", "rows", "fits"), list(orders()), ids=str)
 def test_a_tile_of_rows_is_a_box(order, rows, fits):
-    found = view_of(order, rows)
+    found = box_view(order, rows)
     assert (found is not None) == fits
     if found is None:
         return
     lengths, box = found
     assert math.prod(box) == rows and math.prod(lengths) <= order.length
-    side, strides = side_of(order, rows), [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
+    side, strides = rows_view(order, rows), [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
     for first in range(0, side.ROWS, rows):
         corner = [place(first, axis) for axis in side.AXES] or [first]
         inside, tokens = np.ones(box, bool), np.zeros(box, int)
@@ -546,15 +546,20 @@ def test_a_tile_of_rows_is_a_box(order, rows, fits):
 
 
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
-@pytest.mark.parametrize("size", settings.SIZES)
-@pytest.mark.parametrize("block", settings.BLOCKS)
+@pytest.mark.parametrize("size", settings.HEAD_SIZES)
+@pytest.mark.parametrize("block", settings.STEP_KEYS)
 def test_settings_fit(kernel, size, block):
-    for part in {settings.GROUP, settings.PARTS[size]}:
-        stages = settings.stages_of(kernel, size, block, part)
-        assert 2 <= stages <= settings.MOST_STAGES and settings.ROWS % part == 0
-        assert settings.shared_memory(kernel, stages, size, block, part) + 1024 <= settings.SHARED_MEMORY
-        fits = settings.shared_memory(kernel, stages + 1, size, block, part) + 1024 <= settings.SHARED_MEMORY
-        assert stages == settings.MOST_STAGES or not fits
+    for part in {settings.GROUP_ROWS, settings.STEP_QUERIES[size]}:
+        stages = settings.num_stages(kernel, size, block, part)
+        assert 2 <= stages <= settings.MAX_STAGES and settings.TILE_ROWS % part == 0
+        assert settings.shared_memory_bytes(kernel, stages, size, block, part) + 1024 <= settings.SHARED_MEMORY
+        fits = settings.shared_memory_bytes(kernel, stages + 1, size, block, part) + 1024 <= settings.SHARED_MEMORY
+        assert stages == settings.MAX_STAGES or not fits
     # By groups of 128 threads; Triton sets four warps aside for fetching.
-    assert 128 * (settings.ROWS // settings.GROUP * settings.REGISTERS + settings.FETCHING) <= 65536
-    assert settings.REGISTERS % 8 == settings.FETCHING % 8 == 0 and settings.REGISTERS <= 240
+    assert (
+        128 * (settings.TILE_ROWS // settings.GROUP_ROWS * settings.CONSUMER_REGISTERS + settings.PRODUCER_REGISTERS)
+        <= 65536
+    )
+    assert (
+        settings.CONSUMER_REGISTERS % 8 == settings.PRODUCER_REGISTERS % 8 == 0 and settings.CONSUMER_REGISTERS <= 240
+    )

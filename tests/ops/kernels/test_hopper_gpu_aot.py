@@ -169,15 +169,15 @@ def test_compiles_without_spills_or_hazards(case):
             assert not found.warnings and not hazards(found.sass)
             part = name.removesuffix("_kernel")
             larger = part == "backward" and not case.options.get("scale")
-            of = case.size, case.chosen or 128, settings.PARTS[case.size] if larger else settings.GROUP
-            least = settings.shared_memory(part, settings.stages_of(part, *of), *of)
+            of = case.size, case.chosen or 128, settings.STEP_QUERIES[case.size] if larger else settings.GROUP_ROWS
+            least = settings.shared_memory_bytes(part, settings.num_stages(part, *of), *of)
             assert least <= kernel.shared <= least + 1024 <= settings.SHARED_MEMORY
             assert kernel.num_warps == 12
             # Scores and the product before are in flight together, in all loops, of both groups.
             second = "8 rs" if part == "forward" else f"{case.size // 16} ss"
             assert {loop[:3] for loop in overlap(found.sass)} == {(f"{case.size // 16} ss", second, "wait 1")}
             if case.chosen:  # 128 threads copy q and dout, 16 bytes each at a time, and all add four numbers to dq
-                assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP * case.size * 2 // (128 * 16)
+                assert found.sass.count("LDGSTS.E.BYPASS.128 ") >= 2 * settings.GROUP_ROWS * case.size * 2 // (128 * 16)
                 assert {*re.findall(r"REDG\.E\.(\w+\.\w+)", found.sass)} == {"ADD.F32x4"}
 
 

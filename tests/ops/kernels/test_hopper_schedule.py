@@ -9,19 +9,19 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops.kernels.hopper_gpu import schedule
 from sparse_layers.ops.kernels.hopper_gpu.schedule import (
-    FAR,
-    LONG,
-    OWN_STEPS,
-    WAVES,
-    cut_by_ranges,
-    cut_if_it_pays,
-    dealt,
-    in_waves,
+    LONG_FACTOR,
+    LONG_SHARE,
+    NUM_WAVES,
+    OVERHEAD_STEPS,
+    assign_greedily,
+    build_schedule,
+    finish_time,
+    has_overlapping_neighbors,
     makespan,
-    neighbours_share,
-    order_of,
-    schedule_of,
-    taken,
+    order_work_tiles,
+    split_by_query_ranges,
+    split_into_waves,
+    split_long_lists,
 )
 from sparse_layers.ops.planning.lists import BlockLists, planned_block_pairs
 
@@ -31,7 +31,7 @@ from sparse_layers.ops.planning.lists import BlockLists, planned_block_pairs
 def test_schedules(batch, shape, programs, known):
     steps = np.random.default_rng(0).integers(0, 60, shape).astype(np.int32)
     steps[:, 0, 1] = 9000  # much more than what is left for each of the other programs
-    schedule = np.asarray(schedule_of(steps if known else jnp.asarray(steps), batch, programs))
+    schedule = np.asarray(build_schedule(steps if known else jnp.asarray(steps), batch, programs))
     items = batch * shape[1] * shape[2]
     assert schedule.dtype == np.int32 and schedule.shape[1] == min(programs, items)
     assert sorted(schedule[schedule >= 0]) == list(range(items))
@@ -42,9 +42,9 @@ def test_schedules(batch, shape, programs, known):
     most = longest + (60 if known else 2 * costs[costs < 9000].sum() / programs + 60)
     assert makespan(schedule, costs) <= most
     for as_numbered in (False, True):
-        order = np.asarray(order_of(steps if known else jnp.asarray(steps), batch, programs, as_numbered))
+        order = np.asarray(order_work_tiles(steps if known else jnp.asarray(steps), batch, programs, as_numbered))
         assert order.dtype == np.int32 and sorted(order) == list(range(items))
-        assert taken(order, costs, programs) <= most
+        assert finish_time(order, costs, programs) <= most
 
 
 @pytest.mark.parametrize("heads", [4, 32])
@@ -58,18 +58,18 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
     for number, one in enumerate((block % 16 + 1, several, block + 1, np.where(block == 0, 8 * blocks, 16))):
         steps = np.tile(one.astype(np.int32), (1, heads, 1))
         given, orders = steps if known else jnp.asarray(steps), []
-        schedule = np.asarray(schedule_of(given, 1, 132))
-        costs, own = steps.ravel(), steps.ravel() + OWN_STEPS
+        schedule = np.asarray(build_schedule(given, 1, 132))
+        costs, own = steps.ravel(), steps.ravel() + OVERHEAD_STEPS
         # Of few items, and of long ones, the last may come late.
         best = max(own.sum() / 132, own.max())
         uneven = 1.04 if known else 1.6 if number == 3 else 1.25
         assert makespan(schedule, costs) <= uneven * best + (1 if known else 16), number
         together = 1 if known else -(-251 // blocks)
         last = blocks * heads - (4 * 132 if known else 0)  # or later
-        far = known & (costs > FAR * costs.mean()) & (costs > LONG * costs.sum() / 132)
+        far = known & (costs > LONG_FACTOR * costs.mean()) & (costs > LONG_SHARE * costs.sum() / 132)
         for as_numbered in (False, True):
-            order = np.asarray(order_of(given, 1, 132, as_numbered))
-            assert taken(order, costs, 132) <= uneven * best + 1, number
+            order = np.asarray(order_work_tiles(given, 1, 132, as_numbered))
+            assert finish_time(order, costs, 132) <= uneven * best + 1, number
             assert np.all(far[order[: far.sum()]])  # what takes far longer comes first, then one head after the other
             orders.append(order[far.sum() :][: max(last - far.sum(), 0)])
         by_length, by_number = orders
@@ -77,7 +77,7 @@ def test_schedules_are_balanced_and_keep_heads_together(known, blocks, heads):
             assert np.all(np.diff(order // blocks // together) >= 0)
         if known:
             assert np.all(np.diff(by_number) >= 0)
-        place = np.argsort(order_of(given, 1, 132, False))  # of each item
+        place = np.argsort(order_work_tiles(given, 1, 132, False))  # of each item
         for items in (by_length, *(column[column >= 0] for column in schedule.T)):  # of a region the longest first
             assert np.all(np.diff(place[items]) > 0)
             late = known and (block * one).sum() > block.mean() * one.sum()
@@ -95,11 +95,11 @@ def test_of_heads_with_many_blocks_parts_come_one_after_the_other(blocks):
     one = block - np.append(0, borders)[np.searchsorted(borders, block, side="right")] + 1
     steps = np.tile(one.astype(np.int32), (1, 8, 1))
     size = {502: 251, 755: 252, 4096: 256}[blocks]
-    order, costs = np.asarray(order_of(jnp.asarray(steps), 1, 132, False)), steps.ravel()
+    order, costs = np.asarray(order_work_tiles(jnp.asarray(steps), 1, 132, False)), steps.ravel()
     part = order // size
     assert np.all(np.diff(part) >= 0)
     assert np.all((np.diff(costs[order]) <= 0) | (np.diff(part) > 0))
-    assert taken(order, costs, 132) <= 1.05 * (costs + OWN_STEPS).sum() / 132
+    assert finish_time(order, costs, 132) <= 1.05 * (costs + OVERHEAD_STEPS).sum() / 132
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(8, 1024), (4, 1024), (8, 2048)])
@@ -107,8 +107,8 @@ def test_sweeps_are_even_where_long_lists_end(heads, blocks):
     """One document over a third of the tokens, and then short ones."""
     one = np.where(np.arange(blocks) < blocks // 3, np.arange(blocks), np.arange(blocks) % 16) + 1
     costs = np.tile(one.astype(np.int32), (1, heads, 1))
-    planned = np.asarray(schedule_of(jnp.asarray(costs), 1, 132))
-    assert makespan(planned, costs.ravel()) <= 1.06 * (costs + OWN_STEPS).sum() / 132
+    planned = np.asarray(build_schedule(jnp.asarray(costs), 1, 132))
+    assert makespan(planned, costs.ravel()) <= 1.06 * (costs + OVERHEAD_STEPS).sum() / 132
 
 
 def test_items_of_several_heads_end_a_schedule_only_where_that_is_sooner():
@@ -116,11 +116,11 @@ def test_items_of_several_heads_end_a_schedule_only_where_that_is_sooner():
     draw, head = np.random.default_rng(0), np.repeat(np.arange(32), 128)
     causal = 4 * (128 - np.arange(128))  # of four query heads
     for one, heads in ((np.full(128, 9), 32), (draw.poisson(13, 128), 32), (causal, 8)):
-        order = order_of(np.tile(one, (1, heads, 1)), 1, 132, False)
+        order = order_work_tiles(np.tile(one, (1, heads, 1)), 1, 132, False)
         assert np.all(np.diff(head[order][:-132]) >= 0)
     borders = np.sort(draw.choice(np.arange(1, 128), 7, replace=False))
     documents = np.arange(128) - np.append(0, borders)[np.searchsorted(borders, np.arange(128), side="right")]
-    assert np.any(np.diff(head[order_of(np.tile(documents, (1, 5, 1)), 1, 132, False)][:-132]) < 0)
+    assert np.any(np.diff(head[order_work_tiles(np.tile(documents, (1, 5, 1)), 1, 132, False)][:-132]) < 0)
 
 
 def test_neighbours_share():
@@ -130,7 +130,7 @@ def test_neighbours_share():
     for lists, shared in ((near, True), ([[j + 4 * (i % 2) for j in range(4)] for i in range(9)], False)):
         spans[..., 2] = 4 * np.arange(1, 19).reshape(2, 9)
         spans[..., :2] = spans[..., 2:] - 4
-        assert neighbours_share(spans, np.tile(np.ravel(lists), 2).astype(np.int32), 20) == shared
+        assert has_overlapping_neighbors(spans, np.tile(np.ravel(lists), 2).astype(np.int32), 20) == shared
 
 
 @pytest.mark.parametrize("rounds", [1, 7, 8, 19])
@@ -139,8 +139,8 @@ def test_waves(rounds, known):
     """Each program's items, in their order, are those of several that begin one after the other."""
     schedule = np.pad(np.arange(5 * rounds, dtype=np.int32).reshape(rounds, 5), [(0, 1), (0, 0)], constant_values=-1)
     schedule[rounds - 1, 3:] = -1
-    found = np.asarray(in_waves(schedule if known else jnp.asarray(schedule)))
-    assert found.dtype == np.int32 and found.shape == (-(-rounds // WAVES) + 1, WAVES * 5)
+    found = np.asarray(split_into_waves(schedule if known else jnp.asarray(schedule)))
+    assert found.dtype == np.int32 and found.shape == (-(-rounds // NUM_WAVES) + 1, NUM_WAVES * 5)
     assert np.all((found[1:] < 0) | (found[:-1] >= 0)) and np.all(found[-1] < 0)
     for program, line in enumerate(schedule.T):
         own = found[:, program::5].T.ravel()
@@ -152,17 +152,17 @@ def test_dealt(items, programs):
     """Items go in their order, each to a program that has least until then."""
     draw = np.random.default_rng(items)
     order, costs = draw.permutation(items).astype(np.int32), draw.integers(0, 60, items)
-    found = dealt(order, costs, programs)
+    found = assign_greedily(order, costs, programs)
     assert found.dtype == np.int32 and found.shape[1] == min(items, programs)
     by_item = np.empty(items, int)
     by_item[order] = costs
-    assert makespan(found, by_item) == max(sum(by_item[x] + OWN_STEPS for x in line if x >= 0) for line in found.T)
-    had, taken = np.zeros((2, found.shape[1]), int)
+    assert makespan(found, by_item) == max(sum(by_item[x] + OVERHEAD_STEPS for x in line if x >= 0) for line in found.T)
+    had, counts = np.zeros((2, found.shape[1]), int)
     for item, cost in zip(order, costs, strict=True):
         ((number, program),) = np.argwhere(found == item)
-        assert had[program] == had.min() and number == taken[program]
-        had[program] += cost + OWN_STEPS
-        taken[program] += 1
+        assert had[program] == had.min() and number == counts[program]
+        had[program] += cost + OVERHEAD_STEPS
+        counts[program] += 1
     assert np.ptp(had) <= 60
 
 
@@ -176,7 +176,7 @@ def test_pieces(lost):
     own = key_heads == np.arange(2)[:, None]
     steps = own @ counts
     before = np.concatenate([(counts[x].cumsum(0) - counts[x]) for x in own])
-    order, pieces = cut_if_it_pays(steps, before, key_heads, batch, programs, lost)
+    order, pieces = split_long_lists(steps, before, key_heads, batch, programs, lost)
     costs = np.tile(steps.ravel(), batch)
     if lost:
         assert pieces is None and order is None
@@ -196,8 +196,8 @@ def test_pieces(lost):
             part += 1
         found.append(sum(map(len, parts)))
     assert all(np.all(x == 1) for x in walked)
-    whole = taken(order_of(steps[None], batch, programs, False), costs, programs)
-    assert taken(order, np.tile(found, batch), programs) < 1.1 * costs.sum() / programs < whole
+    whole = finish_time(order_work_tiles(steps[None], batch, programs, False), costs, programs)
+    assert finish_time(order, np.tile(found, batch), programs) < 1.1 * costs.sum() / programs < whole
 
 
 @pytest.mark.parametrize(("group", "longest", "cut"), [(8, 128, True), (4, 128, False), (8, 32, False)])
@@ -205,7 +205,7 @@ def test_long_lists_of_many_query_heads_are_cut_by_head(group, longest, cut):
     """A causal mask, whose whole items would be done as early."""
     counts, head = longest - np.arange(longest), np.arange(4 * group)
     steps, before = np.tile(group * counts, (4, 1)), (head % group)[:, None] * counts
-    _, pieces = cut_if_it_pays(steps, before, head // group, 4, 132, 20)
+    _, pieces = split_long_lists(steps, before, head // group, 4, 132, 20)
     assert (pieces is not None) == cut
     if pieces is not None:
         block, first, end, skipped, stop = pieces.T
@@ -221,11 +221,11 @@ def lists_of(masks, length, queries=128):
 @pytest.mark.parametrize(("length", "programs", "alike"), [(8192, 5, False), (9000, 132, False), (9000, 132, True)])
 def test_pieces_of_ranges(monkeypatch, length, programs, alike):
     """Each entry of each query head is in one piece, with entries of its range only, and later ranges come first."""
-    monkeypatch.setattr(schedule, "CACHED", 0)
-    monkeypatch.setattr(schedule, "SHORTEST_RANGE", 5 * 128)
+    monkeypatch.setattr(schedule, "CACHED_BYTES", 0)
+    monkeypatch.setattr(schedule, "MIN_RANGE", 5 * 128)
     lists = lists_of([sl.Causal(), sl.Causal() & (sl.Window(64) | sl.Columns(128, 120))], length)
     kinds, key_heads, batch = np.full(6, 1) if alike else np.arange(6) % 2, np.arange(6) // 3, 2
-    order, pieces = cut_by_ranges(lists, kinds, key_heads, batch, programs, 128, 1)
+    order, pieces = split_by_query_ranges(lists, kinds, key_heads, batch, programs, 128, 1)
     assert order is not None and pieces is not None and order.dtype == pieces.dtype == np.int32
     np.testing.assert_array_equal(order, np.arange(batch * len(pieces) * (6 if alike else 1)))
     if alike:  # those of head 0
@@ -246,7 +246,7 @@ def test_pieces_of_ranges(monkeypatch, length, programs, alike):
         np.testing.assert_array_equal(own, here)
     assert ranges == sorted(ranges)
     nothing = dataclasses.replace(lists, spans=np.zeros_like(lists.spans), block=lists.block[:0])
-    assert cut_by_ranges(nothing, kinds, key_heads, batch, programs, 128, 1) == (None, None)
+    assert split_by_query_ranges(nothing, kinds, key_heads, batch, programs, 128, 1) == (None, None)
 
 
 FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
@@ -268,7 +268,7 @@ FIXED = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
 def test_lists_are_cut_where_programs_drift_apart(mask, length, heads, is_cut):
     """With one mask of all heads of one batch entry, on 132 multiprocessors, in bfloat16 and with heads of 128."""
     head = np.arange(heads)
-    _, pieces = cut_by_ranges(lists_of([mask], length), 0 * head, head, 1, 132, 128, 128 * 8)
+    _, pieces = split_by_query_ranges(lists_of([mask], length), 0 * head, head, 1, 132, 128, 128 * 8)
     assert (pieces is not None) == is_cut
 
 
@@ -280,7 +280,7 @@ def test_lists_are_cut_where_programs_stray_apart(length, queries, group, is_cut
     """Causal lists are nearly of one length; where they are long, programs are soon at different queries."""
     head = np.arange(4 * group)
     lists = lists_of([sl.Causal()], length, queries)
-    order, pieces = cut_by_ranges(lists, 0 * head, head // group, 1, 132, queries, 128 * 8)
+    order, pieces = split_by_query_ranges(lists, 0 * head, head // group, 1, 132, queries, 128 * 8)
     assert (pieces is not None) == is_cut
     if order is not None and pieces is not None:  # of one head, whatever their number
         assert len(order) == len(head) * len(pieces) < len(head) * (length // 128) * (length // 16384 + 1) / 2 * 1.2
@@ -307,5 +307,5 @@ def made(blocks, step=1):
 )
 def test_what_lists_are_cut_by(blocks, step, held, is_cut):
     head = np.arange(8)
-    _, pieces = cut_by_ranges(made(blocks, step), 0 * head, head, 1, 132, 128, held)
+    _, pieces = split_by_query_ranges(made(blocks, step), 0 * head, head, 1, 132, 128, held)
     assert (pieces is not None) == is_cut

@@ -133,7 +133,7 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
         if "W" in constants and constants["Q"].GATHERED:
             rows.add(constants["Q"].ROWS)
-            if constants["W"].PIECES:
+            if constants["W"].SPLITS:
                 pieces.add(kernel.fn.__name__)
         return call(kernel, grid, arrays, outputs, constants, *rest)
 

@@ -61,7 +61,9 @@ def launched(monkeypatch, request):
 def gathered_by(launched):
     """Queries in a turn, pieces of a batch entry, and keys of a tile; no other kernel had a part in the gradients."""
     assert not {"backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
-    (found,) = {(of["F"].T, of["L"].PIECES, of["KV"].TILE) for name, of in launched if name == "query_gather_kernel"}
+    (found,) = {
+        (of["F"].T, of["L"].NUM_SPLITS, of["KV"].BLOCK) for name, of in launched if name == "query_gather_kernel"
+    }
     return found
 
 
@@ -303,14 +305,14 @@ def test_what_it_does_not_is_done_by_others(launched, options: dict[str, Any], k
     assert {"query_gather_kernel", "dkv_kernel"} & {name for name, _ in launched} == {kernel}
 
 
-@pytest.mark.parametrize("size", settings.SIZES)
-@pytest.mark.parametrize("block", settings.BLOCKS)
+@pytest.mark.parametrize("size", settings.HEAD_SIZES)
+@pytest.mark.parametrize("block", settings.STEP_KEYS)
 def test_settings_fit(size, block):
-    stages = settings.stages_of("gathered", size, block)
-    step = 2 if block == settings.GROUP else 1  # each of two groups has its own
-    assert 2 <= stages <= settings.MOST_STAGES and stages % step == 0
-    assert settings.shared_memory("gathered", stages, size, block) + 1024 <= settings.SHARED_MEMORY
-    fits = settings.shared_memory("gathered", stages + step, size, block) + 1024 <= settings.SHARED_MEMORY
-    assert stages + step > settings.MOST_STAGES or not fits
-    computing, fetching = settings.GATHERING
+    stages = settings.num_stages("query_gather", size, block)
+    step = 2 if block == settings.GROUP_ROWS else 1  # each of two groups has its own
+    assert 2 <= stages <= settings.MAX_STAGES and stages % step == 0
+    assert settings.shared_memory_bytes("query_gather", stages, size, block) + 1024 <= settings.SHARED_MEMORY
+    fits = settings.shared_memory_bytes("query_gather", stages + step, size, block) + 1024 <= settings.SHARED_MEMORY
+    assert stages + step > settings.MAX_STAGES or not fits
+    computing, fetching = settings.GATHER_REGISTERS
     assert 128 * (2 * computing + fetching) <= 65536 and computing % 8 == fetching % 8 == 0

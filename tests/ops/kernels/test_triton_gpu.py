@@ -21,7 +21,13 @@ from sparse_layers.ops.kernels.call import Call, Operands
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
 from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
-from sparse_layers.ops.kernels.gpu.work import LEAST_STEPS, MOST_PIECES, begin_order, cut, pieces_of
+from sparse_layers.ops.kernels.gpu.splits import (
+    MAX_SPLITS,
+    MIN_STEPS,
+    count_splits,
+    longest_first_order,
+    split_work_tiles,
+)
 from sparse_layers.ops.kernels.gpu_attention import run
 from sparse_layers.ops.kernels.gpu_attention.route import route
 from sparse_layers.ops.kernels.triton_gpu import launch, settings
@@ -274,7 +280,7 @@ def test_long_lists_begin_first(steps, few):
     steps = np.stack([np.tile(steps, (3, 1)), np.tile(steps[::-1], (3, 1))])  # [LB, heads, blocks]
     blocks = steps.shape[-1]
     for run_time in (False, True):
-        order = begin_order(jnp.asarray(steps) if run_time else steps, few)
+        order = longest_first_order(jnp.asarray(steps) if run_time else steps, few)
         assert order.dtype == np.int32 and order.shape == (3 * blocks, 2)
         for own, job in zip(steps, np.asarray(order).T, strict=True):
             np.testing.assert_array_equal(np.sort(job), np.arange(3 * blocks))  # each once
@@ -289,13 +295,13 @@ def test_long_lists_begin_first(steps, few):
 
 
 def test_blocks_that_take_as_long_need_no_order():
-    assert begin_order(np.full((1, 4, 9), 5), 10**6) is None
-    assert begin_order(np.zeros((2, 4, 5), int), 0) is None
+    assert longest_first_order(np.full((1, 4, 9), 5), 10**6) is None
+    assert longest_first_order(np.zeros((2, 4, 5), int), 0) is None
 
 
 def check_cut(found, steps, number):
     """Each step of each job that is cut is in one of its pieces, in order; the others have none."""
-    work, pieces = np.asarray(found.work), np.asarray(found.pieces)
+    work, pieces = np.asarray(found.steps), np.asarray(found.ranges)
     assert work.dtype == pieces.dtype == np.int32
     assert work.shape == (len(work), len(steps), 3) and pieces.shape == (*steps.shape, 2)
     used = np.zeros(work.shape[:2], bool)
@@ -316,21 +322,21 @@ def test_pieces_are_all_of_a_long_list():
     rng = np.random.default_rng(0)
     for slots, size in itertools.product((1, 8, 264), (1, 30, 3000)):
         steps = np.where(rng.random((2, 40)) < 0.9, rng.integers(0, 12, (2, 40)), rng.integers(0, size, (2, 40)))
-        number = pieces_of(steps, 3, slots)
-        limit = max(LEAST_STEPS, steps.sum() * 3 / slots)
+        number = count_splits(steps, 3, slots)
+        limit = max(MIN_STEPS, steps.sum() * 3 / slots)
         assert ((number > 0) == (steps > limit)).all()
-        assert (steps[number > 1] / number[number > 1] > LEAST_STEPS / 2).all()
+        assert (steps[number > 1] / number[number > 1] > MIN_STEPS / 2).all()
         own = np.where(rng.random(steps.shape) < 0.3, rng.integers(0, 9, steps.shape), number)  # also more than steps
         for asked in (number, own):
-            found = cut(steps, asked)
+            found = split_work_tiles(steps, asked)
             assert (found is None) == (not asked.any())
             if found is not None:
                 check_cut(found, steps, asked)
-        later = cut(jnp.asarray(steps), jnp.asarray(own), 1000)
+        later = split_work_tiles(jnp.asarray(steps), jnp.asarray(own), 1000)
         check_cut(later, steps, own)
-        np.testing.assert_array_equal(later.pieces, found.pieces)
-        np.testing.assert_array_equal(later.work[: len(found.work)], found.work)
-    assert pieces_of(np.full((1, 1), 10**6), 1, 10**6).tolist() == [[MOST_PIECES]]
+        np.testing.assert_array_equal(later.ranges, found.ranges)
+        np.testing.assert_array_equal(later.steps[: len(found.steps)], found.steps)
+    assert count_splits(np.full((1, 1), 10**6), 1, 10**6).tolist() == [[MAX_SPLITS]]
 
 
 CUT_T, CUT_HEADS = 300, (8, 2)
@@ -394,9 +400,9 @@ def check_work(prepared, dkv):
     steps = steps.reshape(batches, -1)
     assert prepared.work_tiles == steps.shape[1]
     number = np.zeros_like(steps)
-    if prepared.cut is not None:
-        number = np.diff(prepared.cut.pieces)[..., 0]
-        check_cut(prepared.cut, steps, number)
+    if prepared.splits is not None:
+        number = np.diff(prepared.splits.ranges)[..., 0]
+        check_cut(prepared.splits, steps, number)
     if prepared.order is not None:
         every = np.broadcast_to(np.arange(prepared.work_tiles)[:, None], (prepared.work_tiles, batches))
         np.testing.assert_array_equal(np.sort(prepared.order, axis=0), every)
@@ -472,7 +478,7 @@ def test_settings_say_how_often_to_cut():
         (5, 1000, {"num_key_splits": 5}),
         (4, 1000, {"blocksize_keys": 256}),
         (2, 1000, {"blocksize_keys": 256, "num_key_splits": 2}),
-        (MOST_PIECES, 10**6, {"blocksize_keys": 16}),
+        (MAX_SPLITS, 10**6, {"blocksize_keys": 16}),
     ):
         assert settings.pieces_asked(sl.FwdParams(**given), rows) == number
 
@@ -586,7 +592,7 @@ def cut_kernels(monkeypatch):
     found = set()
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
-        if "W" in constants and constants["W"].PIECES:
+        if "W" in constants and constants["W"].SPLITS:
             found.add(kernel.fn.__name__.removesuffix("_kernel"))
         return call(kernel, grid, arrays, outputs, constants, *rest)
 

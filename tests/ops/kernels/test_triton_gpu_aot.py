@@ -138,14 +138,14 @@ def test_tiles_that_are_too_large_do_not_fit():
 
 
 # Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
-OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "PARTS": 1, "PACK": 1}
+OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "TILES": 1, "PACK": 1}
 # But for these: where results go is always given, and looked up by token or by row; key heads are never packed, nor
 # keys gathered; kernels whose programs hold queries have all of a block, and that by key has only choices.
-ALWAYS = {"OUT.GIVEN", "KV.PACK", "KV.GATHERED"}
-OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "PARTS")} | {
+ALWAYS = {"OUT.EXISTS", "KV.PACK", "KV.GATHERED"}
+OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "TILES")} | {
     f"L.{x}" for x in ("ANY_FREE", "ANY_MASKED", "CHOSEN")
 }
-OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.PARTS", "OUT.BY_TOKEN", "W.MERGED"}
+OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.TILES", "OUT.BY_TOKEN", "W.MERGED"}
 NO_SWITCHES = {
     "forward_kernel": ALWAYS | {"Q.GATHERED"},
     "dq_kernel": ALWAYS | {"Q.GATHERED"},

@@ -1,27 +1,42 @@
-"""Attention of a decoding step: the kernel that reads rows of a cache where they lie, and the one that merges splits.
+"""Attention of a decoding step: a kernel that reads rows of a cache in place, and one that merges splits.
 
-A program has the query heads of one key head of one query token, and walks over its share of the rows that are listed
-for it, part by part. Rows that are not seen are not read. What a program computes of its share is merged by lse.
+**One split a program.** It has the query heads of one key head, at one query token, and a split of their list.
 
-Several query heads share a softmax state of one row each, and matrix products. A single one has a state in each place
-of a tile instead, and the places are put together at the end: within the loop no thread waits for another warp's, which
-is what a step from tile to tile takes most of its time for.
+**Lists name rows of the cache.** Rows that the query does not see are not read.
+
+**Lists of several arrays are one.** A program walks over them as if they were, so that loads are on their way all the
+time.
+
+**Several query heads share matrix products.** Their softmax has a state for each head, as in the forward kernel.
+
+**A single query head has a state in each lane of a tile.** Lanes are merged at the end. Within the loop no thread waits
+for another warp's, which takes most of the time from one tile to the next.
+
+A query with two arrays and two splits; STAGES tiles of keys are on their way::
+
+    steps      0        1        2        3        4        5
+    rows       array 0  array 0  array 0  array 1  array 1  array 1
+    program    split 0  split 0  split 0  split 1  split 1  split 1
+
+    begin      q_tile, then m_i, l_i, acc of sinks and of the new token, which split 0 writes to the arrays
+    a step     rows -> k_tile, v_tile -> scores -> m_new, p, alpha -> acc = acc * alpha + p @ v_tile
+    end        lanes are merged, out = acc / l_i, and lse of the split for `merge_kernel`
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..gpu.tiles import addresses, full, load_rows, logits, store_rows, zeros
+from ..gpu.tiles import LOG2_E, addresses, full, load_rows, logits, store_rows, zeros
 
 
 class Kept(NamedTuple):
-    """What the kernel knows of one of the arrays that keep keys, and of the list of rows that are read of it."""
+    """Sizes of one array of keys, and of the list of its rows that are read."""
 
     HEADS: int
     ROWS: int  # of a head
@@ -31,13 +46,13 @@ class Kept(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the kernels know of a step; a constant of their compilation."""
+    """Constants of the kernels' compilation."""
 
     TOKENS: int  # queries in a row of a sequence, neighbouring batch entries
     HEADS: int  # key heads that are read, each with:
     GROUP: int  # query heads
     LISTS: int  # lists of rows of a query token: 1 or HEADS
-    LENGTH: int  # of the lists of all arrays together, and of what is before them
+    LENGTH: int  # of the lists of all arrays, with the integers before them
     H: int
     HV: int
     D: int  # H and HV, rounded up to powers of two
@@ -48,73 +63,138 @@ class Step(NamedTuple):
     SINKS: bool
     WRITES: bool  # whether a token is written, and attended to: before lists, whether it is seen (0, -1), and its rows
     SPLITS: int  # programs that share a list
-    STAGES: int  # tiles of keys that are on their way, and where their rows are told
+    STAGES: int  # tiles of keys that are on their way
     ROWS: int  # rows of a tile of queries, a power of two, 1 for a single query head; as are:
     TILE: int  # rows of a tile of keys
     PARTIAL: int  # SPLITS, rounded up
 
 
-@triton.jit
-def _added(peak, total, out, x, values, dtype: tl.constexpr):
-    """The state of a softmax (peak, sum, weighted values) with logits [rows, keys] to base 2, and values, of more."""
-    highest = tl.maximum(peak, tl.max(x, 1))
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(peak - base)
-    out = tl.dot(weights.to(dtype), values, out * shrink[:, None], input_precision="ieee")
-    return highest, total * shrink + tl.sum(weights, 1), out
+class NewToken(NamedTuple):
+    """The token that is written; without one, any values."""
+
+    k: Any  # [1, D]
+    v: Any  # [1, DV]
+    seen: Any  # 0 if the query sees it, else -1
+
+
+class Reads(NamedTuple):
+    """Tuples with an entry for each array that is read."""
+
+    k: Any  # pointers to a head
+    v: Any
+    first_step: Any
+    length: Any  # of the list
+
+
+# --- states of a softmax: (m_i, l_i, acc), to base 2 -----------------------------------------------------------------
 
 
 @triton.jit
-def _added_by_place(peak, total, out, x, values):
-    """As `_added`, of states of their own in the places of a tile: logits [places], values [places, size]."""
-    highest = tl.maximum(peak, x)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weights, shrink = tl.exp2(x - base), tl.exp2(peak - base)
-    return highest, total * shrink + weights, out * shrink[:, None] + weights[:, None] * values
+def _update(m_i, l_i, acc, scores, v_tile, dtype: tl.constexpr):
+    """Adds scores [ROWS, TILE] and values [TILE, DV] to a state for each row."""
+    m_new = tl.maximum(m_i, tl.max(scores, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p, alpha = tl.exp2(scores - shift[:, None]), tl.exp2(m_i - shift)
+    acc = tl.dot(p.to(dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
 
 
 @triton.jit
-def _together(peak, total, out, each_peak, each_total, each_out):
-    """The state of one row, and the states of places, as one state of one row."""
-    highest = tl.maximum(peak, tl.max(each_peak, 0))
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    shrink, weights = tl.exp2(peak - base), tl.exp2(each_peak - base)
-    total = total * shrink + tl.sum(each_total * weights, 0)
-    return highest, total, out * shrink[:, None] + tl.sum(each_out * weights[:, None], 0)[None, :]
+def _update_lanes(m_i, l_i, acc, scores, v_tile):
+    """Adds scores [TILE] and values [TILE, DV] to a state for each lane."""
+    m_new = tl.maximum(m_i, scores)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p, alpha = tl.exp2(scores - shift), tl.exp2(m_i - shift)
+    return m_new, l_i * alpha + p, acc * alpha[:, None] + p[:, None] * v_tile
 
 
 @triton.jit
-def _started(queries, new_k, new_v, seen, sinks, head, C: tl.constexpr):
-    """The state of a softmax over sinks and the new token, of which neither has to be there."""
+def _merge_lanes(m_i, l_i, acc, lane_m, lane_l, lane_acc):
+    """Adds the states of all lanes to the state of one row."""
+    m_new = tl.maximum(m_i, tl.max(lane_m, 0))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, weights = tl.exp2(m_i - shift), tl.exp2(lane_m - shift)
+    l_i = l_i * alpha + tl.sum(lane_l * weights, 0)
+    return m_new, l_i, acc * alpha[:, None] + tl.sum(lane_acc * weights[:, None], 0)[None, :]
+
+
+@triton.jit
+def _initial_state(q_tile, new, sinks, head, C: tl.constexpr):
+    """The state of sinks and of the new token, each if there is one."""
     row = tl.arange(0, C.ROWS)
-    peak, total, out = full(C.ROWS, float("-inf")), full(C.ROWS, 0.0), zeros(C.ROWS, C.DV)
+    m_i, l_i, acc = full(C.ROWS, float("-inf")), full(C.ROWS, 0.0), zeros(C.ROWS, C.DV)
     if C.SINKS:
-        peak = tl.load(sinks + head * C.GROUP + row, mask=row < C.GROUP, other=0.0) * 1.4426950408889634
-        total += 1.0
+        m_i = tl.load(sinks + head * C.GROUP + row, mask=row < C.GROUP, other=0.0) * LOG2_E
+        l_i += 1.0
     if C.WRITES:
-        x = logits(tl.sum(queries.to(tl.float32) * new_k.to(queries.dtype).to(tl.float32), 1), C)
-        x = tl.where(seen >= 0, x, float("-inf"))
-        highest = tl.maximum(peak, x)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        weight, total = tl.exp2(x - base), total * tl.exp2(peak - base)
-        out = weight[:, None] * tl.where(seen >= 0, new_v.to(queries.dtype).to(tl.float32), 0.0)
-        peak, total = highest, total + weight
-    return peak, total, out
+        scores = logits(tl.sum(q_tile.to(tl.float32) * new.k.to(q_tile.dtype).to(tl.float32), 1), C)  # [ROWS]
+        scores = tl.where(new.seen >= 0, scores, float("-inf"))
+        m_new = tl.maximum(m_i, scores)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, l_i = tl.exp2(scores - shift), l_i * tl.exp2(m_i - shift)
+        acc = p[:, None] * tl.where(new.seen >= 0, new.v.to(q_tile.dtype).to(tl.float32), 0.0)
+        m_i, l_i = m_new, l_i + p
+    return m_i, l_i, acc
+
+
+# --- rows of the cache -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rows_of_step(step, ks, vs, starts, ends, rows, C: tl.constexpr):
-    """Keys and values of the array that a step reads, and its rows of them [TILE], negative for none.
+def _load_new_token(q_tile, new_k, new_v, k_dtype: tl.constexpr, v_dtype: tl.constexpr, rows, position, vector,
+                    C: tl.constexpr):  # fmt: skip
+    """The `NewToken` of a key head, in the dtypes of the arrays."""
+    k, v, seen = q_tile, q_tile, position
+    if C.WRITES:
+        column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
+        seen, new_k, new_v = tl.load(rows + 1), new_k + vector * C.H, new_v + vector * C.HV
+        k = tl.load(new_k + column, mask=column < C.H, other=0.0).to(k_dtype)[None, :]
+        v = tl.load(new_v + column_v, mask=column_v < C.HV, other=0.0)
+        v = v.to(v_dtype)[None, :]
+    return NewToken(k, v, seen)
 
-    ``starts`` are the first steps of the arrays, ``ends`` the lengths of their lists.
+
+@triton.jit
+def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head, split, C: tl.constexpr):
+    """(`Reads` of a key head, steps of all lists); split 0 writes the new token.
+
+    The lists are walked over as if they were one.
     """
-    k, v, start, end, first = ks[0], vs[0], starts[0], ends[0], 0 * step + C.KEPT[0].FIRST
+    column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
+    ks, vs, first_steps, lengths, steps = (), (), (), (), position * 0
+    for i in tl.static_range(len(C.KEPT)):
+        row = (sequence * C.KEPT[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.KEPT[i].ROWS
+        k, v, length = k_arrays[i] + row * C.H, v_arrays[i] + row * C.HV, position * 0 + C.KEPT[i].COUNT
+        if C.WRITES:
+            new_row = tl.load(rows + 2 + i).to(tl.int64)
+            writes = (new_row >= 0) & (split == 0)
+            tl.store(k + new_row * C.H + column[None, :], new.k, mask=(column < C.H)[None, :] & writes)
+            tl.store(v + new_row * C.HV + column_v[None, :], new.v, mask=(column_v < C.HV)[None, :] & writes)
+        if C.KEPT[i].CLASSES > 0:
+            length = tl.minimum(length, position // C.KEPT[i].CLASSES + 1)
+        # Triton knows no stars.
+        ks, vs = ks + (k,), vs + (v,)  # noqa: RUF005
+        first_steps, lengths = first_steps + (steps,), lengths + (length,)  # noqa: RUF005
+        steps += tl.cdiv(length, C.TILE)
+    return Reads(ks, vs, first_steps, lengths), steps
+
+
+@triton.jit
+def _load_step_rows(step, reads, rows, C: tl.constexpr):
+    """(k, v, rows) of a step: pointers to the array that it reads, and rows [TILE] of it, negative for none."""
+    k, v, first_step, length = reads.k[0], reads.v[0], reads.first_step[0], reads.length[0]
+    first = 0 * step + C.KEPT[0].FIRST
     for i in tl.static_range(1, len(C.KEPT)):
-        here = step >= starts[i]
-        k, v, first = tl.where(here, ks[i], k), tl.where(here, vs[i], v), tl.where(here, C.KEPT[i].FIRST, first)
-        start, end = tl.where(here, starts[i], start), tl.where(here, ends[i], end)
-    place = (step - start) * C.TILE + tl.arange(0, C.TILE)
-    return k, v, tl.load(rows + first + place, mask=place < end, other=-1)
+        is_later = step >= reads.first_step[i]
+        k, v = tl.where(is_later, reads.k[i], k), tl.where(is_later, reads.v[i], v)
+        first = tl.where(is_later, C.KEPT[i].FIRST, first)
+        first_step = tl.where(is_later, reads.first_step[i], first_step)
+        length = tl.where(is_later, reads.length[i], length)
+    position = (step - first_step) * C.TILE + tl.arange(0, C.TILE)  # in the list
+    return k, v, tl.load(rows + first + position, mask=position < length, other=-1)
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -131,97 +211,75 @@ def decode_kernel(
     k3,
     v3,
     heads,  # int32 [arrays, HEADS], heads of the arrays
-    rows,  # int32 [B * TOKENS, LISTS, LENGTH]: the position, what WRITES needs, and rows of heads, negative for none
+    rows,  # int32 [B * TOKENS, LISTS, LENGTH]: the position, if WRITES seen and rows, and lists of rows, -1 for none
     sinks,  # float32 [HEADS, GROUP] if SINKS
     out,  # [B * TOKENS, HEADS, GROUP, HV], or with splits float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV], as
     lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
     C: tl.constexpr,
 ):
-    """Attention of each query, or what each split has of it; grid (SPLITS of HEADS, B * TOKENS)."""
-    split, head, b = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
-    keys, values = (k0, k1, k2, k3), (v0, v1, v2, v3)
-    row, sequence = tl.arange(0, C.ROWS), b // C.TOKENS
+    """Attention of each query, or of each of its splits; grid (SPLITS of HEADS, B * TOKENS)."""
+    split, head, query = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
+    row, sequence = tl.arange(0, C.ROWS), query // C.TOKENS
     vector = sequence * C.HEADS + head
-    rows += (b * C.LISTS + head % C.LISTS) * C.LENGTH
-    own = tl.load(rows)
+    rows += (query * C.LISTS + head % C.LISTS) * C.LENGTH
+    position = tl.load(rows)
     exists = row < C.GROUP
-    queries = load_rows(
-        addresses(q + (b * C.HEADS + head) * C.GROUP * C.H, row, C.H, C.D, False), exists, C.H, C.D, True
-    )
+    q_head = q + (query * C.HEADS + head) * C.GROUP * C.H
+    q_tile = load_rows(addresses(q_head, row, C.H, C.D, False), exists, C.H, C.D, True)  # [ROWS, D]
     dtype: tl.constexpr = q.dtype.element_ty
 
-    new_key, new_value, seen, column, column_v = queries, queries, own, tl.arange(0, C.D), tl.arange(0, C.DV)
-    if C.WRITES:
-        seen, new_k, new_v = tl.load(rows + 1), new_k + vector * C.H, new_v + vector * C.HV
-        new_key = tl.load(new_k + column, mask=column < C.H, other=0.0).to(k0.dtype.element_ty)[None, :]
-        new_value = tl.load(new_v + column_v, mask=column_v < C.HV, other=0.0)
-        new_value = new_value.to(v0.dtype.element_ty)[None, :]
-    peak, total, result = _started(queries, new_key, new_value, seen, sinks, head, C)
-    if C.SPLITS > 1:  # what is there but once is the first one's
-        peak, total = tl.where(split > 0, float("-inf"), peak), tl.where(split > 0, 0.0, total)
-        result = tl.where(split > 0, 0.0, result)
+    new = _load_new_token(q_tile, new_k, new_v, k0.dtype.element_ty, v0.dtype.element_ty, rows, position, vector, C)
+    m_i, l_i, acc = _initial_state(q_tile, new, sinks, head, C)  # [ROWS], [ROWS], [ROWS, DV]
+    if C.SPLITS > 1:  # sinks and the new token count once
+        m_i, l_i = tl.where(split > 0, float("-inf"), m_i), tl.where(split > 0, 0.0, l_i)
+        acc = tl.where(split > 0, 0.0, acc)
     if C.ROWS == 1:
-        one_query = queries.to(tl.float32)
-        each_peak, each_total, each_result = full(C.TILE, float("-inf")), full(C.TILE, 0.0), zeros(C.TILE, C.DV)
-    # The lists are walked over as if they were one, so that loads are on their way all the time.
-    ks, vs, starts, ends, steps = (), (), (), (), own * 0
-    for i in tl.static_range(len(C.KEPT)):
-        first = (sequence * C.KEPT[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.KEPT[i].ROWS
-        k, v, end = keys[i] + first * C.H, values[i] + first * C.HV, own * 0 + C.KEPT[i].COUNT
-        if C.WRITES:
-            slot = tl.load(rows + 2 + i).to(tl.int64)
-            writes = (slot >= 0) & (split == 0)
-            tl.store(k + slot * C.H + column[None, :], new_key, mask=(column < C.H)[None, :] & writes)
-            tl.store(v + slot * C.HV + column_v[None, :], new_value, mask=(column_v < C.HV)[None, :] & writes)
-        if C.KEPT[i].CLASSES > 0:
-            end = tl.minimum(end, own // C.KEPT[i].CLASSES + 1)
-        # Triton knows no stars.
-        ks, vs, starts, ends = ks + (k,), vs + (v,), starts + (steps,), ends + (end,)  # noqa: RUF005
-        steps += tl.cdiv(end, C.TILE)
-    each = tl.cdiv(steps, C.SPLITS)
-    for step in tl.range(split * each, tl.minimum(split * each + each, steps), num_stages=C.STAGES):
-        k, v, taken = _rows_of_step(step, ks, vs, starts, ends, rows, C)
-        there = taken >= 0
-        some = load_rows(addresses(k, taken, C.H, C.D, True), there, C.H, C.D, True).to(dtype)
-        some_v = load_rows(addresses(v, taken, C.HV, C.DV, True), there, C.HV, C.DV, True).to(dtype)
+        q_row = q_tile.to(tl.float32)
+        lane_m, lane_l, lane_acc = full(C.TILE, float("-inf")), full(C.TILE, 0.0), zeros(C.TILE, C.DV)
+    k_arrays, v_arrays = (k0, k1, k2, k3), (v0, v1, v2, v3)
+    reads, steps = _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head, split, C)
+    split_steps = tl.cdiv(steps, C.SPLITS)
+    first_step, end_step = split * split_steps, tl.minimum(split * split_steps + split_steps, steps)
+    for step in tl.range(first_step, end_step, num_stages=C.STAGES):
+        k, v, kv_row = _load_step_rows(step, reads, rows, C)
+        has_key = kv_row >= 0
+        k_tile = load_rows(addresses(k, kv_row, C.H, C.D, True), has_key, C.H, C.D, True).to(dtype)  # [TILE, D]
+        v_tile = load_rows(addresses(v, kv_row, C.HV, C.DV, True), has_key, C.HV, C.DV, True).to(dtype)  # [TILE, DV]
         if C.ROWS == 1:
-            x = logits(tl.sum(some.to(tl.float32) * one_query, 1), C)
-            x = tl.where(there, x, float("-inf"))
-            each_peak, each_total, each_result = _added_by_place(
-                each_peak, each_total, each_result, x, some_v.to(tl.float32)
-            )
+            scores = logits(tl.sum(k_tile.to(tl.float32) * q_row, 1), C)  # [TILE]
+            scores = tl.where(has_key, scores, float("-inf"))
+            lane_m, lane_l, lane_acc = _update_lanes(lane_m, lane_l, lane_acc, scores, v_tile.to(tl.float32))
         else:
-            x = logits(tl.dot(queries, tl.trans(some), input_precision="ieee"), C)
-            x = tl.where(there[None, :], x, float("-inf"))
-            peak, total, result = _added(peak, total, result, x, some_v, dtype)
+            scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), C)  # [ROWS, TILE]
+            scores = tl.where(has_key[None, :], scores, float("-inf"))
+            m_i, l_i, acc = _update(m_i, l_i, acc, scores, v_tile, dtype)
     if C.ROWS == 1:
-        peak, total, result = _together(peak, total, result, each_peak, each_total, each_result)
-    result = result / tl.where(total > 0, total, 1.0)[:, None]
-    result_of = (b * C.HEADS + head) * C.SPLITS + split
-    store_rows(addresses(out + result_of * C.GROUP * C.HV, row, C.HV, C.DV, False), result, exists, C.HV, C.DV)
+        m_i, l_i, acc = _merge_lanes(m_i, l_i, acc, lane_m, lane_l, lane_acc)
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    number = (query * C.HEADS + head) * C.SPLITS + split
+    store_rows(addresses(out + number * C.GROUP * C.HV, row, C.HV, C.DV, False), acc, exists, C.HV, C.DV)
     if C.SPLITS > 1:
-        tl.store(
-            lse + result_of * C.GROUP + row, tl.where(total > 0, peak + tl.log2(total), float("-inf")), mask=exists
-        )
+        pointers = lse + number * C.GROUP + row
+        tl.store(pointers, tl.where(l_i > 0, m_i + tl.log2(l_i), float("-inf")), mask=exists)
 
 
 @triton.jit
 def merge_kernel(
-    partial,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV]
+    split_out,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP, HV]
     lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
     out,  # [B * TOKENS, HEADS, GROUP, HV]
     C: tl.constexpr,
 ):
-    """The splits of a query put together; grid (B * TOKENS * HEADS * GROUP,)."""
-    query = tl.program_id(0).to(tl.int64)
-    group, entry = query % C.GROUP, query // C.GROUP
+    """Merges the splits of a query head; grid (B * TOKENS * HEADS * GROUP,)."""
+    vector = tl.program_id(0).to(tl.int64)
+    head_in_group, kv_vector = vector % C.GROUP, vector // C.GROUP
     split = tl.arange(0, C.PARTIAL)
-    place, exists = (entry * C.SPLITS + split) * C.GROUP + group, split < C.SPLITS
-    logs = tl.load(lse + place, mask=exists, other=float("-inf"))
-    highest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
-    values = load_rows(addresses(partial, place, C.HV, C.DV, True), exists, C.HV, C.DV, True)
-    total = tl.sum(weights, 0)
-    result = tl.sum(weights[:, None] * values, 0) / tl.where(total > 0, total, 1.0)
+    row, exists = (kv_vector * C.SPLITS + split) * C.GROUP + head_in_group, split < C.SPLITS
+    split_lse = tl.load(lse + row, mask=exists, other=float("-inf"))  # [PARTIAL]
+    m_i = tl.max(split_lse, 0)
+    weights = tl.exp2(split_lse - tl.where(m_i == float("-inf"), 0.0, m_i))
+    split_tile = load_rows(addresses(split_out, row, C.HV, C.DV, True), exists, C.HV, C.DV, True)  # [PARTIAL, DV]
+    l_i = tl.sum(weights, 0)
+    merged = tl.sum(weights[:, None] * split_tile, 0) / tl.where(l_i > 0, l_i, 1.0)
     column = tl.arange(0, C.DV)
-    tl.store(out + query * C.HV + column, result.to(out.dtype.element_ty), mask=column < C.HV)
+    tl.store(out + vector * C.HV + column, merged.to(out.dtype.element_ty), mask=column < C.HV)

@@ -112,7 +112,7 @@ class Launch(NamedTuple):
         second, work, lists = (self.constants.get(name) for name in ("KV2", "W", "L"))
         remarks = {
             "two passes": second is not None and second.ROWS > 0,
-            "split lists": getattr(work, "PIECES", False) or getattr(lists, "PIECES", 0) > 0,
+            "split lists": getattr(work, "SPLITS", False) or getattr(lists, "NUM_SPLITS", 0) > 0,
             "merges splits": getattr(work, "MERGED", False),
             "with dk and dv": self.constants.get("WITH_DKV", False),
             "with dq": self.constants.get("WITH_DQ", False),

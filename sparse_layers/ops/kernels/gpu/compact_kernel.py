@@ -1,7 +1,20 @@
-"""Lists from block pairs, sorted by their major block already: the live ones brought together, free ones first.
+"""Block lists from block pairs that are sorted by their major block: live pairs first, free ones before masked ones.
 
-This is what `BlockPairs.lists` does by a sort, for a tenth of its time: documents leave some blocks of a static list,
-and the blocks that a query chose are few.
+**One list a program.** It reads the pairs of a major block in chunks, twice.
+
+**The first pass counts.** Free and live pairs give the span of the list, which begins where its pairs began.
+
+**The second pass moves.** The rank of a pair within its chunk and state is its offset in the list.
+
+**This is what `BlockPairs.lists` does by a sort.** It takes a tenth of the time: documents leave some blocks of a
+static list, and the blocks that a query selected are few.
+
+A list of one chunk, with F free, M masked and . dead pairs::
+
+    pairs        M0  .   F0  M1  .   F1
+    rank         0       0   1       1
+    list         F0  F1  M0  M1  undefined
+    span         first   first_masked = first + 2   end = first + 4
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -17,9 +30,9 @@ CHUNK = 64
 
 
 class Sizes(NamedTuple):
-    """What the kernel knows of the pairs."""
+    """Constants of the kernel's compilation."""
 
-    N: int  # of each list batch and list head
+    N: int  # pairs of each list batch and list head
     HEADS: int
     BLOCKS: int  # major ones
     BATCHES: int  # of ``block``, and of ``tile``
@@ -30,48 +43,54 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def _move(source, to, entry, exists, is_live):
+    """Copies an integer of each live pair to its entry."""
+    x = tl.load(source, mask=exists, other=0)
+    tl.store(to + entry, x, mask=is_live)
+
+
+@triton.jit
 def compact_kernel(
     starts,  # int32 [HEADS, BLOCKS + 1]: where the pairs of each major block begin
-    kind,  # int32 [LB, HEADS, N]
+    kind,  # int32 [LB, HEADS, N]: 0 for dead pairs
     block,  # int32 [BATCHES, HEADS, N]
     tile,  # int32 [TILE_BATCHES, HEADS, N]
     chosen_by,  # int32 [LB, HEADS, N]
     spans,  # int32 [LB, HEADS, BLOCKS, 3]
-    out_block,  # int32 [LB, HEADS, N]; this and the next two are written where there are live ones only
+    out_block,  # int32 [LB, HEADS, N]; this and the next two are written where there are live pairs only
     out_tile,
     out_chosen_by,
     Z: tl.constexpr,
 ):
     """The list of one major block; grid (BLOCKS, HEADS, LB)."""
-    major, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = tl.load(starts + head * (Z.BLOCKS + 1) + major)
+    major, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(starts + head * (Z.BLOCKS + 1) + major)
     end = tl.load(starts + head * (Z.BLOCKS + 1) + major + 1)
-    at = (b * Z.HEADS + head) * Z.N
-    shared, shared_tile = (b % Z.BATCHES * Z.HEADS + head) * Z.N, (b % Z.TILE_BATCHES * Z.HEADS + head) * Z.N
-    place = tl.arange(0, Z.CHUNK)
-    free, live = first * 0, first * 0
-    for start in tl.range(first, end, Z.CHUNK):
-        kinds = tl.load(kind + at + start + place, mask=start + place < end, other=0)
-        free += tl.sum((kinds == Z.FREE).to(tl.int32), 0)
-        live += tl.sum((kinds != 0).to(tl.int32), 0)
-    line = spans + ((b * Z.HEADS + head) * Z.BLOCKS + major) * 3
-    tl.store(line, at + first)
-    tl.store(line + 1, at + first + free)
-    tl.store(line + 2, at + first + live)
-    next_free, next_masked = at + first, at + first + free
-    before = place[None, :] < place[:, None]
-    for start in tl.range(first, end, Z.CHUNK):
-        exists = start + place < end
-        kinds = tl.load(kind + at + start + place, mask=exists, other=0)
+    pairs = (batch * Z.HEADS + head) * Z.N
+    block_pairs = (batch % Z.BATCHES * Z.HEADS + head) * Z.N
+    tile_pairs = (batch % Z.TILE_BATCHES * Z.HEADS + head) * Z.N
+    column = tl.arange(0, Z.CHUNK)
+    num_free, num_live = begin * 0, begin * 0
+    for chunk in tl.range(begin, end, Z.CHUNK):
+        kinds = tl.load(kind + pairs + chunk + column, mask=chunk + column < end, other=0)
+        num_free += tl.sum((kinds == Z.FREE).to(tl.int32), 0)
+        num_live += tl.sum((kinds != 0).to(tl.int32), 0)
+    line = spans + ((batch * Z.HEADS + head) * Z.BLOCKS + major) * 3
+    tl.store(line, pairs + begin)
+    tl.store(line + 1, pairs + begin + num_free)
+    tl.store(line + 2, pairs + begin + num_live)
+    next_free, next_masked = pairs + begin, pairs + begin + num_free
+    before = column[None, :] < column[:, None]
+    for chunk in tl.range(begin, end, Z.CHUNK):
+        exists = chunk + column < end
+        kinds = tl.load(kind + pairs + chunk + column, mask=exists, other=0)
         is_free, is_masked = (kinds == Z.FREE).to(tl.int32), ((kinds != Z.FREE) & (kinds != 0)).to(tl.int32)
-        ranks = tl.sum(tl.where(before, is_free[None, :], 0), 1), tl.sum(tl.where(before, is_masked[None, :], 0), 1)
-        to = tl.where(is_free != 0, next_free + ranks[0], next_masked + ranks[1])
-        found = tl.load(block + shared + start + place, mask=exists, other=0)
-        tl.store(out_block + to, found, mask=kinds != 0)
-        found = tl.load(tile + shared_tile + start + place, mask=exists, other=0)
-        tl.store(out_tile + to, found, mask=kinds != 0)
+        free_rank = tl.sum(tl.where(before, is_free[None, :], 0), 1)
+        masked_rank = tl.sum(tl.where(before, is_masked[None, :], 0), 1)
+        entry = tl.where(is_free != 0, next_free + free_rank, next_masked + masked_rank)
+        _move(block + block_pairs + chunk + column, out_block, entry, exists, kinds != 0)
+        _move(tile + tile_pairs + chunk + column, out_tile, entry, exists, kinds != 0)
         if Z.CHOSEN:
-            found = tl.load(chosen_by + at + start + place, mask=exists, other=0)
-            tl.store(out_chosen_by + to, found, mask=kinds != 0)
+            _move(chosen_by + pairs + chunk + column, out_chosen_by, entry, exists, kinds != 0)
         next_free += tl.sum(is_free, 0)
         next_masked += tl.sum(is_masked, 0)

@@ -95,9 +95,9 @@ class GroupPass:
             return 1
         heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, self.operands.chosen))
         masks = self.operands.mask if self.call.plan is None else self.call.plan.masks
-        group, alike = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
+        group, select_alike = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
         small = self.call.selection[1] <= 16 and group <= 64 and group & (group - 1) == 0
-        return group if alike and small else 1
+        return group if select_alike and small else 1
 
     @property
     def q_order(self) -> RowOrder:
@@ -163,10 +163,10 @@ class _BySelection(RowOrder):
     """Rows of selections: of each token as many as it has.
 
     Attributes:
-      each: selections of a token.
+      per_query: selections of a token.
     """
 
-    each: int = 1
+    per_query: int = 1
 
     @property
     def natural(self) -> bool:
@@ -174,7 +174,7 @@ class _BySelection(RowOrder):
 
     @property
     def rows(self) -> int:
-        return self.length * self.each
+        return self.length * self.per_query
 
     @property
     def complete(self) -> bool:
@@ -182,7 +182,7 @@ class _BySelection(RowOrder):
 
     @property
     def axes(self):
-        return (Axis(1, 0, self.length, 0, False, ((self.each, 0, 1),)),)
+        return (Axis(1, 0, self.length, 0, False, ((self.per_query, 0, 1),)),)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ class SelectedRows(GroupPass):
     packed: bool = True
 
     @property
-    def each(self) -> int:
+    def per_query(self) -> int:
         """Selections of a query."""
         assert self.operands.chosen is not None
         return self.operands.chosen.shape[-1]
@@ -215,7 +215,7 @@ class SelectedRows(GroupPass):
     @property
     def q_order(self) -> RowOrder:
         """The token of each selection."""
-        return _BySelection(self.operands.query.shape[1], each=self.each)
+        return _BySelection(self.operands.query.shape[1], per_query=self.per_query)
 
     @property
     def block(self) -> int:

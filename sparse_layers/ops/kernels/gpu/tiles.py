@@ -1,22 +1,42 @@
-"""What the kernels share: rows and tokens, mask tiles, and scores. Functions for other Triton functions to call.
+"""Functions and bundles of the Triton kernels: work tiles, rows and tokens, mask tiles, scores.
 
-A program of any of the kernels holds a tile of one side (its *major* side: queries in the forward and dq kernels, keys
-in the dk and dv kernel) and walks over the blocks of the other, *minor* side that `lists.py` lists for it. Rows are
-those of the pass; `Order` turns a row into a token, and a token into a row.
+**A program holds a tile of its major side.** These are queries in the forward and dq kernels, keys in the others.
+
+**It walks over the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Entries without
+masked pairs come first.
+
+**A step is one minor tile.** A block has one or more tiles. If the minor side is gathered, an entry is a single row,
+and a tile has many entries.
+
+**Rows are those of the pass.** `Order` maps a row to its token, and a token to its row.
+
+**Query heads of a key head may be packed.** Then PACK neighbouring rows of a query tile are heads of one token.
+
+A block of 2 tiles of 4 rows, for queries with PACK = 2; row_in_block counts its vectors::
+
+    tile                    0                         1
+    row_in_block            0     1     2     3       4     5     6     7
+    row                     r     r     r+1   r+1     r+2   r+2   r+3   r+3
+    query head              h     h+1   h     h+1     h     h+1   h     h+1
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# --- constants of a kernel's compilation -----------------------------------------------------------------------------
+
 
 class Arrays(NamedTuple):
-    """What kernels know of the op's arrays; a constant of their compilation, as the other bundles here."""
+    """Sizes of the op's arrays, and the scaling of scores."""
 
     T: int
     S: int
@@ -31,13 +51,13 @@ class Arrays(NamedTuple):
     BATCH: int
     FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
     HEAD_STEP: int
-    OWN_HEADS: int  # so many of them
-    WIDE: bool  # whether places in an array need 64 bits
+    OWN_HEADS: int  # number of these heads
+    WIDE: bool  # whether offsets into an array need 64 bits
     SEGMENTED: bool  # whether there are segment ids
 
 
 class Order(NamedTuple):
-    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, as `planning.views.Axis` says."""
+    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.views.Axis`."""
 
     START: int
     AXES: tuple  # none in natural order
@@ -45,15 +65,15 @@ class Order(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One side of a pass: its rows, and how they are cut."""
+    """One side of a pass: its rows, and how they are cut into blocks and tiles."""
 
     ROWS: int
     ORDER: Order
     BLOCK: int  # rows of a block of the lists
-    TILE: int  # rows of a tile, a power of two
-    PARTS: int  # tiles in a block
-    PACK: int  # query heads of a key head whose vectors at a token are neighbouring rows of one tile; 1 on the key side
-    GATHERED: bool  # whether an entry of the lists is a single row, so that a tile is made of many entries
+    TILE: int  # vectors of a tile, a power of two
+    TILES: int  # tiles in a block
+    PACK: int  # query heads of a key head whose vectors at a token are neighbours in a tile; 1 on the key side
+    GATHERED: bool  # whether an entry of the lists is a single row, so that a tile has many entries
 
 
 class Walk(NamedTuple):
@@ -64,26 +84,89 @@ class Walk(NamedTuple):
     GROUP: int  # neighbouring query heads that share a list
     ANY_FREE: bool
     ANY_MASKED: bool
-    CHOSEN: int  # queries in a part of a block that chose for itself; 0 if none did
+    CHOSEN: int  # neighbouring queries of a block that select key blocks together; 0 without a selection
 
 
 class Work(NamedTuple):
-    """What the programs of a launch do."""
+    """The schedule of a launch."""
 
     BLOCKS: int  # of the major side
-    ORDERED: bool  # whether ``work`` says in which order to begin jobs
-    PIECES: bool  # whether programs walk over pieces of lists, each with a result of its own, and not over whole ones
-    MERGED: bool  # whether ``pieces`` says whose pieces are to be put together
-    BATCHES: int  # of ``work`` and ``pieces``, if there are pieces
+    ORDERED: bool  # whether ``work_tiles`` is an order in which work tiles begin
+    SPLITS: bool  # whether programs compute splits of lists, each with a result of its own
+    MERGED: bool  # whether results of an earlier launch's splits are merged, as ``splits`` says
+    BATCHES: int  # of ``work_tiles`` and ``splits``
 
 
 class Rows(NamedTuple):
-    """Where results are: those of a launch, or those of earlier passes."""
+    """The rows of results: those of this launch, or of earlier passes."""
 
-    GIVEN: bool
+    EXISTS: bool
     BY_TOKEN: bool
     ROWS: int
     ORDER: Order  # if they lie by row
+
+
+# --- pointers and integers of a program ------------------------------------------------------------------------------
+
+
+class BlockListPointers(NamedTuple):
+    """Pointers to `BlockLists`, to the bits of mask tiles, and to segment ids."""
+
+    spans: Any
+    entries: Any
+    mask_tiles: Any
+    chosen_by: Any
+    mask_bits: Any
+    q_segments: Any
+    kv_segments: Any
+
+
+class Schedule(NamedTuple):
+    """Pointers to the work tiles of all programs, and to the splits of each; see `load_work_tile`."""
+
+    work_tiles: Any
+    splits: Any
+
+
+class WorkTile(NamedTuple):
+    """The work of one program: a tile of a block, and a range of steps."""
+
+    split: Any  # its entry in the schedule; if lists are split, the number of its split
+    head: Any  # the first one, of the pass' query heads or of the key heads
+    block: Any
+    tile: Any  # of the block
+    first_step: Any
+    end_step: Any
+    first_split: Any  # splits whose results are merged
+    end_split: Any
+
+
+class TileRows(NamedTuple):
+    """The major rows of a program, [TILE] each."""
+
+    row_in_block: Any
+    row: Any
+    token: Any
+    exists: Any
+
+
+class Span(NamedTuple):
+    """A list."""
+
+    first_entry: Any
+    num_free_steps: Any  # steps without masked pairs, which come first
+    num_steps: Any
+    num_entries: Any
+
+
+class StepRows(NamedTuple):
+    """The minor rows of a step, [TILE] each; of gathered rows ``entry``, too."""
+
+    entry: Any  # which entry of the list
+    tile: Any  # which tile of the block
+    row_in_block: Any  # of gathered rows: from the beginning of the list
+    row: Any
+    exists: Any
 
 
 @triton.jit
@@ -94,68 +177,101 @@ def zeros(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def full(ROWS: tl.constexpr, VALUE: tl.constexpr):
-    """A row of a number."""
+    """A vector of one number."""
     return tl.full((ROWS,), VALUE, tl.float32)
 
 
-@triton.jit
-def job_of(work, pieces, b, W: tl.constexpr, PARTS: tl.constexpr, JOBS: tl.constexpr):
-    """What this program does: (item, job, tile of its block, first step, end of the steps, first piece, their end).
+# --- work tiles and steps --------------------------------------------------------------------------------------------
 
-    A job is a head of the pass times BLOCKS plus a block. Steps count through its lists one after the other.
+
+@triton.jit
+def load_work_tile(schedule, batch, X: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, W: tl.constexpr):
+    """The `WorkTile` of this program, of a block of X and of PACK of the HEADS heads.
+
+    Programs for the tiles of a block share an entry of ``work_tiles``: a number, which is a pack of heads times BLOCKS
+    plus a block, and with SPLITS a range of steps. Steps count through all lists of a work tile.
     """
-    item, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
-    job, begin, end, piece, last_piece = item, item * 0, item * 0 + 2147483647, item * 0, item * 0
-    if W.PIECES:
-        at = work + (item * W.BATCHES + b % W.BATCHES) * 3
-        job, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    split, tile = tl.program_id(0) // X.TILES, tl.program_id(0) % X.TILES
+    number, first_step, end_step = split, split * 0, split * 0 + 2147483647
+    first_split, end_split = split * 0, split * 0
+    if W.SPLITS:
+        pointer = schedule.work_tiles + (split * W.BATCHES + batch % W.BATCHES) * 3
+        number, first_step, end_step = tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2)
     elif W.ORDERED:
-        job = tl.load(work + item * W.BATCHES + b % W.BATCHES)
+        number = tl.load(schedule.work_tiles + split * W.BATCHES + batch % W.BATCHES)
     if W.MERGED:
-        at = pieces + ((b % W.BATCHES) * JOBS + job) * 2
-        piece, last_piece = tl.load(at), tl.load(at + 1)
-        end = tl.where(last_piece > piece, 0, end)
-    return item, job, part, begin, end, piece, last_piece
+        pointer = schedule.splits + ((batch % W.BATCHES) * (HEADS // PACK * W.BLOCKS) + number) * 2
+        first_split, end_split = tl.load(pointer), tl.load(pointer + 1)
+        end_step = tl.where(end_split > first_split, 0, end_step)
+    head, block = number // W.BLOCKS * PACK, number % W.BLOCKS
+    return WorkTile(split, head, block, tile, first_step, end_step, first_split, end_split)
 
 
 @triton.jit
-def list_of(spans, b, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
-    """The list of a query head and a major block: (first entry, steps over free ones, all steps, number of entries)."""
-    line = ((b % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
+def load_span(spans, batch, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
+    """The list of a query head and a major block."""
+    line = ((batch % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
     first = tl.load(spans + line * 3)
-    free, count = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
-    if X.GATHERED:  # a tile of which only some entries are free is not
-        return first, free * X.PACK // X.TILE, tl.cdiv(count * X.PACK, X.TILE), count
+    num_free, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+    if X.GATHERED:  # a tile of which only some entries are free is masked
+        return Span(first, num_free * X.PACK // X.TILE, tl.cdiv(num_entries * X.PACK, X.TILE), num_entries)
     else:
-        return first, free * X.PARTS, count * X.PARTS, count
+        return Span(first, num_free * X.TILES, num_entries * X.TILES, num_entries)
 
 
 @triton.jit
-def share_of(begin, end, passed, free, count):
-    """The steps from begin to end that fall among ``count`` ones which come after ``passed`` others.
+def clip_steps(work_tile, steps_before, span):
+    """The steps of a list that are a work tile's: (first, first masked, end).
 
-    (The first of them, the first that is not among the ``free`` ones, their end).
+    ``steps_before`` are those of the work tile's lists before this one.
     """
-    low, high = tl.minimum(tl.maximum(begin - passed, 0), count), tl.minimum(tl.maximum(end - passed, 0), count)
-    return low, tl.minimum(tl.maximum(free, low), high), high
+    first = tl.minimum(tl.maximum(work_tile.first_step - steps_before, 0), span.num_steps)
+    end = tl.minimum(tl.maximum(work_tile.end_step - steps_before, 0), span.num_steps)
+    return first, tl.minimum(tl.maximum(span.num_free_steps, first), end), end
 
 
 @triton.jit
-def rows_of(lists, step, count, X: tl.constexpr):
-    """The minor rows of a step: (entry, tile of its block, places in the block, rows, whether there are such).
+def move_to_list(lists, span):
+    """Moves the pointers to entries to the first one of a list."""
+    first = span.first_entry
+    return BlockListPointers(
+        lists.spans,
+        lists.entries + first,
+        lists.mask_tiles + first,
+        lists.chosen_by + first,
+        lists.mask_bits,
+        lists.q_segments,
+        lists.kv_segments,
+    )
 
-    Of gathered rows each has an entry, and places count from the begin of the list, which has ``count`` entries.
-    """
+
+@triton.jit
+def load_step_rows(lists, step, num_entries, X: tl.constexpr):
+    """The minor rows of a step."""
     column = tl.arange(0, X.TILE)
     if X.GATHERED:
-        place = step * X.TILE + column
-        entry = tl.minimum(place // X.PACK, count - 1)
-        return entry, 0, place, tl.load(lists[0] + entry), place < count * X.PACK
+        position = step * X.TILE + column
+        entry = tl.minimum(position // X.PACK, num_entries - 1)
+        return StepRows(entry, 0, position, tl.load(lists.entries + entry), position < num_entries * X.PACK)
     else:
-        entry, part = step // X.PARTS, step % X.PARTS
-        place = part * X.TILE + column
-        row = tl.load(lists[0] + entry) * X.BLOCK + place // X.PACK
-        return entry, part, place, row, (row < X.ROWS) & (place < X.BLOCK * X.PACK)
+        entry, tile = step // X.TILES, step % X.TILES
+        row_in_block = tile * X.TILE + column
+        row = tl.load(lists.entries + entry) * X.BLOCK + row_in_block // X.PACK
+        exists = (row < X.ROWS) & (row_in_block < X.BLOCK * X.PACK)
+        return StepRows(entry, tile, row_in_block, row, exists)
+
+
+# --- rows and tokens -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rows_of_tile(work_tile, X: tl.constexpr, LENGTH: tl.constexpr):
+    """The major rows of a work tile, of LENGTH tokens."""
+    row_in_block = work_tile.tile * X.TILE + tl.arange(0, X.TILE)
+    row = work_tile.block * X.BLOCK + row_in_block // X.PACK
+    token = token_of(row, X)
+    exists = (row_in_block < X.BLOCK * X.PACK) & (row < X.ROWS) & (token < LENGTH)
+    return TileRows(row_in_block, row, token, exists)
 
 
 @triton.jit
@@ -166,7 +282,7 @@ def token_of(row, X: tl.constexpr):
     else:
         token = row * 0
         for i in tl.static_range(len(X.ORDER.AXES)):
-            coordinate = _digits(row, X, i, False) - X.ORDER.AXES[i].phase
+            coordinate = _coordinate_or_row(row, X, i, False) - X.ORDER.AXES[i].phase
             token += coordinate * X.ORDER.AXES[i].stride
             if X.ORDER.AXES[i].checked:
                 token = tl.where(coordinate < X.ORDER.AXES[i].kept, token, X.ORDER.NONE)
@@ -181,19 +297,19 @@ def row_of(token, exists, R: tl.constexpr):
     if R.BY_TOKEN:
         return token, exists
     else:
-        place, row, exists = token - R.ORDER.START, token * 0, exists & (token >= R.ORDER.START)
+        offset, row, exists = token - R.ORDER.START, token * 0, exists & (token >= R.ORDER.START)
         for i in tl.static_range(len(R.ORDER.AXES)):
-            coordinate = place // R.ORDER.AXES[i].stride
+            coordinate = offset // R.ORDER.AXES[i].stride
             if R.ORDER.AXES[i].length > 0:
                 coordinate = coordinate % R.ORDER.AXES[i].length
             exists = exists & (coordinate < R.ORDER.AXES[i].kept)
-            row += _digits(coordinate + R.ORDER.AXES[i].phase, R, i, True)
+            row += _coordinate_or_row(coordinate + R.ORDER.AXES[i].phase, R, i, True)
         return row, exists
 
 
 @triton.jit
-def _digits(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
-    """What the digits (rows, size, step) of an axis make of rows: its place; or of places: rows."""
+def _coordinate_or_row(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
+    """The coordinates of rows on an axis, by its digits (rows, size, step), or the rows of coordinates if TO_ROW."""
     # Looked up from the outermost bundle: Triton 3.6 takes tuples for constants in the arguments of a kernel only.
     total = x * 0
     for i in tl.static_range(len(X.ORDER.AXES[AXIS].digits)):
@@ -202,6 +318,9 @@ def _digits(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
             digit = digit % X.ORDER.AXES[AXIS].digits[i][1]
         total += digit * X.ORDER.AXES[AXIS].digits[i][0 if TO_ROW else 2]
     return total
+
+
+# --- loads and stores ------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -227,41 +346,73 @@ def load_rows(pointers, exists, LENGTH: tl.constexpr, SIZE: tl.constexpr, MASKED
 
 
 @triton.jit
-def store_rows(pointers, values, exists, LENGTH: tl.constexpr, SIZE: tl.constexpr):
+def store_rows(pointers, x, exists, LENGTH: tl.constexpr, SIZE: tl.constexpr):
     """Stores vectors of LENGTH elements in the dtype of their destination."""
     mask = exists[:, None] & (tl.arange(0, SIZE) < LENGTH)[None, :]
-    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def may_attend(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """The mask tile [rows, MINOR.TILE] of an entry: bits of words, which hold the minor rows of each major one."""
-    if MINOR.GATHERED:
-        return _may_attend_gathered(lists, slot, row, MAJOR)
+def offset_of_head(base, row_in_block, STRIDE: tl.constexpr, Q: tl.constexpr):
+    """``base`` of a program's first query head, plus STRIDE for each head after it, [rows] if heads are packed."""
+    if Q.PACK == 1:
+        return base
     else:
-        return _may_attend_block(lists, slot, part, row, MAJOR, MINOR)
+        return base + row_in_block % Q.PACK * STRIDE
 
 
 @triton.jit
-def _may_attend_gathered(lists, slot, row, MAJOR: tl.constexpr):
-    """Of minor rows with an entry each: the tile of an entry is a row of words, for the major rows."""
-    bits = lists[3] + (tl.load(lists[1] + slot).to(tl.int64) + 1) * (MAJOR.PARTS * MAJOR.TILE // 32)
+def query_addresses(
+    base,
+    token,
+    row_in_block,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    Q: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`addresses` of query vectors of LENGTH elements, where the heads of a token are neighbours."""
+    if Q.PACK == 1:
+        return addresses(base, token, STRIDE, SIZE, WIDE)
+    else:
+        return addresses(base + (row_in_block % Q.PACK * LENGTH)[:, None], token, STRIDE, SIZE, WIDE)
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
+    """The mask [rows, MINOR.TILE] of an entry: mask tiles have for each major row the bits of all minor rows."""
+    if MINOR.GATHERED:
+        return _load_gathered_mask(lists, entry, row_in_block, MAJOR)
+    else:
+        return _load_block_mask(lists, entry, tile, row_in_block, MAJOR, MINOR)
+
+
+@triton.jit
+def _load_gathered_mask(lists, entry, row_in_block, MAJOR: tl.constexpr):
+    """The mask of minor rows with an entry each: their mask tiles are words with the bits of all major rows."""
+    bits = lists.mask_bits + (tl.load(lists.mask_tiles + entry).to(tl.int64) + 1) * (MAJOR.TILES * MAJOR.TILE // 32)
     word = tl.load(bits)[None, :]
     for i in tl.static_range(1, MAJOR.TILE // 32):
-        word = tl.where(row[:, None] < i * 32, word, tl.load(bits + i)[None, :])
-    return ((word >> (row & 31)[:, None]) & 1) != 0
+        word = tl.where(row_in_block[:, None] < i * 32, word, tl.load(bits + i)[None, :])
+    return ((word >> (row_in_block & 31)[:, None]) & 1) != 0
 
 
 @triton.jit
-def _may_attend_block(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.PARTS * MINOR.TILE // 32
-    tile = tl.load(lists[1] + slot).to(tl.int64) + 1  # the first lets everything pass
-    bits = lists[3] + tile * (MAJOR.PARTS * MAJOR.TILE // MAJOR.PACK * words) + row // MAJOR.PACK * words
+def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
+    """The mask of a tile of a minor block."""
+    words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.TILES * MINOR.TILE // 32
+    mask_tile = tl.load(lists.mask_tiles + entry).to(tl.int64) + 1  # the first one allows every pair
+    rows: tl.constexpr = MAJOR.TILES * MAJOR.TILE // MAJOR.PACK
+    bits = lists.mask_bits + mask_tile * (rows * words) + row_in_block // MAJOR.PACK * words
     column = tl.arange(0, MINOR.TILE)
     if MINOR.PACK > 1:
-        query = (part * MINOR.TILE + column) // MINOR.PACK & 31  # rows beyond the block have any bit
+        query = (tile * MINOR.TILE + column) // MINOR.PACK & 31  # rows beyond the block have any bit
         return ((tl.load(bits)[:, None] >> query[None, :]) & 1) != 0
-    bits += part * (MINOR.TILE // 32)
+    bits += tile * (MINOR.TILE // 32)
     word = tl.load(bits)[:, None]
     if MINOR.TILE > 32:
         word = tl.where(column[None, :] < 32, word, tl.load(bits + 1)[:, None])
@@ -272,36 +423,35 @@ def _may_attend_block(lists, slot, part, row, MAJOR: tl.constexpr, MINOR: tl.con
 
 
 @triton.jit
-def chose(lists, slot, row, Q: tl.constexpr, L: tl.constexpr):
-    """Whether the queries of rows, counted within their block, chose an entry."""
-    return ((tl.load(lists[2] + slot) >> (row // Q.PACK // L.CHOSEN)) & 1) != 0
+def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
+    """True where the queries of rows selected an entry: bit i is that of queries CHOSEN * i and so on."""
+    return ((tl.load(lists.chosen_by + entry) >> (row_in_block // Q.PACK // L.CHOSEN)) & 1) != 0
 
 
 @triton.jit
-def of_heads(base, row, STRIDE: tl.constexpr, Q: tl.constexpr):
-    """``base`` of a program's first query head, or for each row that of its head, each STRIDE elements further."""
-    if Q.PACK == 1:
-        return base
-    else:
-        return base + row % Q.PACK * STRIDE
-
-
-@triton.jit
-def vectors_of(
-    base,
-    token,
-    row,
-    STRIDE: tl.constexpr,
-    LENGTH: tl.constexpr,
+def may_attend(
+    lists,
+    kv_rows,  # `StepRows`
+    kv_token,
+    kv_exists,
+    q_row_in_block,
+    q_segment,
+    A: tl.constexpr,
     Q: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
+    KV: tl.constexpr,
+    L: tl.constexpr,
 ):
-    """`addresses` of the vectors of query rows, LENGTH elements each, which lie by token and by head."""
-    if Q.PACK == 1:
-        return addresses(base, token, STRIDE, SIZE, WIDE)
-    else:
-        return addresses(base + (row % Q.PACK * LENGTH)[:, None], token, STRIDE, SIZE, WIDE)
+    """True where a query of a program's tile may attend to a key of a masked step, [Q.TILE, KV.TILE]."""
+    may = load_mask(lists, kv_rows.entry, kv_rows.tile, q_row_in_block, Q, KV)
+    if L.CHOSEN > 0:
+        may = may & has_selected(lists, kv_rows.entry, q_row_in_block, Q, L)[:, None]
+    if A.SEGMENTED:
+        kv_segment = tl.load(lists.kv_segments + kv_token, mask=kv_exists, other=-1)
+        may = may & (q_segment[:, None] == kv_segment[None, :])
+    return may
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -319,6 +469,6 @@ def tanh(x):
 def logits(products, A: tl.constexpr):
     """Logits to base 2 of q . k."""
     if A.CAP == 0:
-        return products * (A.SCALE * 1.4426950408889634)
+        return products * (A.SCALE * LOG2_E)
     else:
-        return tanh(products * (A.SCALE / A.CAP)) * (A.CAP * 1.4426950408889634)
+        return tanh(products * (A.SCALE / A.CAP)) * (A.CAP * LOG2_E)

@@ -28,11 +28,11 @@ def outdone(call: Call, operands: Operands) -> str | None:
     from ..hopper_gpu import settings
     from .route import query_gather_unsupported, route
 
-    if call.selection is not None and call.selection[1] < settings.ROWS:
+    if call.selection is not None and call.selection[1] < settings.TILE_ROWS:
         if query_gather_unsupported(call, operands) is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        return f"its tiles of {settings.ROWS} queries take all that any {call.selection[1]} of them chose"
+        return f"its tiles of {settings.TILE_ROWS} queries take all that any {call.selection[1]} of them chose"
     reasons = [one.forward for one in route("hopper", call, operands).passes]
     return reasons[0] if reasons and all(reasons) else None
 

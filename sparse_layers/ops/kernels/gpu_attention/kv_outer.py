@@ -44,18 +44,18 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
       direction: "forward" or "backward".
     """
     assert operands.chosen is not None and call.selection is not None
-    together, columns = kv_outer.queries_together(call, operands), -(-operands.key.shape[1] // call.selection[0])
+    tile_queries, columns = kv_outer.queries_together(call, operands), -(-operands.key.shape[1] // call.selection[0])
     batch, queries, lists, k = operands.chosen.shape
-    tiles = queries // together
-    ids = operands.chosen[:, : tiles * together].reshape(batch, tiles, together, lists, k)
-    ids = jnp.moveaxis(ids, 3, 1).reshape(-1, together, k)
+    tiles = queries // tile_queries
+    ids = operands.chosen[:, : tiles * tile_queries].reshape(batch, tiles, tile_queries, lists, k)
+    ids = jnp.moveaxis(ids, 3, 1).reshape(-1, tile_queries, k)
     # Spread evenly over all of them and over those of each sequence, whatever their numbers, by the golden ratio.
     sample = np.arange(SAMPLE) * ((math.sqrt(5) - 1) / 2) % 1
     ids = ids[np.unique((sample * len(ids)).astype(np.int64))]
     # Forward, a tile of few rows takes as long as a full one.
     forward = direction == "forward"
-    filled = max(together, FULL_TILE // GroupPass(call, operands, 0, 1, ()).pack) if forward else together
-    walked = _count_different(ids.reshape(-1, together * k), columns) * filled
+    filled = max(tile_queries, FULL_TILE // GroupPass(call, operands, 0, 1, ()).pack) if forward else tile_queries
+    walked = _count_different(ids.reshape(-1, tile_queries * k), columns) * filled
     block, number = call.selection[0], divisor(call, operands)
     # Forward, a row takes as long however few its keys are. So do tiles of keys backward that blocks do not fill.
     width = 128 if forward else max(32, padded_size(block // number))

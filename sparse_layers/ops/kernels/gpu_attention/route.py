@@ -107,11 +107,11 @@ def _route(engines: tuple[Engine, ...], call: Call, shapes: Operands, device: ha
             _pick(engines, work, "forward")[1],
             None if outer[1] is not None and outer[1].always else _pick(engines, work, "dkv")[1],
         )
-        for own in works
-        for work in own
+        for group_passes in works
+        for work in group_passes
     )
-    forward = tuple(launch for group, own in enumerate(works) for launch in _forward(engines, own, group))
-    return Route(groups, forward, _backward(engines, works), *outer, reasons)
+    forward = [launch for group, passes in enumerate(works) for launch in _forward(engines, passes, group)]
+    return Route(groups, tuple(forward), _backward(engines, works), *outer, reasons)
 
 
 def triton_kv_outer_unsupported(call: Call, operands: Operands) -> str | None:
@@ -154,8 +154,8 @@ def _fuse(engines: tuple[Engine, ...], works: Sequence[GroupPass], kernel: str) 
         engine, _ = _pick(engines, work, kernel)
         for i, (other, its_engine) in enumerate(fused):
             if other.fused_with is None and its_engine == engine and _can_fuse(engine, other, work, kernel):
-                both = other.fuse(work)
-                fused[i] = both, _pick(engines, both, kernel)[0]
+                pair = other.fuse(work)
+                fused[i] = pair, _pick(engines, pair, kernel)[0]
                 break
         else:
             fused.append((work, engine))
@@ -185,8 +185,8 @@ def _backward(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]])
     """The launches of all head groups, whose dk and dv are sums over them."""
     dq_launches: list[Launch] = []
     by_keys: list[tuple[GroupPass, int]] = []  # what takes a kernel for dk and dv of its own
-    for group, own in enumerate(works):
-        launches = _dq_launches(engines, own, group)
+    for group, group_passes in enumerate(works):
+        launches = _dq_launches(engines, group_passes, group)
         by_keys += [(work, group) for x in launches if x.kernel == "dq" for work in x.work.unfused()]
         dq_launches += launches
     # Those that hold some keys only come before those that write dk and dv of all.

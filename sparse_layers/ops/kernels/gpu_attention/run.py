@@ -99,16 +99,16 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     state = None
     for launch in launches:
         if launch.starts_from_state:
-            begun = state is not None and state.order.natural
-            state = _launch_forward(launch, operands, state, sinks if in_kernels and not begun else None)
+            has_started = state is not None and state.order.natural
+            state = _launch_forward(launch, operands, state, sinks if in_kernels and not has_started else None)
         else:
             assert state is not None
-            more = _launch_forward(launch, operands, None, None)
-            out, lse = merged(state.by_token(), more.by_token())
+            update = _launch_forward(launch, operands, None, None)
+            out, lse = merged(state.by_token(), update.by_token())
             state = Rows(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
     if state is None:
-        nothing = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
-        out, lse = nothing[..., None] * jnp.zeros(operands.value.shape[-1]), nothing - jnp.inf
+        zeros = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
+        out, lse = zeros[..., None] * jnp.zeros(operands.value.shape[-1]), zeros - jnp.inf
     else:
         out, lse = state.by_token()
     if sinks is not None and not in_kernels:
@@ -136,19 +136,19 @@ def _run_backward(
     for launch in planned.backward:
         work, group = launch.work.bind(operands), launch.group
         if launch.kernel == "dkv":
-            own = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
-            dkv = own if dkv is None or launch.starts_from_state else dkv.plus(own)
+            dkv_of_launch = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
+            dkv = dkv_of_launch if dkv is None or launch.starts_from_state else dkv.plus(dkv_of_launch)
             continue
         before = dqs[group]
-        dq, own = _launch_dq(launch, work, inputs, before if launch.starts_from_state else None, dkv)
+        dq, dkv_of_launch = _launch_dq(launch, work, inputs, before if launch.starts_from_state else None, dkv)
         dqs[group] = dq if before is None or launch.starts_from_state else before.plus(dq)
-        dkv = dkv if own is None else own
-    found = [
+        dkv = dkv if dkv_of_launch is None else dkv_of_launch
+    dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
         for heads, dq in zip(planned.groups, dqs, strict=True)
     ]
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()
-    return joined(found).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+    return joined(dq_groups).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
 def _launch_dq(

@@ -2,19 +2,20 @@
 
 **Persistent programs.** One program runs on each multiprocessor and works through a queue of work tiles: a query head
 and a block of 128 queries each.
-**Warp specialization.** One warp loads tiles of q, k and v with the copy engine (TMA). Two groups of four warps compute
-64 queries each.
-**Lists, not patterns.** The loading warp walks the block list of a work tile. Blocks without masked pairs come first,
-so that the loop over them evaluates no mask.
+**Warp specialization.** One warp, the producer, loads tiles of q, k and v with the copy engine (TMA). Two groups of
+four warps compute 64 queries each.
+**Lists, not patterns.** The producer walks the block list of a work tile. Blocks without masked pairs come first, so
+that the loop over them evaluates no mask.
 **Two products in flight.** The tensor cores multiply the scores of one step and p @ v of the step before, while the
 group computes the softmax in between.
 **A stage of the ring holds the keys of a step and the values of the step before.** Both arrive at one barrier and leave
 at two, since the keys are done earlier.
 
-A work tile of three steps; S, P, O are `scores`, `p` and `acc`. Stages follow each other in the ring::
+M is Q.BLOCK, the queries of a work tile, N is F.N, the keys of a step, D the head size, rounded up. A work tile of
+three steps, whose stages follow each other in the ring; S, P, O are `scores`, `p` and `acc`::
 
     stage          0                1                     2                     3
-    loading warp   K0               K1 V0                 K2 V1                    V2
+    producer       K0               K1 V0                 K2 V1                    V2
       waits for    free.k free.v    free.k free.v         free.k free.v         free.k free.v
     group          S0 = q K0'       S1 = q K1'            S2 = q K2'            O += P2 V2
       tensor cores                  O += P0 V0            O += P1 V1
@@ -25,15 +26,15 @@ A work tile of three steps; S, P, O are `scores`, `p` and `acc`. Stages follow e
 * ``ready.q``, ``ready.kv``, ``ready.earlier_out``: the copy engine has written the tile.
 * ``free.q``, ``free.k``, ``free.v``: both groups have read the tile, so that the next one may overwrite it. ``free.k``
   protects the keys until the scores are done, ``free.v`` the values until p @ v is done.
-* `WorkQueue` carries the work tile from the loading warp to the groups, one ahead.
+* `WorkQueue` carries the work tile from the producer to the groups, one ahead.
 
 Rules that ptxas does not state, each learnt from a wrong result or a slow program; `benchmarks/gluon_resources.py`
 looks for what breaks them.
 
 * Between a product whose left side is in registers and the wait for it there is no branch (waiting for a barrier is
   one), and no end of a loop: the registers would be used for something else.
-* An accumulator that is in flight around a loop must be waited for with all others, or everything is done in turn.
-* Weights go around the loop packed, and are packed after the wait.
+* An accumulator that is in flight around a loop must be waited for with all others, or ptxas serializes all products.
+* p goes around the loop packed, and is packed after the wait.
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -55,101 +56,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
 from .tiles import (
+    GROUP_ROWS,
     LOG2_E,
-    ROWS,
-    barriers,
-    buffers_of,
-    corner_of,
-    factor,
-    fetch,
-    flat,
-    item_of,
-    logits,
-    masked,
-    span_of,
-    words_of,
+    BlockListPointers,
+    Buffers,
+    Descriptors,
+    Free,
+    Ready,
+    RowPointers,
+    allocate_barriers,
+    allocate_buffers,
+    apply_mask_bits,
+    as_matrix,
+    expect_tile,
+    load_mask_words,
+    load_span,
+    scale_log2,
+    tile_coordinates,
+    to_logits,
+    unravel_work_tile,
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
 # Integers of a work tile in the queue: its number, its first step, its first masked step, the end of its steps, and the
 # mask tile of its first step. `_consumer` reads them by these indices.
-VALUES = gl.constexpr(5)
+QUEUE_INTS = gl.constexpr(5)
 WORK_TILE, FIRST, FIRST_MASKED, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
 
 
-class Forward(NamedTuple):
-    """How the kernel is compiled, beside the bundles of `tiles.py`."""
+class ForwardConstants(NamedTuple):
+    """Compile-time constants of the kernel, beside the bundles of `tiles.py`."""
 
-    PART: int  # keys of a step; a block of the lists has one or more such parts
-    Q_STAGES: int  # tiles of q, and tiles of k and of v, that are held or on their way
-    KV_STAGES: int
-    SINKS: bool  # whether there are sinks
-    BEFORE: bool  # whether there are results of an earlier pass
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors, each by the name of its array; see `forward_kernel`."""
-
-    q: Any
-    k: Any
-    v: Any
-    k2: Any  # k and v of a second pass
-    v2: Any
-    earlier_out: Any
-    out: Any
-
-
-class Buffers(NamedTuple):
-    """Tiles in shared memory."""
-
-    q: Any  # [Q_STAGES * groups, 64, D]
-    k: Any  # [KV_STAGES, PART, D]
-    v: Any
-    out: Any  # [groups, 64, D]; first of the earlier pass, then the result on its way out
-
-
-class Ready(NamedTuple):
-    """Barriers that say that the copy engine has written a tile."""
-
-    q: Any  # [Q_STAGES * groups]
-    kv: Any  # [KV_STAGES]: keys of a step, and values of the step before
-    earlier_out: Any  # [groups]
-
-
-class Free(NamedTuple):
-    """Barriers that say that a tile has been read and may be overwritten."""
-
-    q: Any  # [Q_STAGES * groups]
-    k: Any  # [KV_STAGES]
-    v: Any  # [KV_STAGES]
+    N: int  # keys of a step; a block of the lists has one or more steps
+    Q_STAGES: int  # of the ring of q tiles
+    KV_STAGES: int  # of the ring of k and v tiles
+    HAS_SINKS: bool  # True if there are sinks
+    HAS_EARLIER: bool  # True if there are results of an earlier pass
 
 
 class WorkQueue(NamedTuple):
-    """Two work tiles in shared memory, which the loading warp writes and the groups read."""
+    """Two work tiles in shared memory, which the producer writes and the groups read."""
 
-    slots: Any  # int32 [2 * VALUES, 1]; a field called values would hide one of Triton's tuples
+    slots: Any  # int32 [2 * QUEUE_INTS, 1]; a field called values would hide one of Triton's tuples
     ready: Any  # [2]
     free: Any  # [2]
-
-
-class BlockListPointers(NamedTuple):
-    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
-
-    spans: Any
-    entries: Any
-    mask_tiles: Any
-    chosen_by: Any
-    mask_bits: Any
-    q_segments: Any
-    kv_segments: Any
-
-
-class RowPointers(NamedTuple):
-    """Pointers to one number a query row, or a head."""
-
-    sinks: Any
-    earlier_lse: Any
-    lse: Any
 
 
 # --- the queue of work tiles -----------------------------------------------------------------------------------------
@@ -158,289 +108,294 @@ class RowPointers(NamedTuple):
 @gluon.jit
 def _allocate_queue(GROUPS: gl.constexpr):
     """Allocates the queue and its barriers."""
-    slots = gl.allocate_shared_memory(gl.int32, [2 * VALUES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return WorkQueue(slots, barriers(2, 1), barriers(2, GROUPS))
+    slots = gl.allocate_shared_memory(gl.int32, [2 * QUEUE_INTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return WorkQueue(slots, allocate_barriers(2, 1), allocate_barriers(2, GROUPS))
 
 
 @gluon.jit
-def _scheduled(schedule, round):
-    """Number of the work tile of this program in a round, -1 after its last one."""
+def _load_work_tile(schedule, round):
+    """Loads the number of the work tile of this program in a round, -1 after its last one."""
     return gl.load(schedule + round * gl.num_programs(0) + gl.program_id(0))
 
 
 @gluon.jit
-def _put(queue, round, values):
+def _write_queue(queue, round, values):
     """Writes a work tile to the queue; its number is -1 after the last one."""
     mbarrier.wait(queue.free.index(round % 2), (round // 2 & 1) ^ 1)
-    for i in gl.static_range(VALUES):
-        slot = queue.slots.index(round % 2 * VALUES + i)
+    for i in gl.static_range(QUEUE_INTS):
+        slot = queue.slots.index(round % 2 * QUEUE_INTS + i)
         slot.store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(queue.ready.index(round % 2), count=1)
 
 
 @gluon.jit
-def _get(queue, round, INDEX: gl.constexpr):
+def _read_queue(queue, round, INDEX: gl.constexpr):
     """Reads one integer of a work tile, which is ready."""
-    slot = queue.slots.index(round % 2 * VALUES + INDEX)
+    slot = queue.slots.index(round % 2 * QUEUE_INTS + INDEX)
     return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
                     L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Reads the next work tile, and starts the loads of a group that it begins with.
+    """Reads the next work tile, and starts the loads that its first step needs.
 
-    Returns (number or -1, (first step, first masked step, end), mask words of the first step, initial m_i): m_i begins
-    with the sink or the lse of an earlier pass, to base 2.
+    Returns (number or -1, (first step, first masked step, end), mask words of the first step, initial m_i [64]). The
+    initial m_i is the sink or the lse of an earlier pass, to base 2.
     """
     mbarrier.wait(queue.ready.index(round % 2), round // 2 & 1)
-    work_tile = _get(queue, round, WORK_TILE)
-    span = _get(queue, round, FIRST), _get(queue, round, FIRST_MASKED), _get(queue, round, END)
-    words = _mask_words(lists, _get(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
+    work_tile = _read_queue(queue, round, WORK_TILE)
+    span = _read_queue(queue, round, FIRST), _read_queue(queue, round, FIRST_MASKED), _read_queue(queue, round, END)
+    words = _load_mask_words(lists, _read_queue(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
     mbarrier.arrive(queue.free.index(round % 2), count=1)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
-    batch, pass_head, q_block = item_of(gl.maximum(work_tile, 0), A.OWN_HEADS, L)
-    if F.SINKS:
-        m_i = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.PASS_HEADS, L)
+    if F.HAS_SINKS:
+        m_i = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
         m_i += gl.load(rows.sinks + A.FIRST_HEAD + pass_head * A.HEAD_STEP) * LOG2_E
-    if F.BEFORE:
-        row = q_block * Q.TILE + row_in_tile + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        m_i = gl.load(rows.earlier_lse + (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
+    if F.HAS_EARLIER:
+        row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        m_i = gl.load(rows.earlier_lse + (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row) * LOG2_E
     return work_tile, span, words, m_i
 
 
-# --- the loading warp ------------------------------------------------------------------------------------------------
+# --- the producer ----------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _load_kv(desc, desc2, batch, row, kv_head, ready, buffer, A: gl.constexpr, KV: gl.constexpr, KV2: gl.constexpr):
     """Starts to load k or v of a step. Rows of a second pass are numbered after those of the first."""
     if KV2.ROWS == 0 or row < KV.ROWS:
-        load_tile(desc, corner_of(batch, row, kv_head, 0, KV, A.D), ready, buffer)
+        load_tile(desc, tile_coordinates(batch, row, kv_head, 0, KV, A.D), ready, buffer)
     else:
         buffer2 = reinterpret(buffer, desc2.dtype, desc2.block_shape, desc2.layout)
-        load_tile(desc2, corner_of(batch, row - KV.ROWS, kv_head, 0, KV2, A.D), ready, buffer2)
+        load_tile(desc2, tile_coordinates(batch, row - KV.ROWS, kv_head, 0, KV2, A.D), ready, buffer2)
 
 
 @gluon.jit
 def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
               KV2: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
     """Loads q, k and v in the order in which the groups need them."""
-    PARTS: gl.constexpr = KV.TILE // F.PART
-    loaded = 0  # steps of all work tiles
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
+    pipeline_step = 0  # steps of all work tiles
     round = 0
-    work_tile = _scheduled(schedule, round)
+    work_tile = _load_work_tile(schedule, round)
     while work_tile >= 0:
-        next_work_tile = _scheduled(schedule, round + 1)
-        batch, pass_head, q_block = item_of(work_tile, A.OWN_HEADS, L)
+        next_work_tile = _load_work_tile(schedule, round + 1)
+        batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
-        first, first_masked, end = span_of(lists.spans, batch, head, q_block, L)
-        for group in gl.static_range(Q.TILE // ROWS):
-            q_slot = round % F.Q_STAGES * (Q.TILE // ROWS) + group
-            mbarrier.wait(free.q.index(q_slot), (round // F.Q_STAGES & 1) ^ 1)
-            q_row = q_block * Q.TILE + group * ROWS
-            fetch(descs.q, batch, q_row, head, ready.q.index(q_slot), buffers.q.index(q_slot), Q, A.D)
+        first, first_masked, end = load_span(lists.spans, batch, head, q_block, L)
+        for group in gl.static_range(Q.BLOCK // GROUP_ROWS):
+            q_stage = round % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
+            mbarrier.wait(free.q.index(q_stage), (round // F.Q_STAGES & 1) ^ 1)
+            q_row = q_block * Q.BLOCK + group * GROUP_ROWS
+            expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
         mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
-        first, first_masked, end = first * PARTS, first_masked * PARTS, end * PARTS  # entries of the list -> steps
-        _put(queue, round, (work_tile, first, first_masked, end, mask_tile))
+        # Entries of the list -> steps.
+        first, first_masked, end = first * STEPS_PER_BLOCK, first_masked * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
+        _write_queue(queue, round, (work_tile, first, first_masked, end, mask_tile))
         round += 1
         # A group needs values a step later than keys: with the keys of a step come the values of the step before.
         v_row = 0
         for step in range(first, end + gl.where(end > first, 1, 0)):
-            stage = loaded % F.KV_STAGES
+            stage = pipeline_step % F.KV_STAGES
             kv_ready = ready.kv.index(stage)
             k_row = v_row
             if step < end:
-                k_row = gl.load(lists.entries + step // PARTS) * KV.TILE + step % PARTS * F.PART
-            mbarrier.wait(free.k.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
-            if step == first:  # no values will wait for it, and groups must not arrive there before it is over
-                mbarrier.wait(free.v.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
+                k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
+            mbarrier.wait(free.k.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
+            if step == first:  # it carries no values, and groups must not arrive at free.v before this phase is over
+                mbarrier.wait(free.v.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
             k_and_v = (step > first) & (step < end)
             mbarrier.expect(kv_ready, 2 * descs.k.block_type.nbytes, pred=k_and_v)
             mbarrier.expect(kv_ready, descs.k.block_type.nbytes, pred=k_and_v == 0)
             if step < end:
                 _load_kv(descs.k, descs.k2, batch, k_row, kv_head, kv_ready, buffers.k.index(stage), A, KV, KV2)
             if step > first:
-                mbarrier.wait(free.v.index(stage), (loaded // F.KV_STAGES & 1) ^ 1)
+                mbarrier.wait(free.v.index(stage), (pipeline_step // F.KV_STAGES & 1) ^ 1)
                 _load_kv(descs.v, descs.v2, batch, v_row, kv_head, kv_ready, buffers.v.index(stage), A, KV, KV2)
             v_row = k_row
-            loaded += 1
+            pipeline_step += 1
         work_tile = next_work_tile
-    _put(queue, round, (-1, 0, 0, 0, -1))
+    _write_queue(queue, round, (-1, 0, 0, 0, -1))
 
 
 # --- the groups that compute -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _mask_words(lists, mask_tile, part, row_in_tile, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
+def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constexpr, KV: gl.constexpr, F: gl.constexpr,
                 LAYOUT: gl.constexpr):  # fmt: skip
     """Loads the mask bits of a step, 32 keys a word. Mask tile -1 allows every pair and lies first in the array."""
-    WORDS: gl.constexpr = KV.TILE // 32
-    tile = lists.mask_bits + ((mask_tile + 1) * Q.TILE + row_in_tile) * WORDS + part * (F.PART // 32)
-    return words_of(tile, F.PART, LAYOUT, WORDS)
+    WORDS: gl.constexpr = KV.BLOCK // 32
+    tile = lists.mask_bits + ((mask_tile + 1) * Q.BLOCK + row_in_tile) * WORDS + step_in_block * (F.N // 32)
+    return load_mask_words(tile, F.N, LAYOUT, WORDS)
 
 
 @gluon.jit
 def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Scores [64, PART] of a masked step: -inf where the pair may not attend."""
-    PARTS: gl.constexpr = KV.TILE // F.PART
-    if L.CHOSEN > 0:  # bit i of an entry: whether the i-th part of the block's queries selected it
-        selected_by = gl.load(lists.chosen_by + step // PARTS)
-        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
-        words = gl.where(((selected_by >> (row // L.CHOSEN)) & 1)[:, None] != 0, words, 0)
-    scores = masked(scores, words, F.PART, LAYOUT, A)
+    """Sets scores [64, N] of a masked step to -inf where the mask, selection or segments exclude the pair."""
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
+    if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
+        selected_by = gl.load(lists.chosen_by + step // STEPS_PER_BLOCK)
+        row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
+        words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
+    scores = apply_mask_bits(scores, words, F.N, LAYOUT, A)
     if A.SEGMENTED:
-        k_row = gl.load(lists.entries + step // PARTS) * KV.TILE + step % PARTS * F.PART
-        column = k_row + gl.arange(0, F.PART, layout=gl.SliceLayout(0, LAYOUT))
+        k_row = gl.load(lists.entries + step // STEPS_PER_BLOCK) * KV.BLOCK + step % STEPS_PER_BLOCK * F.N
+        column = k_row + gl.arange(0, F.N, layout=gl.SliceLayout(0, LAYOUT))
         kv_segment = gl.load(lists.kv_segments + batch * KV.ROWS + column)
         scores = gl.where(q_segment[:, None] == kv_segment[None, :], scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _softmax(scores, m_i, l_i, FACTOR: gl.constexpr, MASKED: gl.constexpr, OUT_ROWS: gl.constexpr):
+def _softmax(scores, m_i, l_i, SCALE_LOG2: gl.constexpr, MASKED: gl.constexpr, O_ROWS: gl.constexpr):
     """One step of the online softmax, to base 2.
 
-    Returns (p [64, PART], new m_i, new l_i, alpha): the weights, the largest logit and the sum of weights of each row,
+    Returns (p [64, N], new m_i, new l_i, alpha): the weights, the largest logit and the sum of weights of each row,
     and the factor for earlier results, with the layout of the accumulator's rows.
     """
-    m_new = gl.maximum(m_i, gl.max(scores, 1) * FACTOR)
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * SCALE_LOG2)
     shift = m_new
     if MASKED:
         shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-    p = exp2(scores * FACTOR - shift[:, None])
+    p = exp2(scores * SCALE_LOG2 - shift[:, None])
     alpha = exp2(m_i - shift)
     l_i = l_i * alpha + gl.sum(p, 1)
-    return p, m_new, l_i, gl.convert_layout(alpha, OUT_ROWS)
+    return p, m_new, l_i, gl.convert_layout(alpha, O_ROWS)
 
 
 @gluon.jit
-def _attend_steps(first, end, done, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_segment,
+def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free, lists, row_in_tile, batch, q_segment,
                   A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr,
-                  MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
+                  MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr):  # fmt: skip
     """Computes steps first .. end - 1. On entry and on return p @ v of the last step is still to be added.
 
-    ``state`` is (p as `pack` has it, m_i, l_i, acc). ``done`` counts the steps of all work tiles.
+    ``state`` is (p as `pack` has it, m_i, l_i, acc). ``pipeline_step`` counts the steps of all work tiles.
     """
     packed_p, m_i, l_i, acc = state
-    COLUMNS: gl.constexpr = F.PART
-    PARTS: gl.constexpr = KV.TILE // F.PART
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    N: gl.constexpr = F.N
+    STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
+    LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     for step in range(first, end):
-        stage = done % F.KV_STAGES
+        stage = pipeline_step % F.KV_STAGES
         words = 0
         if MASKED:  # loaded first, for this takes long
-            words = _mask_words(
-                lists, gl.load(lists.mask_tiles + step // PARTS), step % PARTS, row_in_tile, Q, KV, F, SCORES
-            )
-        mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
-        k_tile = flat(buffers.k.index(stage), COLUMNS, A.D)  # [PART, D]
-        scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
+            mask_tile = gl.load(lists.mask_tiles + step // STEPS_PER_BLOCK)
+            words = _load_mask_words(lists, mask_tile, step % STEPS_PER_BLOCK, row_in_tile, Q, KV, F, S_LAYOUT)
+        mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
+        k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
+        scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
-        p = unpack(packed_p, q_tile.dtype, ROWS, COLUMNS, LEFT)
-        acc = warpgroup_mma(p, flat(buffers.v.index(stage), COLUMNS, A.D), acc, is_async=True)
+        p = unpack(packed_p, q_tile.dtype, GROUP_ROWS, N, LHS_LAYOUT)
+        acc = warpgroup_mma(p, as_matrix(buffers.v.index(stage), N, A.D), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(free.k.index(stage), count=1)
-        scores = logits(scores, A)
+        scores = to_logits(scores, A)
         if MASKED:
-            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A, Q, KV, L, F, SCORES)
-        new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, factor(A.SCALE, A.CAP), MASKED, gl.SliceLayout(1, OUT))
+            scores = _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A, Q, KV, L, F, S_LAYOUT)
+        new_p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), MASKED, O_ROWS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.v.index(stage), count=1)
-        packed_p = pack(new_p, q_tile.dtype, ROWS, COLUMNS)
+        packed_p = pack(new_p, q_tile.dtype, GROUP_ROWS, N)
         acc = acc * alpha[:, None]
-        done += 1
-    return done, (packed_p, m_i, l_i, acc)
+        pipeline_step += 1
+    return pipeline_step, (packed_p, m_i, l_i, acc)
 
 
 @gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, rows, A: gl.constexpr,
               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes 64 of the rows of each work tile."""
-    COLUMNS: gl.constexpr = F.PART
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.PART, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
+    """Computes 64 of the queries of each work tile."""
+    N: gl.constexpr = F.N
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])
+    LHS_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     D: gl.constexpr = A.D
     dtype: gl.constexpr = descs.q.dtype
-    row_in_tile = GROUP * ROWS
+    row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
-    done = 0
+    pipeline_step = 0
     round = 0
-    work_tile, span, words, initial_m = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, SCORES)
+    next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
+    work_tile, span, words, initial_m_i = next_work_tile
     while work_tile >= 0:
         first, first_masked, end = span
-        batch, pass_head, q_block = item_of(work_tile, A.OWN_HEADS, L)
-        row = q_block * Q.TILE + row_in_tile + gl.arange(0, ROWS, layout=BY_ROW)
-        lse_index = (batch * A.OWN_HEADS + pass_head) * Q.ROWS + row
+        batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
+        row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
+        lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
         q_segment = row
         if A.SEGMENTED:
             q_segment = gl.load(lists.q_segments + batch * Q.ROWS + row)
-        m_i = initial_m  # [64]: the largest logit so far, to base 2
+        m_i = initial_m_i  # [64]: the largest logit so far, to base 2
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
-        acc = gl.zeros([ROWS, D], gl.float32, OUT)  # the sum of p @ v
+        acc = gl.zeros([GROUP_ROWS, D], gl.float32, O_LAYOUT)  # [64, D]: the sum of p @ v
 
-        q_slot = round % F.Q_STAGES * (Q.TILE // ROWS) + GROUP
-        q_tile = flat(buffers.q.index(q_slot), ROWS, A.D)  # [64, D]
-        if F.BEFORE:  # it is needed last, and comes while the work tile is computed
+        q_stage = round % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + GROUP
+        q_tile = as_matrix(buffers.q.index(q_stage), GROUP_ROWS, A.D)  # [64, D]
+        if F.HAS_EARLIER:  # it is needed last, and comes while the work tile is computed
             tma.store_wait(0)  # where the results of the work tile before were staged
-            fetch(descs.earlier_out, batch, q_block * Q.TILE + row_in_tile, pass_head, ready.earlier_out.index(GROUP),
-                  out_tile, Q, A.D)  # fmt: skip
-        mbarrier.wait(ready.q.index(q_slot), round // F.Q_STAGES & 1)
+            expect_tile(descs.earlier_out, batch, q_block * Q.BLOCK + row_in_tile, pass_head,
+                        ready.earlier_out.index(GROUP), out_tile, Q, A.D)  # fmt: skip
+        mbarrier.wait(ready.q.index(q_stage), round // F.Q_STAGES & 1)
         if end > first:
-            stage = done % F.KV_STAGES
-            mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
-            scores = gl.zeros([ROWS, COLUMNS], gl.float32, SCORES)
-            k_tile = flat(buffers.k.index(stage), COLUMNS, A.D)  # [PART, D]
+            stage = pipeline_step % F.KV_STAGES
+            mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
+            scores = gl.zeros([GROUP_ROWS, N], gl.float32, S_LAYOUT)  # [64, N]
+            k_tile = as_matrix(buffers.k.index(stage), N, A.D)  # [N, D]
             scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
-            scores = logits(scores, A)
+            scores = to_logits(scores, A)
             if first_masked == first:
-                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_segment, lists, A, Q, KV, L, F, SCORES)
-            p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, factor(A.SCALE, A.CAP), True, OUT_ROWS)
+                scores = _apply_mask(scores, words, row_in_tile, first, batch, q_segment, lists, A, Q, KV, L, F,
+                                     S_LAYOUT)  # fmt: skip
+            p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), True, O_ROWS)
             acc = acc * alpha[:, None]
-            state = pack(p, dtype, ROWS, COLUMNS), m_i, l_i, acc
-            done += 1
+            state = pack(p, dtype, GROUP_ROWS, N), m_i, l_i, acc
+            pipeline_step += 1
             masked_from = gl.maximum(first_masked, first + 1)
-            done, state = _attend_steps(first + 1, masked_from, done, state, q_tile, buffers, ready, free, lists,
-                                        row_in_tile, batch, q_segment, A, Q, KV, L, F, False, SCORES, OUT)  # fmt: skip
-            done, state = _attend_steps(masked_from, end, done, state, q_tile, buffers, ready, free, lists,
-                                        row_in_tile, batch, q_segment, A, Q, KV, L, F, True, SCORES, OUT)  # fmt: skip
+            pipeline_step, state = _attend_steps(first + 1, masked_from, pipeline_step, state, q_tile, buffers, ready,
+                                                 free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, False,
+                                                 S_LAYOUT, O_LAYOUT)  # fmt: skip
+            pipeline_step, state = _attend_steps(masked_from, end, pipeline_step, state, q_tile, buffers, ready,
+                                                 free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, True,
+                                                 S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
-            stage = done % F.KV_STAGES
-            mbarrier.wait(ready.kv.index(stage), done // F.KV_STAGES & 1)
-            last_p = unpack(packed_p, dtype, ROWS, COLUMNS, LEFT)
-            acc = warpgroup_mma(last_p, flat(buffers.v.index(stage), COLUMNS, A.D), acc, is_async=True)
+            stage = pipeline_step % F.KV_STAGES
+            mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
+            last_p = unpack(packed_p, dtype, GROUP_ROWS, N, LHS_LAYOUT)
+            acc = warpgroup_mma(last_p, as_matrix(buffers.v.index(stage), N, A.D), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
-            done += 1
-        mbarrier.arrive(free.q.index(q_slot), count=1)
-        if F.BEFORE:
+            pipeline_step += 1
+        mbarrier.arrive(free.q.index(q_stage), count=1)
+        if F.HAS_EARLIER:
             mbarrier.wait(ready.earlier_out.index(GROUP), round & 1)
-            earlier_weight = exp2(initial_m - gl.where(m_i == float("-inf"), 0.0, m_i))
-            earlier_out = flat(out_tile, ROWS, D).load(OUT).to(gl.float32)
-            acc += earlier_out * gl.convert_layout(earlier_weight, OUT_ROWS)[:, None]
+            earlier_weight = exp2(initial_m_i - gl.where(m_i == float("-inf"), 0.0, m_i))
+            earlier_out = as_matrix(out_tile, GROUP_ROWS, D).load(O_LAYOUT).to(gl.float32)
+            acc += earlier_out * gl.convert_layout(earlier_weight, O_ROWS)[:, None]
         round += 1
         # Its loads are on their way while the results of this work tile go out.
-        next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, SCORES)
+        next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
 
         is_empty = l_i == 0
         l_i = gl.where(is_empty, 1.0, l_i)
         gl.store(rows.lse + lse_index, gl.where(is_empty, float("-inf"), (m_i + gl.log2(l_i)) * LN_2))
-        out = acc * gl.convert_layout(1.0 / l_i, OUT_ROWS)[:, None]
+        out = acc * gl.convert_layout(1.0 / l_i, O_ROWS)[:, None]
         tma.store_wait(0)
-        flat(out_tile, ROWS, D).store(out.to(dtype))
+        as_matrix(out_tile, GROUP_ROWS, D).store(out.to(dtype))
         fence_async_shared()
-        store_tile(descs.out, corner_of(batch, q_block * Q.TILE + row_in_tile, pass_head, 0, Q, A.D), out_tile)
-        work_tile, span, words, initial_m = next_work_tile
+        store_tile(descs.out, tile_coordinates(batch, q_block * Q.BLOCK + row_in_tile, pass_head, 0, Q, A.D), out_tile)
+        work_tile, span, words, initial_m_i = next_work_tile
     tma.store_wait(0)
 
 
@@ -451,41 +406,46 @@ def forward_kernel(
     v,  # [B, *axes of KV, KV_HEADS, HV]
     k2,  # k and v by the axes of KV2, if there is a second pass
     v2,
-    earlier_out,  # [B, *axes of Q, OWN_HEADS, HV]: out of an earlier pass, if BEFORE
-    schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, and -1 behind them
+    earlier_out,  # [B, *axes of Q, PASS_HEADS, HV]: out of an earlier pass, if HAS_EARLIER
+    schedule,  # int32 [rounds + 1, programs]: the work tiles of each program, then -1
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
     chosen_by,
-    mask_bits,  # int32 [1 + tiles, Q.TILE, KV.TILE / 32]
+    mask_bits,  # int32 [1 + tiles, Q.BLOCK, KV.BLOCK / 32]
     q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
     kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
-    sinks,  # float32 [HEADS], if SINKS
-    earlier_lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row, if BEFORE
+    sinks,  # float32 [HEADS], if HAS_SINKS
+    earlier_lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row, if HAS_EARLIER
     out,  # a descriptor like that of ``earlier_out``
-    lse,  # float32 [B, OWN_HEADS, Q.ROWS] by row
+    lse,  # float32 [B, PASS_HEADS, Q.ROWS] by row
     A: gl.constexpr,
     Q: gl.constexpr,
     KV: gl.constexpr,
     KV2: gl.constexpr,  # keys of a second pass with the same query rows, in the same lists; no rows if there is none
     L: gl.constexpr,
     F: gl.constexpr,
-    REGISTERS: gl.constexpr,  # of a thread that computes, and of one that fetches
-    FETCHING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # registers of a thread in a consumer, and in the producer
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Attention of the work tiles of this program: out, rounded, and lse."""
-    GROUPS: gl.constexpr = Q.TILE // ROWS
-    descs = Descriptors(q, k, v, k2, v2, earlier_out, out)
-    q_buffer, out_buffer = buffers_of(q, F.Q_STAGES * GROUPS), buffers_of(out, GROUPS)
-    buffers = Buffers(q_buffer, buffers_of(k, F.KV_STAGES), buffers_of(v, F.KV_STAGES), out_buffer)
-    q_ready, q_free = barriers(F.Q_STAGES * GROUPS, 1), barriers(F.Q_STAGES * GROUPS, 1)
-    kv_ready = barriers(F.KV_STAGES, 1)
-    free = Free(q_free, barriers(F.KV_STAGES, GROUPS), barriers(F.KV_STAGES, GROUPS))
-    ready = Ready(q_ready, kv_ready, barriers(GROUPS, 1))
+    """Computes out, rounded, and lse of this program's work tiles."""
+    GROUPS: gl.constexpr = Q.BLOCK // GROUP_ROWS
+    descs = Descriptors(q=q, k=k, v=v, k2=k2, v2=v2, earlier_out=earlier_out, out=out)
+    q_buffer, out_buffer = allocate_buffers(q, F.Q_STAGES * GROUPS), allocate_buffers(out, GROUPS)
+    buffers = Buffers(
+        q=q_buffer,  # [Q_STAGES * GROUPS, 64, D]
+        k=allocate_buffers(k, F.KV_STAGES),  # [KV_STAGES, N, D]
+        v=allocate_buffers(v, F.KV_STAGES),  # [KV_STAGES, N, D]
+        out=out_buffer,  # [GROUPS, 64, D]
+    )
+    q_ready, q_free = allocate_barriers(F.Q_STAGES * GROUPS, 1), allocate_barriers(F.Q_STAGES * GROUPS, 1)
+    kv_ready = allocate_barriers(F.KV_STAGES, 1)
+    free = Free(q=q_free, k=allocate_barriers(F.KV_STAGES, GROUPS), v=allocate_barriers(F.KV_STAGES, GROUPS))
+    ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
     lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
-    rows = RowPointers(sinks, earlier_lse, lse)
+    rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, buffers, ready, free, queue, lists, rows, A, Q, KV, L, F)),
@@ -493,5 +453,5 @@ def forward_kernel(
             (_producer, (descs, buffers, ready, free, queue, schedule, lists, A, Q, KV, KV2, L, F)),
         ],
         [4, 1],
-        [REGISTERS, FETCHING],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -19,12 +19,20 @@ from ..call import Call, merged
 from ..gpu import bridge, hardware
 from ..gpu.lists import Lists, Side, bits_of, lists_of
 from ..gpu.passes import BackwardInputs, GroupPass, Rows, varying_like
-from ..gpu.work import LEAST_STEPS
+from ..gpu.splits import MIN_STEPS
 from . import settings, views
-from .backward_kernel import Backward, backward_kernel
-from .forward_kernel import Forward, forward_kernel
-from .schedule import EXACT, cut_by_ranges, cut_if_it_pays, in_waves, neighbours_share, order_of, schedule_of
-from .tiles import Arrays, Walk, factor_of
+from .backward_kernel import BackwardConstants, backward_kernel
+from .forward_kernel import ForwardConstants, forward_kernel
+from .schedule import (
+    FLOAT32_STEPS,
+    build_schedule,
+    has_overlapping_neighbors,
+    order_work_tiles,
+    split_by_query_ranges,
+    split_into_waves,
+    split_long_lists,
+)
+from .tiles import Arrays, ListShapes, softmax_scale_log2
 
 
 class _Prepared(NamedTuple):
@@ -52,7 +60,9 @@ class _Prepared(NamedTuple):
 
 def scaled_neg_lse(lse: jax.Array, call: Call) -> jax.Array:
     """Backward accumulators start at -lse, scaled, so that q.k sums to log-weights; -inf for queries without keys."""
-    return jnp.where(lse == -jnp.inf, lse, lse * (-math.log2(math.e) / factor_of(call.scale, call.soft_cap or 0.0)))
+    return jnp.where(
+        lse == -jnp.inf, lse, lse * (-math.log2(math.e) / softmax_scale_log2(call.scale, call.soft_cap or 0.0))
+    )
 
 
 @bounded_cache()
@@ -77,24 +87,24 @@ def unsupported(work: GroupPass, kernel: str) -> str | None:
             return next(filter(None, reasons))
     operands, sizes = work.operands, (work.operands.query.shape[-1], work.operands.value.shape[-1])
     if _padded(work) is None or any(size % 8 for size in sizes):
-        return f"head sizes are multiples of 8 up to {settings.SIZES[-1]} there, and these are {sizes}"
+        return f"head sizes are multiples of 8 up to {settings.HEAD_SIZES[-1]} there, and these are {sizes}"
     if work.call.params[kernel != "forward"].for_kernels:
         return "they take no settings"
     if kernel == "dkv" and work.call.params[1].deterministic:
         return "they add to dq in the order in which blocks are done"
     rows, block = _block_shape(work, kernel)
-    held, walked = (rows, block) if kernel == "forward" else (block, rows)
-    whole = walked % settings.ROWS == 0 or (kernel == "forward" and walked in settings.BLOCKS)
-    if held != settings.ROWS or not whole:
+    rows_held, walked = (rows, block) if kernel == "forward" else (block, rows)
+    fills_tiles = walked % settings.TILE_ROWS == 0 or (kernel == "forward" and walked in settings.STEP_KEYS)
+    if rows_held != settings.TILE_ROWS or not fills_tiles:
         keys = "64 or a multiple of 128" if kernel == "forward" else "128"
         queries = "128" if kernel == "forward" else "a multiple of 128"
         return f"blocks have {queries} queries there and {keys} keys, and these {rows} and {block}"
     entries = sum(x.fwd_blocks if kernel == "forward" else x.bwd_blocks for x in work.passes)
-    if entries * walked // settings.GROUP >= 1 << 31:
+    if entries * walked // settings.GROUP_ROWS >= 1 << 31:
         return "there are more steps than 32 bits count"
     if kernel == "forward" and not work.q_order.complete:
         return "some queries have no row"
-    for order, number in ((work.q_order, _part(work, kernel)), (work.kv_order, settings.keys_of(block))):
+    for order, number in ((work.q_order, _part(work, kernel)), (work.kv_order, settings.tile_keys(block))):
         if _view(work, order, number) is None:
             return f"{order} is no view of the tokens that a descriptor can say"
     known = all(x is None for x in (operands.segments, operands.mask, operands.chosen))
@@ -120,13 +130,13 @@ def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, round
         out, lse = merged((out, lse), forward(work, None, None, True).by_token())
         return Rows(natural, (out, lse.swapaxes(1, 2)))
     prepared = _prepare(work, "forward")
-    order, keys = prepared.q.order, settings.keys_of(prepared.kv.tile)
+    order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile)
     kv_order = (work.fused_with or work).kv_order  # of the second pass
-    second = views.side_of(kv_order, prepared.kv.tile)
+    second = views.rows_view(kv_order, prepared.kv.tile)
     second = second._replace(ROWS=0) if work.fused_with is None else second
     out = jax.ShapeDtypeStruct((*query.shape[:2], work.heads, value.shape[-1]), query.dtype)
     lse = jax.ShapeDtypeStruct((query.shape[0], work.heads, prepared.constants["Q"].ROWS), jnp.float32)
-    nothing = jnp.zeros((1,), jnp.float32)
+    unused = jnp.zeros((1,), jnp.float32)
     inputs = [
         _tiles(work, query, order, prepared.part),
         _tiles(work, work.operands.key, prepared.kv.order, keys),
@@ -134,10 +144,10 @@ def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, round
         *(_tiles(work, x, kv_order, keys) for x in (work.operands.key, value)),
         _tiles(work, query if before is None else before.arrays[0], order, prepared.part),
         *prepared.read,
-        nothing if sinks is None else sinks,
-        nothing if before is None else _by_row(before.arrays[1], prepared.q, 0.0),
+        unused if sinks is None else sinks,
+        unused if before is None else _by_row(before.arrays[1], prepared.q, 0.0),
     ]
-    compiled = Forward(keys, settings.Q_STAGES, prepared.stages, sinks is not None, before is not None)
+    compiled = ForwardConstants(keys, settings.Q_STAGES, prepared.stages, sinks is not None, before is not None)
     results, fixed = [_tiles(work, out, order, prepared.part), lse], {"KV2": second, "F": compiled}
     out, lse = _run(work, forward_kernel, prepared, inputs, results, fixed, {})
     lse = lse.swapaxes(1, 2)
@@ -191,11 +201,11 @@ def dqkv(
     results = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (dq.dtype, exact, exact), strict=True)]
     outputs = [
         _tiles(work, results[0], q.order, part, 2),
-        *(_tiles(work, x, to, settings.GROUP, 1 + bool(prepared.times)) for x in results[1:]),
+        *(_tiles(work, x, to, settings.GROUP_ROWS, 1 + bool(prepared.times)) for x in results[1:]),
     ]
     fixed = {
-        "DKV": views.side_of(to, kv.tile),
-        "F": Backward(part, prepared.stages, prepared.times > 0 or in_place, max(1, prepared.times)),
+        "DKV": views.rows_view(to, kv.tile),
+        "F": BackwardConstants(part, prepared.stages, prepared.times > 0 or in_place, max(1, prepared.times)),
     }
     dq, *dkv = _run(work, backward_kernel, prepared, arrays, outputs, fixed, aliases)
     keys = Rows(RowOrder(key.shape[1]) if all_keys else kv.order, tuple(dkv))
@@ -212,7 +222,7 @@ def _block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """(bq, bkv) of the lists that these kernels walk over."""
     if work.call.selection is not None:
         block, granularity = work.call.selection
-        return min(settings.ROWS, MOST_PARTS * granularity), block
+        return min(settings.TILE_ROWS, MOST_PARTS * granularity), block
     return work.block_shape(dkv=kernel == "dkv")
 
 
@@ -224,38 +234,38 @@ def _parts_of_blocks(work: GroupPass, kernel: str) -> int:
     if work.operands.segments is None or not work.passes:
         return 1
     forward = kernel == "forward"
-    tiles = max(1, _block_shape(work, kernel)[forward] // settings.ROWS)
+    tiles = max(1, _block_shape(work, kernel)[forward] // settings.TILE_ROWS)
     blocks = len(work.passes) * max(x.fwd_blocks if forward else x.bwd_blocks for x in work.passes)
     # Three numbers of each are kept once, and three for each batch entry.
-    most = settings.LISTED // max(1, 12 * (1 + work.operands.query.shape[0]) * blocks)
+    most = settings.MAX_LIST_BYTES // max(1, 12 * (1 + work.operands.query.shape[0]) * blocks)
     return next(n for n in range(tiles, 0, -1) if n == 1 or (n <= most and tiles % n == 0))
 
 
 def _padded(work: GroupPass) -> int | None:
     """What head sizes are rounded up to, those of values, too; None if one is too large."""
-    return settings.padded(max(work.operands.query.shape[-1], work.operands.value.shape[-1]))
+    return settings.padded_head_size(max(work.operands.query.shape[-1], work.operands.value.shape[-1]))
 
 
 def _part(work: GroupPass, kernel: str) -> int:
     """Queries of a tile: those of a group of warps forward, and of a step backward."""
     size = _padded(work)
     assert size is not None
-    part = settings.PARTS[size]
+    part = settings.STEP_QUERIES[size]
     # Logits that are not just products (soft caps, negative scales) take registers: hundreds would be spilled.
-    of_products = factor_of(work.call.scale, work.call.soft_cap or 0.0) != 1.0
+    of_products = softmax_scale_log2(work.call.scale, work.call.soft_cap or 0.0) != 1.0
     larger = kernel == "dkv" and of_products and _view(work, work.q_order, part) is not None
-    return part if larger else settings.GROUP
+    return part if larger else settings.GROUP_ROWS
 
 
 def _view(work: GroupPass, order: RowOrder, rows: int) -> Any:
-    """As `view_of` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
-    view, sizes = views.view_of(order, rows), (work.operands.query.shape[-1], work.operands.value.shape[-1])
+    """As `box_view` has it, if descriptors have enough axes: with three, that of heads is also that of sizes."""
+    view, sizes = views.box_view(order, rows), (work.operands.query.shape[-1], work.operands.value.shape[-1])
     return view if view is None or len(view[0]) < 3 or sizes == (_padded(work),) * 2 else None
 
 
 def _tiles(work: GroupPass, array: Any, order: RowOrder, rows: int, parts: int = 1) -> bridge.Tiles:
     """Tiles of rows of an array [B, length, heads, size]: so many of one head, and the size or a part of it."""
-    view, padded = views.view_of(order, rows), _padded(work)
+    view, padded = views.box_view(order, rows), _padded(work)
     assert view is not None and padded is not None
     (lengths, box), (batch, length, heads, size) = view, array.shape
     vector, width = heads * size, padded // parts
@@ -292,7 +302,7 @@ def _is_skewed(work: GroupPass) -> bool:
     """True if the longest work tile forward takes much longer than a processor's share of all."""
     steps = _lists(work, "forward")[3]
     share = steps.sum() / len(steps) * work.operands.query.shape[0] / hardware.local_gpu().processors
-    return steps.max(initial=0) > max(LEAST_STEPS, 1.5 * share)
+    return steps.max(initial=0) > max(MIN_STEPS, 1.5 * share)
 
 
 def _prepare(work: GroupPass, kernel: str) -> _Prepared:
@@ -303,8 +313,8 @@ def _prepare(work: GroupPass, kernel: str) -> _Prepared:
     if dkv:
         schedule, splits = _order(work, kv, lists, steps, before)
     else:
-        schedule, splits = schedule_of(steps, batch, processors), None
-        schedule = in_waves(schedule) if work.call.exchanging else schedule
+        schedule, splits = build_schedule(steps, batch, processors), None
+        schedule = split_into_waves(schedule) if work.call.exchanging else schedule
     segments: list[Any] = [lists.spans] * 2
     if operands.segments is not None:
         pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
@@ -315,12 +325,12 @@ def _prepare(work: GroupPass, kernel: str) -> _Prepared:
     batches, kinds = lists.spans.shape[:2]
     number = 0 if splits is None else len(splits)
     times = 0 if splits is None else schedule.shape[0] // (batch * number)
-    walk = Walk(batches, kinds, lists.group, steps.shape[2], number, pass_lists.chosen)
-    sides = {"Q": views.side_of(q.order, q.tile), "KV": views.side_of(kv.order, kv.tile)}
+    walk = ListShapes(batches, kinds, lists.group, steps.shape[2], number, pass_lists.chosen)
+    sides = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
     part = _part(work, kernel)
-    stages = settings.stages_of("backward" if dkv else "forward", size, settings.keys_of(kv.tile), part)
+    stages = settings.num_stages("backward" if dkv else "forward", size, settings.tile_keys(kv.tile), part)
     constants = {"A": arrays_of(work, size), **sides, "L": walk}
-    constants |= {"REGISTERS": settings.REGISTERS, "FETCHING": settings.FETCHING}
+    constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     return _Prepared(q, kv, part, stages, constants, [jnp.asarray(x) for x in read], schedule.shape[-1], times)
 
 
@@ -334,7 +344,7 @@ def arrays_of(work: GroupPass, size: int) -> Arrays:
         CAP=work.call.soft_cap or 0.0,
         FIRST_HEAD=work.first,
         HEAD_STEP=work.step,
-        OWN_HEADS=work.heads,
+        PASS_HEADS=work.heads,
         SEGMENTED=work.operands.segments is not None,
     )
 
@@ -343,24 +353,28 @@ def _order(work: GroupPass, kv: Side, lists: BlockLists, steps: Any, before: Any
     """The order of the backward pass's work tiles, and splits, if they are cut."""
     batch, programs = work.operands.query.shape[0], hardware.local_gpu().processors
     if not isinstance(steps, np.ndarray):
-        return order_of(steps, batch, programs, False), None
+        return order_work_tiles(steps, batch, programs, False), None
     if len(steps) == 1:
         heads, members = work.heads_of_lists(dkv=True, pack=1)
         key_heads, kinds, size = members.argmax(0), heads // lists.group % lists.spans.shape[1], _padded(work)
         assert size is not None
-        held = size * 8  # q, dout, and dq in float32
-        order, splits = cut_by_ranges(lists, kinds, key_heads, batch, programs, _block_shape(work, "dkv")[0], held)
+        row_bytes = size * 8  # q, dout, and dq in float32
+        order, splits = split_by_query_ranges(
+            lists, kinds, key_heads, batch, programs, _block_shape(work, "dkv")[0], row_bytes
+        )
         if splits is not None:
             return order, splits
         keys = work.operands.key.shape[1] * work.operands.key.shape[2]
-        lost = EXACT[kv.order.complete] * batch * keys / settings.ROWS / programs
-        order, splits = cut_if_it_pays(steps[0], before[0], key_heads, batch, programs, lost)
+        lost = FLOAT32_STEPS[kv.order.complete] * batch * keys / settings.TILE_ROWS / programs
+        order, splits = split_long_lists(steps[0], before[0], key_heads, batch, programs, lost)
         if splits is not None:
             return order, splits
     # Neighbours find in the cache what both read and add to. With several query heads they would soon be at
     # different ones; work tiles that are equally long stay at the same head for longer.
-    alike = work.heads == steps.shape[1] and neighbours_share(lists.spans, lists.block, lists.minor_blocks)
-    return order_of(steps, batch, programs, alike), None
+    as_numbered = work.heads == steps.shape[1] and has_overlapping_neighbors(
+        lists.spans, lists.block, lists.minor_blocks
+    )
+    return order_work_tiles(steps, batch, programs, as_numbered), None
 
 
 def _run(work: GroupPass, kernel, prepared: _Prepared, inputs, outputs, fixed, aliases) -> list[jax.Array]:

@@ -13,11 +13,11 @@ from ..call import Call, Operands
 from ..gpu import bridge
 from ..gpu.lists import Side
 from ..gpu.passes import BackwardInputs, SelectedRows, varying_like
-from ..gpu.work import cut
+from ..gpu.splits import split_work_tiles
 from . import settings, views
 from .launch import arrays_of, scaled_neg_lse
-from .query_gather_kernel import Gathered, query_gather_kernel
-from .tiles import Walk
+from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
+from .tiles import ListShapes
 
 # Steps of a split of a list at most, for some blocks are everybody's choice. With half and twice as many, passes of
 # 8192 to 131072 tokens took as long on an H100.
@@ -29,10 +29,10 @@ LIST_BYTES = 40
 def unsupported(call: Call, operands: Operands, block: int) -> str | None:
     """Why this kernel does not compute the gradients of a call, or None; ``block`` is the keys of a work tile."""
     sizes = operands.query.shape[-1], operands.value.shape[-1]
-    if sizes not in [(size, size) for size in settings.SIZES]:
-        return f"queries are gathered with heads of {settings.SIZES}, and these have {sizes}"
-    if block not in settings.BLOCKS:
-        return f"queries are gathered for blocks of {settings.BLOCKS} keys, and these have {block}"
+    if sizes not in [(size, size) for size in settings.HEAD_SIZES]:
+        return f"queries are gathered with heads of {settings.HEAD_SIZES}, and these have {sizes}"
+    if block not in settings.STEP_KEYS:
+        return f"queries are gathered for blocks of {settings.STEP_KEYS} keys, and these have {block}"
     if operands.segments is not None:
         return "queries are gathered without segment ids"
     if call.params[1].deterministic:
@@ -50,7 +50,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, before: Any) -> tuple[j
     """(dq [B, T, N, H] in the dtype of the query, (dk, dv) in float32), the latter added to those ``before``."""
     query, key, value = rows.operands.query, rows.operands.key, rows.operands.value
     (batch, length, _, size), block = query.shape, rows.block
-    q, kv = Side(rows.q_order, 1, settings.GROUP, gathered=True), Side(rows.kv_order, block, block)
+    q, kv = Side(rows.q_order, 1, settings.GROUP_ROWS, gathered=True), Side(rows.kv_order, block, block)
     by_key = rows.lists_by_key(q, kv)
     lists, work = by_key.lists, _work_tiles(rows, q, by_key)
     # Behind the last query come the numbers of rows where there is none: they weigh nothing.
@@ -66,15 +66,15 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, before: Any) -> tuple[j
         *(jnp.zeros(query.shape, jnp.float32), *dkv),
     ]
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (query, key, value)]
-    outputs = [results[0], *(bridge.Tiles.of(x, (1, settings.GROUP, 1, size // 2)) for x in results[1:])]
-    (batches, kinds), stages = lists.spans.shape[:2], settings.stages_of("gathered", size, block)
+    outputs = [results[0], *(bridge.Tiles.of(x, (1, settings.GROUP_ROWS, 1, size // 2)) for x in results[1:])]
+    (batches, kinds), stages = lists.spans.shape[:2], settings.num_stages("query_gather", size, block)
     constants = {
         "A": arrays_of(rows, size),
-        "KV": views.side_of(kv.order, block),
-        "L": Walk(batches, kinds, lists.group, kv.blocks, len(work), 0),
-        "F": Gathered(settings.GROUP, stages, batch, length, rows.each),
-        "REGISTERS": settings.GATHERING[0],
-        "FETCHING": settings.GATHERING[1],
+        "KV": views.rows_view(kv.order, block),
+        "L": ListShapes(batches, kinds, lists.group, kv.blocks, len(work), 0),
+        "F": QueryGatherConstants(settings.GROUP_ROWS, stages, batch, length, rows.per_query),
+        "CONSUMER_REGISTERS": settings.GATHER_REGISTERS[0],
+        "PRODUCER_REGISTERS": settings.GATHER_REGISTERS[1],
     }
     aliases = {len(arrays) - 3 + i: i for i in range(3)}
     gradients = bridge.call_gluon(query_gather_kernel, batch * len(work), arrays, outputs, constants, aliases)
@@ -87,6 +87,6 @@ def _work_tiles(rows: SelectedRows, q: Side, lists: Any) -> jax.Array:
     steps, _ = rows.count_steps([(q, lists)], dkv=False, pack=1)
     # One for each head and block, and more for lists of more steps.
     most = steps.shape[1] + rows.heads * q.steps(rows.q_order.rows) // MOST_STEPS
-    splits = cut(steps, -(-steps // MOST_STEPS), most)
+    splits = split_work_tiles(steps, -(-steps // MOST_STEPS), most)
     assert splits is not None
-    return splits.work
+    return splits.steps

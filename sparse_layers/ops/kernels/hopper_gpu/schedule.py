@@ -1,20 +1,20 @@
-"""Who does what, and when.
+"""Schedules of the Hopper kernels: which program computes which work tile, in which order, and how lists are split.
 
-An item is a head and a block, numbered ``(batch entry * heads + head) * blocks + block``. Heads come one after the
-other, for what they read stays in the cache then.
+A work tile is a head and a block, with the number ``(batch entry * heads + head) * blocks + block``. Heads are computed
+one after the other, so that the keys and values that they read stay in L2.
 
-Forward, programs are started once for each multiprocessor, and each has a list of items, long ones of a region first.
-Each item goes to the program that has least until then. A counter in memory would do that while the kernel runs, and
-did: where six processes shared an H200, whose driver then stops kernels in the middle, 3 % of the calls left an item
-undone. Lists whose lengths are known at run time only are dealt in sweeps over the programs.
+The forward kernel is persistent: one program a multiprocessor, each with a queue of work tiles, long ones of a region
+first. The next work tile goes to the program with the least work. An atomic counter in memory did that at run time
+once. Where six processes shared an H200, whose driver then stops kernels in the middle, 3 % of the calls left a work
+tile undone. Work tiles whose lengths are known at run time only are assigned in sweeps over the programs.
 
-Backward, each item has a program of its own, which the GPU starts as soon as a multiprocessor is free, in an order that
-is given here. Programs that stay drift apart, and the cache no longer holds what they read and add to: with such
-programs, two heads at a time, forward and backward of masks of videos took 1.5 times as long on an H100.
+The backward kernel has one program a work tile. The GPU starts them in the order given here, as multiprocessors become
+free. Persistent programs drift apart, and L2 no longer holds what they read and add to. With them, two heads at a time,
+forward and backward of masks of videos took 1.5 times as long on an H100.
 
-Keys that everybody attends to have lists much longer than the rest, and the more so the more query heads share a key
-head. Where all would wait for them, the backward kernel's items are pieces: a key head, a block, and some entries of
-the lists of its query heads, one list after the other. Long lists that differ much in length are cut for L2.
+Keys that all queries attend to have far longer lists than others, the more so the more query heads share a key head.
+Where all programs would wait for them, work tiles of the backward kernel are splits: a key head, a block, and a range
+of entries in the lists of its query heads, one list after the other. Long lists of different lengths are split for L2.
 """
 
 import heapq
@@ -25,293 +25,316 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import BlockLists
-from ..gpu.work import LEAST_STEPS, cut
+from ..gpu.splits import MIN_STEPS, split_work_tiles
 
-# So that not all wait for the last of them, what takes longer than this part of a program's share of all, and so many
-# times as long as the mean, comes first, of whatever head: global columns took 24 % less in the backward pass. If all
-# long items came first, more heads would be read at a time than the cache holds. Pieces take no longer than that part,
-# or `LEAST_STEPS`.
-LONG, FAR = 1 / 8, 4
-# The last items come longest first, whatever their heads: as many as there are programs, or a multiple of that by which
-# all is done that much earlier.
-LAST, UNEVEN = (1, 2, 4, 16, 64), 0.03
-# Pieces add to dk and dv in float32, which begin as zeros and are rounded in the end: 18 bytes a number, and not 2.
-# That takes about as long as so many steps of a program for each block of keys that there is: if the pass has only some
-# of the keys, and if it has all.
-EXACT = 1, 4
-# Programs with long lists of several query heads are soon at different heads, and then read more at a time than the
-# cache holds. Where so many heads share keys, and the list of one has so many steps, pieces are of one head, unless
-# whole items are quicker by more than this part: causal attention of 64 query heads on 8 key heads took 53 ms on an
-# H100 in pieces, forward and backward, and 62 in whole items.
-DRIFT = 8, 64, 0.05
-# While devices exchange queries, some of the processors are busy with that, and a program that finds none of its own
-# begins when another has ended. With an eighth of the work each, they are done earlier: a strided pattern of 131072
-# tokens took 14.7 ms on two H200 instead of 16.1, when both passes had such programs. Where little is exchanged that
-# cost time: 2 % of a window's, 20 % of documents'.
-WAVES = 8
-# Programs walk over the lists of a head from the last queries on. Those that begin together stay together. When shorter
-# lists end, others begin, and then programs are at different queries; and of different heads, where each head has few
-# blocks. Lists of one length stray apart by one in so many entries of a head, until a head's lists are short again. If
-# programs would read and add to more than twice `CACHED` bytes at a time, lists are cut by ranges of queries. All heads
-# that are worked on at a time have ranges of `CACHED` bytes together, but no range has fewer queries than that. The
-# gradients of summary columns of 131072 tokens took 38 ms so on an H100, and 83 in whole lists.
-CACHED, SHORTEST_RANGE, STRAY = 16 << 20, 2048, 256
-# So many steps an item takes beside its own: to begin, and to store what comes out.
-OWN_STEPS = 1
-# Of lists that are known at run time only, so many rounds at least are worked on together: of several heads where these
-# have few blocks, and backward of a part of one that has many. Gradients of documents of 4000 tokens, 131072 in all,
-# took 46 ms on an H100 when all blocks of a head were worked on together, and 31 in parts; of documents of 20000, 147
-# and 119. Forward that gained 4 % at most, and sweeps over parts are less even: by a fifth where heads are few.
-LEAST_ROUNDS = 1.9
+# Work tiles come first, whatever their head, if they take longer than this share of a program's work, and this many
+# times the mean: the backward pass of global columns takes 24 % less. If all long ones came first, programs would read
+# more heads at a time than L2 holds. Splits take at most that share, or `MIN_STEPS`.
+LONG_SHARE, LONG_FACTOR = 1 / 8, 4
+# The last work tiles come longest first, whatever their heads: one a program, or a multiple of that if the whole pass
+# then ends earlier by more than this part.
+TAIL_ROUNDS, TOLERANCE = (1, 2, 4, 16, 64), 0.03
+# Splits add to dk and dv in float32, which are zeroed before and rounded after: 18 bytes a number instead of 2. A block
+# of keys costs a program as much as this many steps: if the pass has only some of the keys, and if it has all.
+FLOAT32_STEPS = 1, 4
+# Programs with long lists of several query heads drift to different heads, and then read more than L2 holds. Where this
+# many query heads share a key head, and lists have this many steps, a split has one head, unless unsplit work tiles are
+# faster by more than this part. Causal attention of 64 query heads on 8 key heads, forward and backward, took 53 ms on
+# an H100 with splits, and 62 without.
+DRIFT_HEADS, DRIFT_STEPS, DRIFT_GAIN = 8, 64, 0.05
+# While devices exchange queries, some multiprocessors are busy with that, and programs without one start when others
+# end. With an eighth of the work each, they end earlier. A strided pattern of 131072 tokens took 14.7 ms on two H200
+# instead of 16.1, when both passes had such programs. Where devices exchange little, that cost time: 2 % of a window's,
+# 20 % of documents'.
+NUM_WAVES = 8
+# Programs walk the lists of a head from the last queries on, and those that start together stay together. When shorter
+# lists end, others start, and then programs are at different queries, and at different heads if heads have few blocks.
+# Lists of one length drift apart by one in this many entries of a head. If programs would read and add to more than
+# twice `CACHED_BYTES` at a time, lists are split by ranges of queries. The ranges of all heads in flight have
+# `CACHED_BYTES` together, but a range has at least `MIN_RANGE` queries. Gradients of summary columns of 131072 tokens
+# took 38 ms on an H100 with splits, and 83 without.
+CACHED_BYTES, MIN_RANGE, STRAY_ENTRIES = 16 << 20, 2048, 256
+# Steps that a work tile costs beside those of its list: its prologue, and the stores of its results.
+OVERHEAD_STEPS = 1
+# Lists that are known at run time only are sorted in groups of at least this many rounds of programs: several heads of
+# few blocks, or backward a range of blocks of one head. Gradients of documents of 4000 tokens, 131072 in all, took
+# 46 ms on an H100 with all blocks of a head in one group, and 31 with ranges; of documents of 20000, 147 and 119.
+# Forward, ranges gained 4 % at most, and their sweeps are less even: by a fifth where heads are few.
+MIN_ROUNDS = 1.9
 
 
-def schedule_of(steps: Any, batch: int, programs: int) -> Any:
-    """int32 [rounds + 1, programs]: the items of each program, and -1 behind them; as many programs as have any.
+def build_schedule(steps: Any, batch: int, programs: int) -> Any:
+    """Builds the queues of persistent programs, as many as have work.
 
     Args:
       steps: of each block, integers [LB, heads, blocks], of numpy or JAX; batch entry b has those of ``b % LB``.
       batch: number of batch entries.
-      programs: how many can run at the same time.
+      programs: number of programs that can run at the same time.
+
+    Returns:
+      int32 [rounds + 1, programs]: the work tiles of each program in their order, then -1.
     """
     if isinstance(steps, np.ndarray):
-        order = order_of(steps, batch, programs, False)
-        return dealt(order, steps[np.arange(batch) % len(steps)].ravel()[order], programs)
-    items = batch * steps.shape[1] * steps.shape[2]
-    programs = min(programs, items)
-    order, group = _of_groups(steps, batch, programs, False)
-    places = _in_sweeps(items, group, programs)
-    return jnp.where(places < 0, -1, order[places])
+        order = order_work_tiles(steps, batch, programs, False)
+        return assign_greedily(order, steps[np.arange(batch) % len(steps)].ravel()[order], programs)
+    num_tiles = batch * steps.shape[1] * steps.shape[2]
+    programs = min(programs, num_tiles)
+    order, group_size = _order_in_groups(steps, batch, programs, False)
+    positions = _assign_in_sweeps(num_tiles, group_size, programs)
+    return jnp.where(positions < 0, -1, order[positions])
 
 
-def order_of(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
-    """int32 [items]: in which order to begin items that have a program each; see `schedule_of` for the arguments.
+def order_work_tiles(steps: Any, batch: int, programs: int, as_numbered: bool) -> Any:
+    """Orders work tiles that have a program each: int32 [work tiles]; see `build_schedule` for the arguments.
 
-    If lengths are known, blocks of a head come as they are numbered with ``as_numbered``, else by regions of as many
-    neighbours as there are programs: from that end where more is to do, and of a region the longest first.
+    If lengths are known, blocks of a head come in their order with ``as_numbered``. Otherwise they come in regions of
+    ``programs`` neighbours, from the end with more work, and the longest of a region first.
     """
     if not isinstance(steps, np.ndarray):
-        return _of_groups(steps, batch, programs, True)[0]
-    every = steps[np.arange(batch) % len(steps)].ravel()
+        return _order_in_groups(steps, batch, programs, True)[0]
+    costs = steps[np.arange(batch) % len(steps)].ravel()
     heads = np.repeat(np.arange(batch * steps.shape[1]), steps.shape[2])
-    orders = _in_order(every, heads, [x * programs for x in LAST], programs, as_numbered)
-    times = [taken(orders[0], every, programs)]
-    if times[0] <= (1 + UNEVEN) * (every + OWN_STEPS).sum() / programs:  # no other one is so much sooner
+    orders = _candidate_orders(costs, heads, [x * programs for x in TAIL_ROUNDS], programs, as_numbered)
+    times = [finish_time(orders[0], costs, programs)]
+    if (
+        times[0] <= (1 + TOLERANCE) * (costs + OVERHEAD_STEPS).sum() / programs
+    ):  # no other order can be that much faster
         return orders[0]
-    times += [taken(order, every, programs) for order in orders[1:]]
-    return next(order for order, time in zip(orders, times, strict=True) if time <= (1 + UNEVEN) * min(times))
+    times += [finish_time(order, costs, programs) for order in orders[1:]]
+    return next(order for order, time in zip(orders, times, strict=True) if time <= (1 + TOLERANCE) * min(times))
 
 
-def _in_order(
-    every: np.ndarray, heads: np.ndarray, last: list[int], programs: int, as_numbered: bool
+def _candidate_orders(
+    costs: np.ndarray, heads: np.ndarray, tail_sizes: list[int], programs: int, as_numbered: bool
 ) -> list[np.ndarray]:
-    """Orders of items: what is `LONG` and `FAR`, then head by head and region by region, then the last ones.
+    """Orders work tiles: long ones by `LONG_SHARE` and `LONG_FACTOR`, then by head and region, then the tail.
 
     Args:
-      every: steps of each item.
-      heads: of each, ascending.
-      last: for each order, how many are the last ones; of them, and of the first, the longest come first.
-      programs: how many can run at the same time.
-      as_numbered: see `order_of`.
+      costs: steps of each work tile.
+      heads: head of each, ascending.
+      tail_sizes: for each order, the length of its tail; the tail and the long ones are sorted, longest first.
+      programs: number of programs that can run at the same time.
+      as_numbered: see `order_work_tiles`.
+
+    Returns:
+      An order, int32 [work tiles], for each size of the tail.
     """
-    items, total = len(every), every.sum()
-    first = (every > LONG * total / programs) & (every > FAR * total / items)
-    number = np.arange(items) - np.searchsorted(heads, heads)
+    num_tiles, total = len(costs), costs.sum()
+    is_long = (costs > LONG_SHARE * total / programs) & (costs > LONG_FACTOR * total / num_tiles)
+    position = np.arange(num_tiles) - np.searchsorted(heads, heads)
     if not as_numbered:
-        size, done = np.bincount(heads), np.bincount(heads, number * every)
-        late = 2 * done > np.bincount(heads, every) * (size - 1)  # more is to do at the end
-        number = np.where(late[heads], (size - 1)[heads] - number, number)
-    within = np.where(first | (not as_numbered), -every, number)
-    order = np.lexsort((within, np.where(first, 0, number // programs), np.where(first, -1, heads))).astype(np.int32)
-    begun = [max(items - n, first.sum()) for n in last]
-    return [np.append(order[:n], (end := order[n:])[np.argsort(-every[end], kind="stable")]) for n in begun]
+        num_blocks, moment = np.bincount(heads), np.bincount(heads, position * costs)
+        is_back_heavy = 2 * moment > np.bincount(heads, costs) * (num_blocks - 1)  # more work at the end
+        position = np.where(is_back_heavy[heads], (num_blocks - 1)[heads] - position, position)
+    rank = np.where(is_long | (not as_numbered), -costs, position)
+    region, head = np.where(is_long, 0, position // programs), np.where(is_long, -1, heads)
+    order = np.lexsort((rank, region, head)).astype(np.int32)
+    tail_starts = [max(num_tiles - n, is_long.sum()) for n in tail_sizes]
+    return [np.append(order[:n], (tail := order[n:])[np.argsort(-costs[tail], kind="stable")]) for n in tail_starts]
 
 
-def _of_groups(steps: Any, batch: int, programs: int, in_parts: bool) -> tuple[Any, int]:
-    """(order of items known at run time only: of each group the longest first; how many a group has).
+def _order_in_groups(steps: Any, batch: int, programs: int, split_heads: bool) -> tuple[Any, int]:
+    """Orders work tiles whose lengths are known at run time only, the longest of each group first.
 
-    A group has several heads, or one, or with ``in_parts`` as many blocks as divide a head that has many of them.
+    A group has several heads, or one, or with ``split_heads`` a range of blocks of a head that has many. Returns the
+    order, and the number of work tiles in a group.
     """
-    every, blocks, least = steps[np.arange(batch) % len(steps)].ravel(), steps.shape[2], LEAST_ROUNDS * programs
-    size = blocks * math.ceil(least / blocks)
-    if in_parts and blocks >= 2 * least:
-        size = math.ceil(blocks / (blocks // least))
-    groups = jnp.pad(every, (0, -len(every) % size), constant_values=-1).reshape(-1, size)
+    costs, blocks, min_tiles = steps[np.arange(batch) % len(steps)].ravel(), steps.shape[2], MIN_ROUNDS * programs
+    size = blocks * math.ceil(min_tiles / blocks)
+    if split_heads and blocks >= 2 * min_tiles:
+        size = math.ceil(blocks / (blocks // min_tiles))
+    groups = jnp.pad(costs, (0, -len(costs) % size), constant_values=-1).reshape(-1, size)
     order = jnp.argsort(-groups, axis=1, stable=True).astype(np.int32)
     order += size * np.arange(len(groups), dtype=np.int32)[:, None]
-    return order.ravel()[: every.size], size
+    return order.ravel()[: costs.size], size
 
 
-def neighbours_share(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
-    """Whether most entries of lists are in the list before, too; see `BlockLists` for the arguments."""
+def has_overlapping_neighbors(spans: np.ndarray, block: np.ndarray, minor_blocks: int) -> bool:
+    """True if most entries of the lists are also in the list before; see `BlockLists` for the arguments."""
     lengths = (spans[..., 2] - spans[..., 0]).ravel()
     entry = np.repeat(np.arange(len(lengths)), lengths) * minor_blocks + block
     return bool(2 * np.isin(entry - minor_blocks, entry).sum() > len(entry))
 
 
-def dealt(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
-    """A schedule, as of `schedule_of`: one item after the other goes to the program that has least until then.
+def assign_greedily(order: np.ndarray, steps: np.ndarray, programs: int) -> np.ndarray:
+    """Builds a schedule, see `build_schedule`: each work tile goes to the program with the least work so far.
 
     Args:
-      order: in which items are taken, int32 [items].
+      order: the work tiles in the order of assignment, int32 [work tiles].
       steps: of each of them.
-      programs: how many can run at the same time.
+      programs: number of programs that can run at the same time.
     """
-    had = [(0, program) for program in range(min(programs, len(order)))]
-    who = np.empty(len(order), np.int64)
-    for at, cost in enumerate((steps.astype(np.int64) + OWN_STEPS).tolist()):
-        least, who[at] = had[0]
-        heapq.heapreplace(had, (least + cost, had[0][1]))
-    places = _by_program(who, len(had))
-    return np.where(places < 0, -1, order[places]).astype(np.int32)
+    loads = [(0, program) for program in range(min(programs, len(order)))]
+    program_of_tile = np.empty(len(order), np.int64)
+    for position, cost in enumerate((steps.astype(np.int64) + OVERHEAD_STEPS).tolist()):
+        load, program_of_tile[position] = loads[0]
+        heapq.heapreplace(loads, (load + cost, loads[0][1]))
+    positions = _positions_by_program(program_of_tile, len(loads))
+    return np.where(positions < 0, -1, order[positions]).astype(np.int32)
 
 
-def _in_sweeps(items: int, group: int, programs: int) -> np.ndarray:
-    """int [rounds + 1, programs]: places of each program's items among groups that have the longest first; -1 behind.
+def _assign_in_sweeps(num_tiles: int, group_size: int, programs: int) -> np.ndarray:
+    """Assigns sorted groups of work tiles to programs in sweeps forth and back, one work tile each.
 
-    Programs are swept over forth and back, an item each. Each group begins at another program, by the golden ratio, so
-    that no program has the longest of several. In simulations of documents, causal masks and long first blocks this
-    takes 3 % longer than `dealt` in the mean, and 15 % at most, as long as groups have two rounds.
+    Each group starts at another program, by the golden ratio, so that no program has the longest of several groups. In
+    simulations of documents, causal masks and long first blocks, results are 3 % behind `assign_greedily` in the mean,
+    and 15 % at most, as long as groups have two rounds.
+
+    Returns:
+      int [rounds + 1, programs]: positions of each program's work tiles in the order, then -1.
     """
-    number, within = np.divmod(np.arange(items), group)
-    rounds, place = np.divmod(within, programs)
-    begin = np.rint(number * programs * (math.sqrt(5) - 1) / 2).astype(np.int64)
-    return _by_program((begin + np.where(rounds % 2 == 0, place, programs - 1 - place)) % programs, programs)
+    group, rank = np.divmod(np.arange(num_tiles), group_size)
+    sweep, slot = np.divmod(rank, programs)
+    first_program = np.rint(group * programs * (math.sqrt(5) - 1) / 2).astype(np.int64)
+    offset = np.where(sweep % 2 == 0, slot, programs - 1 - slot)
+    return _positions_by_program((first_program + offset) % programs, programs)
 
 
-def _by_program(who: np.ndarray, programs: int) -> np.ndarray:
-    """int [rounds + 1, programs]: which items each program has, in their order, and -1 behind; ``who`` has each."""
-    counts, items = np.bincount(who, minlength=programs), who.argsort(kind="stable")
-    places = np.full((counts.max() + 1, programs), -1)
-    places[np.arange(len(who)) - np.repeat(counts.cumsum() - counts, counts), who[items]] = items
-    return places
+def _positions_by_program(program: np.ndarray, programs: int) -> np.ndarray:
+    """Groups positions 0, 1, ... by their ``program``: int [rounds + 1, programs], ascending in a column, then -1."""
+    counts, positions = np.bincount(program, minlength=programs), program.argsort(kind="stable")
+    table = np.full((counts.max() + 1, programs), -1)
+    table[np.arange(len(program)) - np.repeat(counts.cumsum() - counts, counts), program[positions]] = positions
+    return table
 
 
-def in_waves(schedule: Any) -> Any:
-    """The same items for `WAVES` times as many programs, each with a part of what one had."""
+def split_into_waves(schedule: Any) -> Any:
+    """Splits a schedule among `NUM_WAVES` times as many programs, each with a part of one program's queue."""
     xp: Any = np if isinstance(schedule, np.ndarray) else jnp
-    rounds = -(-(len(schedule) - 1) // WAVES)
-    items = xp.pad(schedule[:-1], [(0, WAVES * rounds + 1 - len(schedule)), (0, 0)], constant_values=-1)
-    waves = items.reshape(WAVES, rounds, -1).swapaxes(0, 1).reshape(rounds, -1)
+    rounds = -(-(len(schedule) - 1) // NUM_WAVES)
+    queues = xp.pad(schedule[:-1], [(0, NUM_WAVES * rounds + 1 - len(schedule)), (0, 0)], constant_values=-1)
+    waves = queues.reshape(NUM_WAVES, rounds, -1).swapaxes(0, 1).reshape(rounds, -1)
     return xp.pad(waves, [(0, 1), (0, 0)], constant_values=-1)
 
 
 def makespan(schedule: np.ndarray, costs: np.ndarray) -> int:
-    """Steps of the program that has most, by those of each item."""
-    return np.append(costs + OWN_STEPS, 0)[schedule].sum(0).max()
+    """Steps of the busiest program of a schedule, from the steps of each work tile."""
+    return np.append(costs + OVERHEAD_STEPS, 0)[schedule].sum(0).max()
 
 
-def taken(order: np.ndarray, costs: np.ndarray, programs: int) -> int:
-    """Steps until all is done, if items of so many steps each are begun in an order, as soon as a program ends."""
-    return makespan(dealt(order, costs[order], programs), costs)
+def finish_time(order: np.ndarray, costs: np.ndarray, programs: int) -> int:
+    """Steps until all work tiles are done, if the next of ``order`` starts as soon as a program ends."""
+    return makespan(assign_greedily(order, costs[order], programs), costs)
 
 
-def cut_if_it_pays(
-    steps: np.ndarray, before: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, lost: float
+def split_long_lists(
+    steps: np.ndarray, before: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, lost_steps: float
 ) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-    """The order of the work in pieces, and these, if that takes less time than in whole items; else None twice.
-
-    A piece is int32 [5]: its block; its query heads, numbered as the pass has them, the first and the end; its first
-    entry in the list of the first of them, and its end in that of the last. Piece p of batch entry b is the item
-    ``b * pieces + p``.
+    """Splits long lists, if all work then ends earlier.
 
     Args:
-      steps: of each block, integers [key heads, blocks], alike for all batch entries.
-      before: of these, the steps that come before those of a query head, [query heads, blocks].
-      key_heads: of each query head, [query heads], ascending.
+      steps: of each block, integers [key heads, blocks], the same for all batch entries.
+      before: of these, the steps before those of a query head, [query heads, blocks].
+      key_heads: key head of each query head, [query heads], ascending.
       batch: number of batch entries.
-      programs: how many can run at the same time.
-      lost: how many steps pieces cost each of them beside their own.
+      programs: number of programs that can run at the same time.
+      lost_steps: steps that sums in float32 cost each program.
+
+    Returns:
+      (order of the work tiles, splits), or (None, None). A split is int32 [5]: its block; its first query head, and the
+      end of its query heads, numbered within the pass; its first entry in the list of the first head, and its end in
+      that of the last head. Split i of batch entry b is work tile ``b * len(splits) + i``.
     """
-    most, drift = LONG * steps.sum() * batch / programs, 0.0
-    of_one_head = steps.max(initial=0) * len(steps) // len(key_heads)
-    if len(key_heads) >= DRIFT[0] * len(steps) and of_one_head >= DRIFT[1]:
-        most, drift = min(most, of_one_head), DRIFT[2]
-    most = max(LEAST_STEPS, most)
-    if steps.max(initial=0) <= most:
+    max_steps, min_gain = LONG_SHARE * steps.sum() * batch / programs, 0.0
+    steps_of_head = steps.max(initial=0) * len(steps) // len(key_heads)
+    if len(key_heads) >= DRIFT_HEADS * len(steps) and steps_of_head >= DRIFT_STEPS:
+        max_steps, min_gain = min(max_steps, steps_of_head), DRIFT_GAIN
+    max_steps = max(MIN_STEPS, max_steps)
+    if steps.max(initial=0) <= max_steps:
         return None, None
-    number = np.ceil(steps.reshape(1, -1) / most).astype(np.int64)
-    parts = cut(steps.reshape(1, -1), number)
-    assert parts is not None
-    job, begin, end = parts.work[:, 0].T
-    key_head, block = np.divmod(job, steps.shape[1])
-    passed, own = before[:, block].T, key_heads == key_head[:, None]
+    num_splits = np.ceil(steps.reshape(1, -1) / max_steps).astype(np.int64)
+    split_steps = split_work_tiles(steps.reshape(1, -1), num_splits)
+    assert split_steps is not None
+    list_number, begin, end = split_steps.steps[:, 0].T
+    key_head, block = np.divmod(list_number, steps.shape[1])
+    steps_before, is_same_kv_head = before[:, block].T, key_heads == key_head[:, None]
 
     def head_of(entry: np.ndarray) -> np.ndarray:
-        return np.where(own & (passed <= entry[:, None]), np.arange(len(key_heads)), 0).max(1)
+        return np.where(is_same_kv_head & (steps_before <= entry[:, None]), np.arange(len(key_heads)), 0).max(1)
 
-    first, last = head_of(begin), head_of(end - 1)
-    at = np.arange(len(job))
-    pieces = np.stack([block, first, last + 1, begin - passed[at, first], end - passed[at, last]], axis=1)
-    # What the pieces of a query head read stays in the cache, too.
-    by_head = np.lexsort((begin - end, first))
-    pieces, costs = pieces[by_head].astype(np.int32), np.tile((end - begin)[by_head], batch)
+    first, last, split = head_of(begin), head_of(end - 1), np.arange(len(list_number))
+    first_entry, end_entry = begin - steps_before[split, first], end - steps_before[split, last]
+    splits = np.stack([block, first, last + 1, first_entry, end_entry], axis=1)
+    # Splits of a query head follow each other, so that what they read stays in L2. They are numbered by length.
+    head_order = np.lexsort((begin - end, first))
+    splits, costs = splits[head_order].astype(np.int32), np.tile((end - begin)[head_order], batch)
 
-    heads = (len(key_heads) * np.arange(batch)[:, None] + pieces[:, 1]).ravel()
-    (order,) = _in_order(costs, heads, [programs], programs, True)  # pieces of a head are numbered by their length
-    others = taken(order_of(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs)
-    if taken(order, costs, programs) + lost + LEAST_STEPS > others * (1 + drift):
+    heads = (len(key_heads) * np.arange(batch)[:, None] + splits[:, 1]).ravel()
+    (order,) = _candidate_orders(costs, heads, [programs], programs, True)
+    unsplit_time = finish_time(
+        order_work_tiles(steps[None], batch, programs, False), np.tile(steps.ravel(), batch), programs
+    )
+    if finish_time(order, costs, programs) + lost_steps + MIN_STEPS > unsplit_time * (1 + min_gain):
         return None, None
-    return order, pieces
+    return order, splits
 
 
-def cut_by_ranges(
-    lists: BlockLists, kinds: np.ndarray, key_heads: np.ndarray, batch: int, programs: int, queries: int, held: int
+def split_by_query_ranges(
+    lists: BlockLists,
+    list_of_head: np.ndarray,
+    key_heads: np.ndarray,
+    batch: int,
+    programs: int,
+    queries: int,
+    query_bytes: int,
 ) -> tuple[Any, np.ndarray] | tuple[None, None]:
-    """The order of the work in pieces by ranges of queries, and these, if programs would drift apart; else None twice.
+    """Splits lists by ranges of queries, if programs would otherwise drift apart by more than L2 holds.
 
-    Pieces are as of `cut_if_it_pays`. They come head by head, and of a head range by range, as lists are walked: the
-    last queries first, and of a range the longest pieces. If all heads have the same list, pieces are those of head 0:
-    piece p of head h and batch entry b is the item ``(b * heads + h) * pieces + p``.
+    Splits come head by head and range by range, the last queries first, and the longest of a range first.
 
     Args:
-      lists: of the key blocks, known beforehand, alike for all batch entries.
-      kinds: which of the lists each query head has, [query heads].
-      key_heads: of each query head, [query heads], ascending.
+      lists: of the key blocks, known beforehand, the same for all batch entries.
+      list_of_head: list of each query head, [query heads].
+      key_heads: key head of each query head, [query heads], ascending.
       batch: number of batch entries.
-      programs: how many can run at the same time.
-      queries: of a block.
-      held: bytes of q, dout and dq of a query.
+      programs: number of programs that can run at the same time.
+      queries: queries of a block.
+      query_bytes: bytes of q, dout and dq of a query.
+
+    Returns:
+      (order of the work tiles, splits), see `split_long_lists`, or (None, None). If all heads have the same list,
+      splits are of head 0: split i of head h and batch entry b is work tile ``(b * heads + h) * len(splits) + i``.
     """
-    # Of a program and a key head.
-    entries = lists.counts[0, ..., 1].sum(1)[kinds].sum() / len(np.unique(key_heads)) / programs
+    # Entries of a program and a key head.
+    entries = lists.counts[0, ..., 1].sum(1)[list_of_head].sum() / len(np.unique(key_heads)) / programs
     first, end = (lists.spans[0, ..., i].ravel() for i in (0, 2))
-    some = np.flatnonzero(end > first)  # these follow each other, as all lists do that are known beforehand
-    if not len(some):
+    nonempty = np.flatnonzero(end > first)  # in the order of their entries, as the lists are known beforehand
+    if not len(nonempty):
         return None, None
-    at_a_time, heads = max(1.0, programs * len(lists.spans[0]) / len(some)), batch * len(kinds)
-    of_a_block = held * queries * at_a_time
-    size = max(math.ceil(SHORTEST_RANGE / queries), int(CACHED / of_a_block))
-    if at_a_time >= heads or len(lists.block) < size * len(some):
+    heads_in_flight, heads = max(1.0, programs * len(lists.spans[0]) / len(nonempty)), batch * len(list_of_head)
+    block_bytes = query_bytes * queries * heads_in_flight
+    range_blocks = max(math.ceil(MIN_RANGE / queries), int(CACHED_BYTES / block_bytes))
+    if heads_in_flight >= heads or len(lists.block) < range_blocks * len(nonempty):
         return None, None
     reach = np.zeros(len(first), np.int64)
-    reach[some] = 1 + np.subtract(*(f.reduceat(lists.block, first[some]) for f in (np.maximum, np.minimum)))
-    apart = _apart(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY
-    if apart * of_a_block <= 2 * CACHED:
+    reach[nonempty] = 1 + np.subtract(*(f.reduceat(lists.block, first[nonempty]) for f in (np.maximum, np.minimum)))
+    distance = _mean_distance(reach.reshape(len(lists.spans[0]), -1), programs) + entries / STRAY_ENTRIES
+    if distance * block_bytes <= 2 * CACHED_BYTES:
         return None, None
-    line, number = np.repeat(some, (end - first)[some]), lists.block // size
-    begin = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(number, prepend=-1))
-    kind, block = np.divmod(line[begin], lists.spans.shape[2])
-    part = begin - first[line[begin]]
-    steps = np.diff(begin, append=len(line))
-    order, pieces = np.lexsort((-steps, -number[begin])), []
-    alike = bool((kinds == kinds[0]).all())
-    for head, own in enumerate(kinds[:1] if alike else kinds):
-        here = order[kind[order] == own]
-        piece = block[here], head, head + 1, part[here], part[here] + steps[here]
-        pieces.append(np.stack(np.broadcast_arrays(*piece), axis=1))
-    pieces = np.concatenate(pieces).astype(np.int32)
-    # By JAX, which counts in the program instead of keeping numbers there, millions of long sequences.
-    return jnp.arange(len(pieces) * (heads if alike else batch), dtype=np.int32), pieces
+    line, query_range = np.repeat(nonempty, (end - first)[nonempty]), lists.block // range_blocks
+    split_starts = np.flatnonzero(np.diff(line, prepend=-1) | np.diff(query_range, prepend=-1))
+    list_number, block = np.divmod(line[split_starts], lists.spans.shape[2])
+    skipped = split_starts - first[line[split_starts]]
+    steps = np.diff(split_starts, append=len(line))
+    order, splits = np.lexsort((-steps, -query_range[split_starts])), []
+    same_list = bool((list_of_head == list_of_head[0]).all())
+    for head, list_of_this_head in enumerate(list_of_head[:1] if same_list else list_of_head):
+        of_list = order[list_number[order] == list_of_this_head]
+        split = block[of_list], head, head + 1, skipped[of_list], skipped[of_list] + steps[of_list]
+        splits.append(np.stack(np.broadcast_arrays(*split), axis=1))
+    splits = np.concatenate(splits).astype(np.int32)
+    # By JAX, so that the compiled program computes the order: as a constant it would have millions of numbers.
+    return jnp.arange(len(splits) * (heads if same_list else batch), dtype=np.int32), splits
 
 
-def _apart(reach: np.ndarray, programs: int) -> float:
-    """By how many blocks of queries programs of one head are apart when lists end, in the mean over their steps.
+def _mean_distance(reach: np.ndarray, programs: int) -> float:
+    """Mean distance between the programs of one head, in blocks of queries, when lists end.
 
     Args:
-      reach: blocks of queries from the first to the last of each list, [kinds, blocks].
-      programs: how many run at the same time.
+      reach: blocks of queries from the first to the last of each list, [lists, blocks].
+      programs: number of programs that run at the same time.
     """
     longest = -np.sort(-reach, axis=1)
-    there = (longest > 0).sum(1, keepdims=True)
-    other = np.minimum(np.arange(reach.shape[1]) + programs, np.maximum(there - 1, 0))
-    return float((longest * (longest - np.take_along_axis(longest, other, axis=1))).sum() / longest.sum())
+    num_lists = (longest > 0).sum(1, keepdims=True)
+    next_list = np.minimum(np.arange(reach.shape[1]) + programs, np.maximum(num_lists - 1, 0))
+    return float((longest * (longest - np.take_along_axis(longest, next_list, axis=1))).sum() / longest.sum())

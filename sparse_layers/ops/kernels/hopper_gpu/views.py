@@ -1,46 +1,47 @@
-"""Row orders as the copy engine sees them: views of the token axis, of which a tile of rows is a box."""
+"""Row orders as views of the token axis, in which a tile of rows is a box that the copy engine loads."""
 
 import math
 
 from ...planning.views import RowOrder
-from .tiles import Side
+from .tiles import RowsView
 
 
-def side_of(order: RowOrder, tile: int) -> Side:
-    """What kernels know of one side of a pass that `view_of` has."""
+def rows_view(order: RowOrder, tile: int) -> RowsView:
+    """Describes one side of a pass to kernels, for an order that has a `box_view`."""
     axes = () if order.natural else _axes(order)
-    return Side(-(-order.rows // tile) * tile, tile, axes)
+    return RowsView(-(-order.rows // tile) * tile, tile, axes)
 
 
-def view_of(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(lengths of the axes, coordinates of a box on each), such that every ``rows`` rows are a box, in its order.
+def box_view(order: RowOrder, rows: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Finds a view of the token axis in which every ``rows`` rows are a box, in the box's own order.
 
-    None if there is no such view: tiles that a box does not hold, or tokens that do not fill it.
+    Returns (lengths of the axes, lengths of a box), or None if there is no such view: tiles are no boxes, or the tokens
+    do not fill the view.
     """
     if order.natural:
         return (order.length,), (rows,)
-    shape, kept = list(order.shape), list(order.kept)
+    shape, kept_lengths = list(order.shape), list(order.kept)
     inner = math.prod(shape[1:])
-    # Tokens before those that have rows are taken for coordinates of the last axis.
-    if len(shape) > 3 or order.length % inner or order.offset + kept[-1] > shape[-1]:
+    # Tokens before the first row count as coordinates of the last axis.
+    if len(shape) > 3 or order.length % inner or order.offset + kept_lengths[-1] > shape[-1]:
         return None
     lengths = min(order.length // inner, shape[0]), *shape[1:]
-    # A box may reach beyond an axis, but not to tokens that have no row.
-    if any(m < n and m % tile for n, m, tile in zip(shape, kept, order.tile, strict=True)):
+    # A box may reach beyond an axis, but not to tokens without a row.
+    if any(m < n and m % tile for n, m, tile in zip(shape, kept_lengths, order.tile, strict=True)):
         return None
-    box, left, last = [1] * len(lengths), rows, len(lengths)
+    box, rows_left, last_axis = [1] * len(lengths), rows, len(lengths)
     digits = [(*digit, i) for i, axis in enumerate(order.axes) for digit in axis.digits]
     for _, size, step, i in sorted(digits):  # the fastest first
-        taken = math.gcd(size, left) if size else left
-        if i > last or step != box[i] or (taken < size and taken < left):
+        extent = math.gcd(size, rows_left) if size else rows_left
+        if i > last_axis or step != box[i] or (extent < size and extent < rows_left):
             return None
-        box[i], left, last = box[i] * taken, left // taken, i
-        if left == 1:
+        box[i], rows_left, last_axis = box[i] * extent, rows_left // extent, i
+        if rows_left == 1:
             return lengths, tuple(box)
     return None
 
 
 def _axes(order: RowOrder) -> tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]:
-    # The first token that has a row is at the coordinate `offset` of the last axis.
+    # The first token with a row is at the coordinate `offset` of the last axis.
     last = len(order.axes) - 1
     return tuple((axis.phase - order.offset * (i == last), axis.digits) for i, axis in enumerate(order.axes))

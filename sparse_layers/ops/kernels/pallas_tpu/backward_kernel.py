@@ -1,4 +1,24 @@
-"""The backward kernel: dk and dv by key block, dq along the way, from the final lse and delta."""
+"""The TPU backward kernel: dk and dv by key block, and dq along the way, from the final lse and delta, in Pallas.
+
+**One grid step, one entry of a block list.** The grid is (batch entries, groups of heads, steps, members). Lists are by
+key block, and all query heads of a group add to the same dk and dv.
+**Scores are transposed.** s, p, dp and ds are [N, M], keys by queries. lse and delta of a query are then a row that
+broadcasts, and only dq needs a transposed operand.
+**Five products a step.** s = k q' and dp = v dout'; with ds = p * (dp - delta), dv += p dout, dk += ds q and
+dq += (k' ds)'.
+**dk and dv stay in VMEM.** They are zeroed in the first step of a key block, and stored in its last step.
+**dq stays in HBM.** A query block meets its key blocks far apart. So the kernel loads, adds to and stores blocks of dq
+by copies of its own, through two buffers; see `_Accumulator`.
+
+M is bq, the queries of a block, N is bkv, the keys of a block. Steps n - 1, n and n + 1 with different query blocks;
+time runs to the right::
+
+    step           n - 1                         n                             n + 1
+    Pallas loads   q, lse, dout, delta of n      q, lse, dout, delta of n + 1  q, lse, dout, delta of n + 2
+    products       s, dp, dv, dk, dq             s, dp, dv, dk, dq             s, dp, dv, dk, dq
+    dq buffer 0    wait for store, load n        wait for load, += dq, store   wait for store, load n + 2
+    dq buffer 1    wait for load, += dq, store   wait for store, load n + 1    wait for load, += dq, store
+"""
 
 import functools
 from typing import Any
@@ -15,19 +35,19 @@ from .schedule import DEAD, Steps
 def backward_pass(
     link: Link, steps: Steps, arrays: Arrays, lse: jax.Array, delta: jax.Array, dout: jax.Array, members: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients from one pass of a chain, all float32.
+    """Computes the gradients of one pass of a chain in float32.
 
     Args:
       link: the pass.
       steps: its active blocks by key block.
       arrays: its operands; tiles are those of [bkv, bq].
-      lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows that attend to nothing.
-      delta: the same shape: sum(out * dout) less the gradient of lse.
+      lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows without keys.
+      delta: the same shape, sum(out * dout) less the gradient of lse.
       dout: [B, heads, rows, Hv].
-      members: neighbouring query heads, which share a key head, whose dk and dv are summed up.
+      members: neighbouring query heads of one key head, whose dk and dv are summed up.
 
     Returns:
-      dq [B, heads, rows, H], yet to be scaled, dk [B, heads / members, columns, H] and dv [.., Hv].
+      dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv].
     """
     blocks = Blocks(link, flipped=True)
     batch, heads = arrays.query.shape[:2]
@@ -47,11 +67,11 @@ def backward_pass(
         blocks.operands(arrays) | by_row | {"dq_start": Block(dq, None, None)},
         outputs,
         {
-            "dk_sum": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
-            "dv_sum": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
-            "dq_blocks": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
-            "arrived": pltpu.SemaphoreType.DMA((2,)),
-            "left": pltpu.SemaphoreType.DMA,
+            "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
+            "dv_acc": pltpu.VMEM((bkv, arrays.value.shape[-1]), jnp.float32),
+            "dq_tiles": pltpu.VMEM((2, bq, arrays.query.shape[-1]), jnp.float32),
+            "loaded": pltpu.SemaphoreType.DMA((2,)),
+            "stored": pltpu.SemaphoreType.DMA,
             "state": pltpu.SMEM((3,), jnp.int32),
         },
         aliases={"dq_start": "dq"},
@@ -60,25 +80,26 @@ def backward_pass(
 
 
 def _kernel(link: Link, refs: Any, place: Place) -> None:
-    # Scores are [bkv, bq] here: what belongs to a query is a row, and only dq needs a transposed operand.
+    # s, p, ds: [N, M]. dk_acc: [N, H]. dv_acc: [N, Hv].
     step, dq = place.step, _Accumulator(link, refs, place)
 
     @pl.when(place.begins)
     def _():
-        refs.dk_sum[...] = jnp.zeros_like(refs.dk_sum)
-        refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
+        refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
+        refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
 
     def compute(masked, limited):
-        dq.fetch()
-        query, key, dout = refs.query[...], refs.key[...], refs.dout[...]
-        logits, slope = scores(link, dot(key, query, (1, 1)))
-        logits = masked_scores(link, refs, place, logits, masked, limited, flipped=True)
-        weights = jnp.exp2(jnp.minimum(logits - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
-        dlogits = weights * (dot(refs.value[...], dout, (1, 1)) - refs.delta[...])
-        dlogits = (dlogits if slope is None else dlogits * slope).astype(query.dtype)
-        refs.dv_sum[...] += dot(weights.astype(dout.dtype), dout, (1, 0))
-        refs.dk_sum[...] += dot(dlogits, query, (1, 0))
-        dq.add(dot(key, dlogits, (0, 0)).T)
+        dq.start_load()
+        q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
+        s, slope = scores(link, dot(k, q, (1, 1)))
+        s = masked_scores(link, refs, place, s, masked, limited, flipped=True)
+        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
+        dp = dot(refs.value[...], dout, (1, 1))
+        ds = p * (dp - refs.delta[...])
+        ds = (ds if slope is None else ds * slope).astype(q.dtype)
+        refs.dv_acc[...] += dot(p.astype(dout.dtype), dout, (1, 0))
+        refs.dk_acc[...] += dot(ds, q, (1, 0))
+        dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
     by_kind(step, link, compute)
@@ -86,66 +107,66 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
 
     @pl.when(place.ends)
     def _():
-        refs.dk[...] = refs.dk_sum[...] * link.call.scale
-        refs.dv[...] = refs.dv_sum[...]
+        refs.dk[...] = refs.dk_acc[...] * link.call.scale
+        refs.dv[...] = refs.dv_acc[...]
 
 
 class _Accumulator:
-    """The sum of dq, kept in HBM: a query block meets its key blocks far apart, and all of dq may not fit VMEM.
+    """Adds to dq in HBM, as all of dq may not fit VMEM, through two buffers [M, H] in VMEM that alternate.
 
-    Two buffers take turns. While one block is worked on, that of the next step is read and that of the last one is
-    written. A block is read ahead only if it is another one than that at hand, and only after the last write is over;
-    so a sum is never read before it is complete.
+    While this step computes, the block of the next step is loaded, and that of the step before is stored. A block is
+    loaded ahead only if it differs from this step's, and only after the last store. So a sum is never loaded before it
+    is complete.
     """
 
     def __init__(self, link: Link, refs: Any, place: Place):
         self.refs, self.place, self.rows = refs, place, link.shape[0]
 
     def begin(self) -> None:
-        """To be called at the beginning of every step."""
+        """Resets the state in the first step of a batch entry and group of heads; every step calls it first."""
         pl.when(self.place.starts)(lambda: self._set(0, 0, 0))
 
-    def fetch(self) -> None:
-        """Starts to read the block at hand if that was not done ahead."""
+    def start_load(self) -> None:
+        """Starts to load this step's block, unless the step before did."""
         slot, ahead, pending = self._state()
 
         @pl.when(ahead == 0)
         def _():
-            pl.when(pending == 1)(self._write(1 - slot).wait)
-            self._read(self.place.head, self.place.step, slot).start()
+            pl.when(pending == 1)(self._store(1 - slot).wait)
+            self._load(self.place.head, self.place.step, slot).start()
             self._set(slot, 0, 0)
 
     def add(self, update: jax.Array) -> None:
-        """Adds to the block at hand and starts to write it, and to read the next one."""
+        """Adds to this step's block, and starts to store it and to load that of the next step."""
         slot, _, pending = self._state()
-        pl.when(pending == 1)(self._write(1 - slot).wait)
+        pl.when(pending == 1)(self._store(1 - slot).wait)
         head, step = self.place.following()
-        other = (head != self.place.head) | (step.minor != self.place.step.minor)
-        ahead = other & (step.kind != DEAD) & ~self.place.finishes
-        pl.when(ahead)(self._read(head, step, 1 - slot).start)
-        self._read(self.place.head, self.place.step, slot).wait()
-        self.refs.dq_blocks[slot] += update
-        self._write(slot).start()
+        next_differs = (head != self.place.head) | (step.minor != self.place.step.minor)
+        ahead = next_differs & (step.kind != DEAD) & ~self.place.finishes
+        pl.when(ahead)(self._load(head, step, 1 - slot).start)
+        self._load(self.place.head, self.place.step, slot).wait()
+        self.refs.dq_tiles[slot] += update
+        self._store(slot).start()
         self._set(1 - slot, ahead.astype(jnp.int32), 1)
 
     def end(self) -> None:
-        """To be called at the end of every step."""
+        """Waits for the store in the last step of a batch entry and group of heads; every step calls it last."""
         slot, _, pending = self._state()
-        pl.when(self.place.finishes & (pending == 1))(self._write(1 - slot).wait)
+        pl.when(self.place.finishes & (pending == 1))(self._store(1 - slot).wait)
 
     def _block(self, head, step):
         return self.refs.dq.at[self.place.batch, head, pl.ds(step.minor * self.rows, self.rows)]
 
-    def _read(self, head, step, slot):
-        kept, buffer = self._block(head, step), self.refs.dq_blocks.at[slot]
-        return pltpu.make_async_copy(kept, buffer, self.refs.arrived.at[slot])
+    def _load(self, head, step, slot):
+        dq_block, buffer = self._block(head, step), self.refs.dq_tiles.at[slot]
+        return pltpu.make_async_copy(dq_block, buffer, self.refs.loaded.at[slot])
 
-    def _write(self, slot):
-        kept, buffer = self._block(self.place.head, self.place.step), self.refs.dq_blocks.at[slot]
-        return pltpu.make_async_copy(buffer, kept, self.refs.left)
+    def _store(self, slot):
+        dq_block, buffer = self._block(self.place.head, self.place.step), self.refs.dq_tiles.at[slot]
+        return pltpu.make_async_copy(buffer, dq_block, self.refs.stored)
 
     def _state(self):
-        """(buffer of the block at hand, whether it was read ahead, whether a write from the other one is under way)."""
+        """Reads (buffer of this step's block, 1 if it was loaded ahead, 1 if the other buffer is being stored)."""
         return [self.refs.state[i] for i in range(3)]
 
     def _set(self, *state):

@@ -1,4 +1,26 @@
-"""The forward kernel: online softmax over the active key blocks of each query block."""
+"""The TPU forward kernel: block-sparse attention with an online softmax, written in Pallas.
+
+**One grid step, one entry of a block list.** The grid is (batch entries, heads, steps, 1). A step reads a packed word
+from scalar memory: its query block, its key block, and its kind.
+**Pallas loads one step ahead.** The index maps read the word of the next step, so that its q, k and v arrive while this
+step computes. A block that the step before had, too, is not loaded again.
+**m_i, l_i and acc stay in VMEM.** They are initialized in the first step of a query block, and out and lse are written
+in the last one.
+**Rows fill all lanes.** m_i is the same in all 128 lanes, which spares broadcasts. l_i holds sums by lane, which are
+added up in the last step only.
+**Masks in masked steps only.** A step of kind FREE evaluates no mask. Logits are to base 2: one product scales them by
+the scale and by log2(e).
+
+M is bq, the queries of a block, N is bkv, the keys of a block. A query block of three steps, the last one masked; time
+runs to the right::
+
+    step       0                     1                       2
+    loads      K1 V1                 K2 V2, mask tile        Q, K0 V0 of the next query block
+    products   S = Q K0'   P0 V0     S = Q K1'   P1 V1       S = Q K2'          P2 V2
+    softmax    m_i, l_i    P0        alpha       P1          mask, alpha        P2
+    acc        = P0 V0               * alpha + P1 V1         * alpha + P2 V2, / l_i
+    stores                                                   out, lse
+"""
 
 import functools
 from typing import Any
@@ -16,15 +38,15 @@ from .sides import LANES, spread
 def forward_pass(
     link: Link, steps: Steps, arrays: Arrays, out_dtype: Any, start: jax.Array | None, start_lse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """One pass of a chain: out [B, heads, rows, Hv] in out_dtype and lse float32 [B, heads, blocks, 1, bq].
+    """Computes one pass of a chain: out [B, heads, rows, Hv] in out_dtype, lse float32 [B, heads, blocks, 1, bq].
 
     Args:
       link: the pass.
       steps: its active blocks by query block.
       arrays: its operands.
       out_dtype: of out.
-      start, start_lse: the same two, both float32, of the softmax over other keys that this pass goes on from, or
-        None; a lse alone is that of keys whose values are 0.
+      start, start_lse: out and lse in float32 of an earlier pass over other keys, which this pass continues, or None;
+        a lse alone is that of keys whose values are 0.
     """
     blocks = Blocks(link, flipped=False)
     batch, heads, rows, _ = arrays.query.shape
@@ -44,54 +66,53 @@ def forward_pass(
             "lse": blocks.vector(jax.ShapeDtypeStruct((batch, heads, rows // bq, 1, bq), jnp.float32)),
         },
         {
-            "best": pltpu.VMEM((bq, LANES), jnp.float32),
-            "total": pltpu.VMEM((bq, LANES), jnp.float32),
-            "sum": pltpu.VMEM((bq, value_size), jnp.float32),
+            "m_i": pltpu.VMEM((bq, LANES), jnp.float32),
+            "l_i": pltpu.VMEM((bq, LANES), jnp.float32),
+            "acc": pltpu.VMEM((bq, value_size), jnp.float32),
         },
     )
     return out, lse
 
 
 def _kernel(link: Link, refs: Any, place: Place) -> None:
-    # Per query: best = the largest logit so far, total = sum of 2^(logit - best), sum = the same of 2^(..) * value.
-    # Logits are in base 2. best is kept in every lane of a register, which spares broadcasts; the lanes of total are
-    # added up at the end only.
+    # m_i [M, 128]: the largest logit so far, to base 2. l_i [M, 128]: by lane, the sum of p = 2 ** (s - m_i).
+    # acc [M, Hv]: the sum of p @ v.
     bkv, value_size = link.shape[1], refs.value.shape[-1]
 
     @pl.when(place.begins)
     def _():
-        lse = jnp.full_like(refs.best, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
-        refs.best[...] = lse * LOG2E
-        refs.total[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
-        refs.sum[...] = jnp.zeros_like(refs.sum) if refs.start is None else refs.start[...]
+        lse = jnp.full_like(refs.m_i, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
+        refs.m_i[...] = lse * LOG2E
+        refs.l_i[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
+        refs.acc[...] = jnp.zeros_like(refs.acc) if refs.start is None else refs.start[...]
 
     def compute(masked, limited):
-        logits, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
-        logits = masked_scores(link, refs, place, logits, masked, limited, flipped=False)
-        old = refs.best[...]
-        best = jnp.maximum(old, logits.max(1, keepdims=True))
-        # Where nothing was allowed so far, any finite shift gives 2^-inf = 0, and no -inf - -inf.
-        shift = jnp.where(best == -jnp.inf, 0.0, best) if masked or limited else best
-        weights = jnp.exp2(logits - lanes(shift, bkv))
-        decay = jnp.exp2(old - shift)
-        refs.best[...] = best
-        refs.total[...] = decay * refs.total[...] + _by_lane(weights)
-        update = dot(weights.astype(refs.value.dtype), refs.value[...], (1, 0))
-        refs.sum[...] = lanes(decay, value_size) * refs.sum[...] + update
+        s, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
+        s = masked_scores(link, refs, place, s, masked, limited, flipped=False)
+        m_i = refs.m_i[...]
+        m_new = jnp.maximum(m_i, s.max(1, keepdims=True))
+        # For a row without a key so far, a finite shift gives 2 ** -inf = 0, where -inf - -inf would be NaN.
+        shift = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked or limited else m_new
+        p = jnp.exp2(s - lanes(shift, bkv))
+        alpha = jnp.exp2(m_i - shift)
+        refs.m_i[...] = m_new
+        refs.l_i[...] = alpha * refs.l_i[...] + _lane_sums(p)
+        pv = dot(p.astype(refs.value.dtype), refs.value[...], (1, 0))
+        refs.acc[...] = lanes(alpha, value_size) * refs.acc[...] + pv
 
     by_kind(place.step, link, compute)
 
     @pl.when(place.ends)
     def _():
-        total = refs.total[...].sum(1, keepdims=True)
-        scale = jnp.where(total == 0.0, 0.0, 1.0 / total)
-        refs.out[...] = (refs.sum[...] * scale).astype(refs.out.dtype)
-        refs.lse[...] = ((refs.best[...] + jnp.log2(total)) * (1 / LOG2E)).T[:1]
+        l_i = refs.l_i[...].sum(1, keepdims=True)
+        inverse = jnp.where(l_i == 0.0, 0.0, 1.0 / l_i)
+        refs.out[...] = (refs.acc[...] * inverse).astype(refs.out.dtype)
+        refs.lse[...] = ((refs.m_i[...] + jnp.log2(l_i)) * (1 / LOG2E)).T[:1]
 
 
-def _by_lane(weights: jax.Array) -> jax.Array:
-    """[n, LANES] whose lanes add up to the sums of the rows."""
-    width = weights.shape[1]
+def _lane_sums(p: jax.Array) -> jax.Array:
+    """Sums [n, width] by lane: [n, LANES], whose lanes add up to the sums of the rows."""
+    width = p.shape[1]
     if width % LANES:
-        return jnp.broadcast_to(weights.sum(1, keepdims=True) / LANES, (weights.shape[0], LANES))
-    return functools.reduce(jnp.add, (weights[:, i : i + LANES] for i in range(0, width, LANES)))
+        return jnp.broadcast_to(p.sum(1, keepdims=True) / LANES, (p.shape[0], LANES))
+    return functools.reduce(jnp.add, (p[:, i : i + LANES] for i in range(0, width, LANES)))

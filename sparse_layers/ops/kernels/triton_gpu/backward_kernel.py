@@ -1,165 +1,226 @@
-"""The backward kernels: dq by tiles of queries (with dk and dv where each key is in one block), dk and dv by keys.
+"""The Triton backward kernels: dq by tiles of queries, dk and dv by tiles of keys.
 
-With p = exp(logits - lse): dv = p^T dout, ds = p * (dout v^T - delta), dq = ds k, dk = ds^T q. There are no atomic
-additions: what the pieces of a list gave is added in their order, and results are the same from run to run.
+**Two kernels, each with lists of its own.** A program of `dq_kernel` holds queries and walks over key blocks. A program
+of `dkv_kernel` holds keys and walks over query blocks, for all query heads of its key head.
+
+**Products are recomputed.** With p = exp(logits - lse) and dp = dout v^T, ds = p * (dp - delta). Then dv = p^T dout,
+dq = ds k and dk = ds^T q.
+
+**One kernel is enough if blocks are in one list only.** WITH_DKV: `dq_kernel` stores dk and dv of each step, for they
+are complete. WITH_DQ: `dkv_kernel` stores dq of each step.
+
+**No atomic additions.** A long list is split: one launch computes a result for each split. The launch of all work tiles
+adds these in their order, so that results are the same from run to run.
+
+**Scores are transposed in `dkv_kernel`.** Scores, p, dp and ds are [keys, queries], and so the left sides of the
+products of dv and dk.
+
+A step of each, with time to the right. Triton loads the tiles of num_stages steps ahead::
+
+    dq_kernel    load k_tile, v_tile
+    products     [-- scores --][---- dp ----]          [-- dq += ds k --] if WITH_DKV [-- dv --][-- dk --]
+    registers                  [ mask ]     [ p, ds ]                                                     [ store ]
+
+    dkv_kernel   load q_tile, lse, delta, dout_tile
+    products     [-- scores --][---- dp ----]          [-- dv += p dout --][-- dk += ds q --] if WITH_DQ [-- dq --]
+    registers                  [ mask ]     [ p, ds ]                                                     [ store ]
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..gpu.tiles import (
+    LOG2_E,
+    BlockListPointers,
+    Schedule,
     addresses,
-    chose,
-    job_of,
-    list_of,
+    clip_steps,
+    has_selected,
+    load_mask,
     load_rows,
+    load_span,
+    load_step_rows,
+    load_work_tile,
     logits,
     may_attend,
-    of_heads,
+    move_to_list,
+    offset_of_head,
+    query_addresses,
     row_of,
-    rows_of,
-    share_of,
+    rows_of_tile,
     store_rows,
     token_of,
-    vectors_of,
     zeros,
 )
+from .forward_kernel import KVPointers
+
+
+class QueryTile(NamedTuple):
+    """The queries of a program."""
+
+    q_tile: Any  # [Q.TILE, D]
+    dout_tile: Any  # [Q.TILE, DV]
+    lse: Any  # [Q.TILE, 1], to base 2
+    delta: Any  # [Q.TILE, 1]
+    row_in_block: Any  # [Q.TILE]
+    segment: Any  # [Q.TILE]
+
+
+class KVTile(NamedTuple):
+    """The keys of a program."""
+
+    k_tile: Any  # [KV.TILE, D]
+    v_tile: Any  # [KV.TILE, DV]
+    row_in_block: Any  # [KV.TILE]
+    segment: Any  # [KV.TILE]
+
+
+class QueryPointers(NamedTuple):
+    """Pointers to a query head."""
+
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class GradientPointers(NamedTuple):
+    """Pointers to dk and dv of a key head, and to those of earlier passes."""
+
+    dk: Any
+    dv: Any
+    earlier_dk: Any
+    earlier_dv: Any
 
 
 @triton.jit
-def _score_gradient(scores, lse, dweights, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
-    """(p, ds) of logits to base 2; lse (to base 2) and delta already broadcast against them."""
-    weights = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered` of call.py
+def _p_and_ds(scores, lse, dp, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
+    """(p, ds) of logits to base 2; lse, to base 2, and delta broadcast against them."""
+    p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered` of call.py
     if MASKED:
-        weights = tl.where(may, weights, 0.0)
-    dscores = weights * (dweights - delta)
+        p = tl.where(may, p, 0.0)
+    ds = p * (dp - delta)
     if A.CAP != 0:
-        squashed = scores / (A.CAP * 1.4426950408889634)
-        dscores = dscores * (1 - squashed * squashed)
-    return weights, dscores
+        squashed = scores / (A.CAP * LOG2_E)
+        ds = ds * (1 - squashed * squashed)
+    return p, ds
+
+
+# --- gradients of splits and of earlier passes -----------------------------------------------------------------------
 
 
 @triton.jit
-def _pieces_added(
-    result, results, piece, last_piece, b, within, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr
-):
-    """Adds to a tile [X.TILE, SIZE] what the pieces of its job gave: float32 [pieces, B, rows of a block, SIZE]."""
-    for i in tl.range(piece, last_piece):
-        at = (i.to(tl.int64) * BATCH + b) * (X.PARTS * X.TILE * SIZE)
-        result += tl.load(addresses(results + at, within, SIZE, SIZE, True))
-    return result
+def _add_splits(x, results, work_tile, batch, row_in_block, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr):
+    """Adds to x [X.TILE, SIZE] the results of its splits, float32 [splits, B, rows of a block, SIZE]."""
+    for split in tl.range(work_tile.first_split, work_tile.end_split):
+        offset = (split.to(tl.int64) * BATCH + batch) * (X.TILES * X.TILE * SIZE)
+        x += tl.load(addresses(results + offset, row_in_block, SIZE, SIZE, True))
+    return x
 
 
 @triton.jit
-def _store_piece(results, item, result, b, within, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr):
-    """Stores what a piece gives, where `_pieces_added` finds it."""
-    at = (item.to(tl.int64) * BATCH + b) * (X.PARTS * X.TILE * SIZE)
-    tl.store(addresses(results + at, within, SIZE, SIZE, True), result)
+def _store_split(results, x, work_tile, batch, row_in_block, BATCH: tl.constexpr, SIZE: tl.constexpr, X: tl.constexpr):
+    """Stores the result of a split for `_add_splits`."""
+    offset = (work_tile.split.to(tl.int64) * BATCH + batch) * (X.TILES * X.TILE * SIZE)
+    tl.store(addresses(results + offset, row_in_block, SIZE, SIZE, True), x)
 
 
 @triton.jit
-def _walk(
-    result,
-    held,  # tiles of q and dout, and of lse and delta
-    first,
-    last,
-    count,  # entries of the list
-    sources,  # pointers to k and v of a head
-    lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
-    rows,  # places in the block, segment ids of the queries, pointer to those of the keys
-    dkv,  # pointers to dk and dv, and to these of earlier passes
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    L: tl.constexpr,
-    BEFORE_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    WITH_DKV: tl.constexpr,
-):
-    """Adds to dq (not yet scaled) what steps first .. last - 1 give; stores their dk and dv if WITH_DKV."""
-    queries, douts, base, deltas = held
-    within, segment, segments = rows
-    for step in tl.range(first, last):
-        slot, part, _, row, exists_kv = rows_of(lists, step, count, KV)
-        token = token_of(row, KV)
-        exists_kv = exists_kv & (token < A.S)
-        key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists_kv, A.H, A.D, MASKED)
-        value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists_kv, A.HV, A.DV, MASKED)
-        scores = logits(tl.dot(queries, tl.trans(key), input_precision="ieee"), A)
+def _load_earlier(base, row, exists, STRIDE: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr):
+    """Rows of a gradient of earlier passes, STRIDE elements apart, in float32."""
+    return load_rows(addresses(base, row, STRIDE, SIZE, True), exists, LENGTH, SIZE, True).to(tl.float32)
+
+
+# --- dq --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
+              KV: tl.constexpr, L: tl.constexpr, BEFORE_KV: tl.constexpr, MASKED: tl.constexpr,
+              WITH_DKV: tl.constexpr):  # fmt: skip
+    """Adds steps first .. end - 1 to dq, which is not yet scaled; stores their dk and dv if WITH_DKV."""
+    q_tile, dout_tile = queries.q_tile, queries.dout_tile
+    for step in tl.range(first, end):
+        kv_rows = load_step_rows(lists, step, num_entries, KV)
+        token = token_of(kv_rows.row, KV)  # [KV.TILE]
+        exists = kv_rows.exists & (token < A.S)
+        k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        v_tile = load_rows(addresses(kv.v, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
+        scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
         may = 0
         if MASKED:
-            may = may_attend(lists, slot, part, within, Q, KV)
-            if L.CHOSEN > 0:
-                may = may & chose(lists, slot, within, Q, L)[:, None]
-            if A.SEGMENTED:
-                other = tl.load(segments + token, mask=exists_kv, other=-1)
-                may = may & (segment[:, None] == other[None, :])
-        dweights = tl.dot(douts, tl.trans(value), input_precision="ieee")
-        weights, dscores = _score_gradient(scores, base, dweights, deltas, may, A, MASKED)
-        dscores = dscores.to(key.dtype)
-        result = tl.dot(dscores, key, result, input_precision="ieee")
+            may = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
+        dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
+        p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, may, A, MASKED)
+        ds = ds.to(k_tile.dtype)
+        dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         if WITH_DKV:
-            dvalues = tl.dot(tl.trans(weights.to(key.dtype)), douts, input_precision="ieee")
-            dkeys = tl.dot(tl.trans(dscores), queries, input_precision="ieee") * A.SCALE
-            if BEFORE_KV.GIVEN:
-                early, known = row_of(token, exists_kv, BEFORE_KV)
-                pointers = addresses(dkv[2], early, A.KV_HEADS * A.H, A.D, True)
-                dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
-                pointers = addresses(dkv[3], early, A.KV_HEADS * A.HV, A.DV, True)
-                dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
-            store_rows(addresses(dkv[0], token, A.KV_HEADS * A.H, A.D, True), dkeys, exists_kv, A.H, A.D)
-            store_rows(addresses(dkv[1], token, A.KV_HEADS * A.HV, A.DV, True), dvalues, exists_kv, A.HV, A.DV)
-    return result
+            dv = tl.dot(tl.trans(p.to(k_tile.dtype)), dout_tile, input_precision="ieee")  # [KV.TILE, DV]
+            dk = tl.dot(tl.trans(ds), q_tile, input_precision="ieee") * A.SCALE  # [KV.TILE, D]
+            if BEFORE_KV.EXISTS:
+                row, has_earlier = row_of(token, exists, BEFORE_KV)
+                dk += _load_earlier(gradients.earlier_dk, row, has_earlier, A.KV_HEADS * A.H, A.H, A.D)
+                dv += _load_earlier(gradients.earlier_dv, row, has_earlier, A.KV_HEADS * A.HV, A.HV, A.DV)
+            store_rows(addresses(gradients.dk, token, A.KV_HEADS * A.H, A.D, True), dk, exists, A.H, A.D)
+            store_rows(addresses(gradients.dv, token, A.KV_HEADS * A.HV, A.DV, True), dv, exists, A.HV, A.DV)
+    return dq
 
 
 @triton.jit
-def _walk_pass(
-    result,
-    passed,  # steps of the pass before
-    held,
-    begin,
-    end,
-    sources,
-    span,  # of `list_of`
-    lists,
-    rows,
-    dkv,
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    L: tl.constexpr,
-    BEFORE_KV: tl.constexpr,
-    WITH_DKV: tl.constexpr,
-):
-    """Goes on over those of a pass' steps that lie from begin to end."""
-    first, free, steps, count = span
-    low, middle, high = share_of(begin, end, passed, free, steps)
-    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
-    for MASKED in tl.static_range(2):
-        if L.ANY_MASKED if MASKED else L.ANY_FREE:
-            result = _walk(
-                result,
-                held,
-                middle if MASKED else low,
-                high if MASKED else middle,
-                count,
-                sources,
-                lists,
-                rows,
-                dkv,
-                A,
-                Q,
-                KV,
-                L,
-                BEFORE_KV,
-                MASKED,
-                WITH_DKV,
-            )
-    return result
+def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
+             KV: tl.constexpr, L: tl.constexpr, BEFORE_KV: tl.constexpr, WITH_DKV: tl.constexpr):  # fmt: skip
+    """Adds the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
+    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    lists = move_to_list(lists, span)
+    if L.ANY_FREE:
+        dq = _dq_steps(first, first_masked, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+                       BEFORE_KV, False, WITH_DKV)  # fmt: skip
+    if L.ANY_MASKED:
+        dq = _dq_steps(first_masked, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+                       BEFORE_KV, True, WITH_DKV)  # fmt: skip
+    return dq
+
+
+@triton.jit
+def _load_queries(pointers, q_segments, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
+    """The `QueryTile` of a program; ``pointers`` are those to the arrays."""
+    token, row_in_block, exists = q_rows.token, q_rows.row_in_block, q_rows.exists
+    base = pointers.q + (batch * A.T * A.HEADS + head) * A.H
+    vectors = query_addresses(base, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
+    q_tile = load_rows(vectors, exists, A.H, A.D, True)
+    base = pointers.dout + (batch * A.T * A.HEADS + head) * A.HV
+    vectors = query_addresses(base, token, row_in_block, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
+    dout_tile = load_rows(vectors, exists, A.HV, A.DV, True)
+    index = offset_of_head((batch * A.HEADS + head) * A.T, row_in_block, A.T, Q) + token
+    # A row without keys has lse -inf; with +inf its weights are 0, as are those of rows that do not exist.
+    lse = tl.load(pointers.lse + index, mask=exists, other=float("inf")) * LOG2_E
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)[:, None]
+    delta = tl.load(pointers.delta + index, mask=exists, other=0.0)[:, None]
+    segment = token
+    if A.SEGMENTED:
+        segment = tl.load(q_segments + batch * A.T + token, mask=exists, other=-2)
+    return QueryTile(q_tile, dout_tile, lse, delta, row_in_block, segment)
+
+
+@triton.jit
+def _store_dq(dq, out, earlier_dq, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, BEFORE: tl.constexpr,
+              OUT: tl.constexpr):  # fmt: skip
+    """Scales dq, adds that of earlier passes, and stores it to ``out``."""
+    dq = dq * A.SCALE
+    if BEFORE.EXISTS:
+        row, has_earlier = row_of(q_rows.token, q_rows.exists, BEFORE)
+        base = earlier_dq + (batch * BEFORE.ROWS * A.OWN_HEADS + pass_head) * A.H
+        dq += _load_earlier(base, row, has_earlier, A.OWN_HEADS * A.H, A.H, A.D)
+    row = q_rows.token if OUT.BY_TOKEN else q_rows.row
+    base = out + (batch * OUT.ROWS * A.OWN_HEADS + pass_head) * A.H
+    pointers = query_addresses(base, row, q_rows.row_in_block, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
+    store_rows(pointers, dq, q_rows.exists, A.H, A.D)
 
 
 @triton.jit
@@ -167,28 +228,28 @@ def dq_kernel(
     q,
     k,
     v,
-    work,  # this and all up to ``kv_segments``: as in `forward_kernel`
-    pieces,
+    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`
+    splits,
     spans,
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,
-    more_spans,
-    more_entries,
-    more_tiles,
-    more_chosen_by,
-    more_bits,
+    mask_bits,
+    spans2,
+    entries2,
+    mask_tiles2,
+    chosen_by2,
+    mask_bits2,
     q_segments,
     kv_segments,
-    piece_dq,  # float32 [pieces, B, rows of a block, D], if MERGED
-    lse,  # float32 [B, HEADS, T], of all passes together
+    split_dq,  # float32 [splits, B, rows of a block, D], if MERGED
+    lse,  # float32 [B, HEADS, T], of all passes
     delta,  # float32 [B, HEADS, T]
     dout,  # [B, T, HEADS, HV]
-    before,  # [B, BEFORE.ROWS, OWN_HEADS, H]: dq of earlier passes
-    before_k,  # [B, BEFORE_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
-    before_v,  # [B, BEFORE_KV.ROWS, KV_HEADS, HV]
-    dq,  # [B, OUT.ROWS, OWN_HEADS, H]; like ``piece_dq`` if PIECES
+    earlier_dq,  # [B, BEFORE.ROWS, OWN_HEADS, H]: dq of earlier passes
+    earlier_dk,  # [B, BEFORE_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
+    earlier_dv,  # [B, BEFORE_KV.ROWS, KV_HEADS, HV]
+    dq,  # [B, OUT.ROWS, OWN_HEADS, H]; like ``split_dq`` if SPLITS
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV
     dv,  # [B, S, KV_HEADS, HV]
     A: tl.constexpr,
@@ -203,124 +264,145 @@ def dq_kernel(
     OUT: tl.constexpr,
     WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
 ):
-    """dq of one tile of queries of one head; grid as that of `forward_kernel`."""
-    b = tl.program_id(1).to(tl.int64)
-    jobs: tl.constexpr = A.OWN_HEADS // Q.PACK * W.BLOCKS
-    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
-    own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
-    head = A.FIRST_HEAD + own * A.HEAD_STEP
+    """dq of one work tile; grid as that of `forward_kernel`."""
+    batch = tl.program_id(1).to(tl.int64)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.OWN_HEADS, Q.PACK, W)
+    pass_head, q_block = work_tile.head, work_tile.block
+    head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
-    within = part * Q.TILE + tl.arange(0, Q.TILE)
-    row = block * Q.BLOCK + within // Q.PACK
-    token = token_of(row, Q)
-    exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
+    q_rows = rows_of_tile(work_tile, Q, A.T)
+    row_in_block = q_rows.row_in_block
 
-    base = q + (b * A.T * A.HEADS + head) * A.H
-    pointers = vectors_of(base, token, within, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
-    queries = load_rows(pointers, exists, A.H, A.D, True)
-    base = dout + (b * A.T * A.HEADS + head) * A.HV
-    pointers = vectors_of(base, token, within, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
-    douts = load_rows(pointers, exists, A.HV, A.DV, True)
-    scalars = of_heads((b * A.HEADS + head) * A.T, within, A.T, Q) + token
-    # A row without keys has lse -inf; with +inf its weights are 0, as are those of rows that do not exist.
-    base = tl.load(lse + scalars, mask=exists, other=float("inf")) * 1.4426950408889634
-    base = tl.where(base == float("-inf"), float("inf"), base)[:, None]
-    deltas = tl.load(delta + scalars, mask=exists, other=0.0)[:, None]
-    segment = token
-    if A.SEGMENTED:
-        segment = tl.load(q_segments + b * A.T + token, mask=exists, other=-2)
-
-    at = b * A.S * A.KV_HEADS + kv_head
-    early_at = b * BEFORE_KV.ROWS * A.KV_HEADS + kv_head
-    held, rows = (queries, douts, base, deltas), (within, segment, kv_segments + b * A.S)
-    sources = k + at * A.H, v + at * A.HV
-    dkv = dk + at * A.H, dv + at * A.HV, before_k + early_at * A.H, before_v + early_at * A.HV
-    result = zeros(Q.TILE, A.D)
-    lists = entries, tiles, chosen_by, bits
-    span = list_of(spans, b, head, block, KV, L, W)
-    result = _walk_pass(result, 0, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
+    queries = _load_queries(QueryPointers(q, dout, lse, delta), q_segments, batch, head, q_rows, A, Q)
+    vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * BEFORE_KV.ROWS * A.KV_HEADS + kv_head
+    kv_segments += batch * A.S
+    kv = KVPointers(k + vector * A.H, v + vector * A.HV)
+    dk, dv = dk + vector * A.H, dv + vector * A.HV
+    dkv = GradientPointers(dk, dv, earlier_dk + earlier * A.H, earlier_dv + earlier * A.HV)
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
+    span = load_span(spans, batch, head, q_block, KV, L, W)
+    acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
     if KV2.ROWS > 0:
-        passed = span[2]
-        lists = more_entries, more_tiles, more_chosen_by, more_bits
-        span = list_of(more_spans, b, head, block, KV2, L2, W)
-        result = _walk_pass(
-            result, passed, held, begin, end, sources, span, lists, rows, dkv, A, Q, KV2, L2, BEFORE_KV, False
-        )
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, chosen_by2, mask_bits2, q_segments, kv_segments)
+        span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
+        acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, BEFORE_KV, False)
 
-    if W.PIECES:
-        _store_piece(dq, item, result, b, within, A.BATCH, A.D, Q)
+    if W.SPLITS:
+        _store_split(dq, acc, work_tile, batch, row_in_block, A.BATCH, A.D, Q)
     else:
         if W.MERGED:
-            result = _pieces_added(result, piece_dq, piece, last_piece, b, within, A.BATCH, A.D, Q)
-        result = result * A.SCALE
-        if BEFORE.GIVEN:
-            early, known = row_of(token, exists, BEFORE)
-            pointers = addresses(
-                before + (b * BEFORE.ROWS * A.OWN_HEADS + own) * A.H, early, A.OWN_HEADS * A.H, A.D, True
-            )
-            result += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
-        place = token if OUT.BY_TOKEN else row
-        base = dq + (b * OUT.ROWS * A.OWN_HEADS + own) * A.H
-        pointers = vectors_of(base, place, within, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
-        store_rows(pointers, result, exists, A.H, A.D)
+            acc = _add_splits(acc, split_dq, work_tile, batch, row_in_block, A.BATCH, A.D, Q)
+        _store_dq(acc, dq, earlier_dq, batch, pass_head, q_rows, A, Q, BEFORE, OUT)
+
+
+# --- dk and dv -------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _walk_queries(
-    dkeys,
-    dvalues,
-    keys,
-    values,
-    first,
-    last,
-    count,  # entries of the list
-    sources,  # pointers to q and dout, lse and delta, of a head
-    lists,
-    rows,  # places in the block, segment ids of the keys, pointer to those of the queries
-    dq,  # pointer to dq of a head
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    L: tl.constexpr,
-    MASKED: tl.constexpr,
-    WITH_DQ: tl.constexpr,
-):
-    """Adds to dk (not yet scaled) and dv what steps first .. last - 1 give; stores their dq if WITH_DQ."""
-    within, segment, segments = rows
-    for step in tl.range(first, last):
-        slot, part, place, row, exists = rows_of(lists, step, count, Q)
-        token = token_of(row, Q)
-        exists = exists & (token < A.T)
-        pointers = vectors_of(sources[0], token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
-        queries = load_rows(pointers, exists, A.H, A.D, MASKED)
-        scalars = of_heads(token, place, A.T, Q)
-        if MASKED:
-            base = tl.load(sources[2] + scalars, mask=exists, other=float("inf"))
-            deltas = tl.load(sources[3] + scalars, mask=exists, other=0.0)
-        else:
-            base, deltas = tl.load(sources[2] + scalars), tl.load(sources[3] + scalars)
-        base = tl.where(base == float("-inf"), float("inf"), base * 1.4426950408889634)
-        scores = logits(tl.dot(keys, tl.trans(queries), input_precision="ieee"), A)
+def _load_lse_and_delta(pointers, index, exists, MASKED: tl.constexpr):
+    """(lse to base 2, delta) of queries; lse is +inf for those without keys, whose weights are 0."""
+    if MASKED:
+        lse = tl.load(pointers.lse + index, mask=exists, other=float("inf"))
+        delta = tl.load(pointers.delta + index, mask=exists, other=0.0)
+    else:
+        lse, delta = tl.load(pointers.lse + index), tl.load(pointers.delta + index)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), delta
+
+
+@triton.jit
+def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl.constexpr, Q: tl.constexpr,
+               KV: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
+    """Adds steps first .. end - 1 to dk, which is not yet scaled, and dv; stores their dq if WITH_DQ."""
+    for step in tl.range(first, end):
+        q_rows = load_step_rows(lists, step, num_entries, Q)
+        row_in_block = q_rows.row_in_block
+        token = token_of(q_rows.row, Q)  # [Q.TILE]
+        exists = q_rows.exists & (token < A.T)
+        vectors = query_addresses(pointers.q, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
+        q_tile = load_rows(vectors, exists, A.H, A.D, MASKED)
+        lse, delta = _load_lse_and_delta(pointers, offset_of_head(token, row_in_block, A.T, Q), exists, MASKED)
+        scores = logits(tl.dot(keys.k_tile, tl.trans(q_tile), input_precision="ieee"), A)  # [KV.TILE, Q.TILE]
         may = 0
         if MASKED:
-            may = may_attend(lists, slot, part, within, KV, Q)
+            may = load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q)
             if L.CHOSEN > 0:
-                may = may & chose(lists, slot, place, Q, L)[None, :]
+                may = may & has_selected(lists, q_rows.entry, row_in_block, Q, L)[None, :]
             if A.SEGMENTED:
-                other = tl.load(segments + token, mask=exists, other=-2)
-                may = may & (segment[:, None] == other[None, :])
-        pointers = vectors_of(sources[1], token, place, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
-        douts = load_rows(pointers, exists, A.HV, A.DV, MASKED)
-        dweights = tl.dot(values, tl.trans(douts), input_precision="ieee")
-        weights, dscores = _score_gradient(scores, base[None, :], dweights, deltas[None, :], may, A, MASKED)
-        dvalues = tl.dot(weights.to(douts.dtype), douts, dvalues, input_precision="ieee")
-        dscores = dscores.to(queries.dtype)
-        dkeys = tl.dot(dscores, queries, dkeys, input_precision="ieee")
+                q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
+                may = may & (keys.segment[:, None] == q_segment[None, :])
+        vectors = query_addresses(pointers.dout, token, row_in_block, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
+        dout_tile = load_rows(vectors, exists, A.HV, A.DV, MASKED)
+        dp = tl.dot(keys.v_tile, tl.trans(dout_tile), input_precision="ieee")  # [KV.TILE, Q.TILE]
+        p, ds = _p_and_ds(scores, lse[None, :], dp, delta[None, :], may, A, MASKED)
+        dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+        ds = ds.to(q_tile.dtype)
+        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
         if WITH_DQ:
-            dqueries = tl.dot(tl.trans(dscores), keys, input_precision="ieee") * A.SCALE
-            pointers = vectors_of(dq, row, place, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
-            store_rows(pointers, dqueries, exists, A.H, A.D)
-    return dkeys, dvalues
+            dq_tile = tl.dot(tl.trans(ds), keys.k_tile, input_precision="ieee") * A.SCALE  # [Q.TILE, D]
+            vectors = query_addresses(dq, q_rows.row, row_in_block, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
+            store_rows(vectors, dq_tile, exists, A.H, A.D)
+    return dk, dv
+
+
+@triton.jit
+def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits, dq, A: tl.constexpr, Q: tl.constexpr,
+              KV: tl.constexpr, L: tl.constexpr, W: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
+    """Adds the steps of a query head that are the work tile's; ``pointers`` and ``dq`` are those to the arrays."""
+    head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
+    span = load_span(lists.spans, batch, head, work_tile.block, Q, L, W)
+    # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
+    steps_before = 0
+    if W.SPLITS:
+        pack = ((batch % W.BATCHES) * A.OWN_HEADS + pass_head) // Q.PACK
+        steps_before = tl.load(splits + pack * W.BLOCKS + work_tile.block)
+    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    vector, number = batch * A.T * A.HEADS + head, (batch * A.HEADS + head) * A.T
+    q, dout = pointers.q + vector * A.H, pointers.dout + vector * A.HV
+    pointers = QueryPointers(q, dout, pointers.lse + number, pointers.delta + number)
+    lists = move_to_list(lists, span)
+    dq += (batch * Q.ROWS * A.OWN_HEADS + pass_head) * A.H
+    if L.ANY_FREE:
+        dk, dv = _dkv_steps(first, first_masked, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+                            False, WITH_DQ)  # fmt: skip
+    if L.ANY_MASKED:
+        dk, dv = _dkv_steps(first_masked, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+                            True, WITH_DQ)  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
+def _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A: tl.constexpr):
+    """The `KVTile` of a program."""
+    token, exists = kv_rows.token, kv_rows.exists
+    vector = batch * A.S * A.KV_HEADS + kv_head
+    k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
+    v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
+    segment = token
+    if A.SEGMENTED:
+        segment = tl.load(kv_segments + batch * A.S + token, mask=exists, other=-1)
+    return KVTile(k_tile, v_tile, kv_rows.row_in_block, segment)
+
+
+@triton.jit
+def _store_dkv(dk, dv, gradients, batch, kv_head, kv_rows, A: tl.constexpr, BEFORE: tl.constexpr, OUT: tl.constexpr,
+               IN_PLACE: tl.constexpr):  # fmt: skip
+    """Scales dk, adds dk and dv of earlier passes, and stores both; ``gradients`` point to the arrays."""
+    dk = dk * A.SCALE
+    if BEFORE.EXISTS:
+        row, has_earlier = row_of(kv_rows.token, kv_rows.exists, BEFORE)
+        vector = batch * BEFORE.ROWS * A.KV_HEADS + kv_head
+        dk += _load_earlier(gradients.earlier_dk + vector * A.H, row, has_earlier, A.KV_HEADS * A.H, A.H, A.D)
+        dv += _load_earlier(gradients.earlier_dv + vector * A.HV, row, has_earlier, A.KV_HEADS * A.HV, A.HV, A.DV)
+    to_dk, to_dv = gradients.dk, gradients.dv
+    if IN_PLACE:
+        to_dk, to_dv = gradients.earlier_dk, gradients.earlier_dv
+    row = kv_rows.token if OUT.BY_TOKEN else kv_rows.row
+    vector = batch * OUT.ROWS * A.KV_HEADS + kv_head
+    vectors = addresses(to_dk + vector * A.H, row, A.KV_HEADS * A.H, A.D, True)
+    store_rows(vectors, dk, kv_rows.exists, A.H, A.D)
+    vectors = addresses(to_dv + vector * A.HV, row, A.KV_HEADS * A.HV, A.DV, True)
+    store_rows(vectors, dv, kv_rows.exists, A.HV, A.DV)
 
 
 @triton.jit
@@ -328,23 +410,23 @@ def dkv_kernel(
     q,
     k,
     v,
-    work,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key heads and key blocks
-    pieces,  # also int32 [BATCHES, OWN_HEADS, BLOCKS], the steps of a job before those of a query head, if PIECES
+    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key heads and key blocks
+    splits,  # if SPLITS int32 [BATCHES, OWN_HEADS, BLOCKS]: steps of a work tile before those of a query head
     spans,
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,
+    mask_bits,
     q_segments,
     kv_segments,
-    piece_dk,  # float32 [pieces, B, rows of a block, D], if MERGED
-    piece_dv,  # float32 [pieces, B, rows of a block, DV]
+    split_dk,  # float32 [splits, B, rows of a block, D], if MERGED
+    split_dv,  # float32 [splits, B, rows of a block, DV]
     lse,
     delta,
     dout,
-    before_k,  # [B, BEFORE.ROWS, KV_HEADS, H]: dk of earlier passes
-    before_v,  # [B, BEFORE.ROWS, KV_HEADS, HV]
-    dk,  # [B, OUT.ROWS, KV_HEADS, H]; like ``piece_dk`` if PIECES
+    earlier_dk,  # [B, BEFORE.ROWS, KV_HEADS, H]: dk of earlier passes
+    earlier_dv,  # [B, BEFORE.ROWS, KV_HEADS, HV]
+    dk,  # [B, OUT.ROWS, KV_HEADS, H]; like ``split_dk`` if SPLITS
     dv,  # [B, OUT.ROWS, KV_HEADS, HV]
     dq,  # [B, Q.ROWS, OWN_HEADS, H] if WITH_DQ
     A: tl.constexpr,
@@ -354,82 +436,33 @@ def dkv_kernel(
     W: tl.constexpr,
     BEFORE: tl.constexpr,
     OUT: tl.constexpr,
-    WITH_DQ: tl.constexpr,  # every row of queries meets one block of keys only, so its dq is complete there
+    WITH_DQ: tl.constexpr,  # every row of queries is in one list only, so its dq is complete there
     IN_PLACE: tl.constexpr,  # dk and dv are written over those of earlier passes
 ):
-    """dk and dv of one tile of keys of one key head; grid (jobs or pieces, times tiles of a block, B)."""
-    b = tl.program_id(1).to(tl.int64)
-    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, KV.PARTS, A.KV_HEADS * W.BLOCKS)
-    kv_head, block = job // W.BLOCKS, job % W.BLOCKS
-    within = part * KV.TILE + tl.arange(0, KV.TILE)
-    row = block * KV.BLOCK + within
-    token = token_of(row, KV)
-    exists = (within < KV.BLOCK) & (row < KV.ROWS) & (token < A.S)
-
-    at = b * A.S * A.KV_HEADS + kv_head
-    keys = load_rows(addresses(k + at * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
-    values = load_rows(addresses(v + at * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
-    segment = token
-    if A.SEGMENTED:
-        segment = tl.load(kv_segments + b * A.S + token, mask=exists, other=-1)
-    rows = within, segment, q_segments + b * A.T
-    dkeys, dvalues = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)
-    group: tl.constexpr = A.HEADS // A.KV_HEADS
-    # The query heads of this group that are of the pass: FIRST_HEAD + own * HEAD_STEP within the group.
-    first_own = tl.cdiv(kv_head * group - A.FIRST_HEAD, A.HEAD_STEP)
-    last_own = tl.cdiv((kv_head + 1) * group - A.FIRST_HEAD, A.HEAD_STEP)
-    for own in tl.range(first_own, last_own, Q.PACK):
-        head = A.FIRST_HEAD + own * A.HEAD_STEP
-        first, free, steps, count = list_of(spans, b, head, block, Q, L, W)
-        # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
-        passed = 0
-        if W.PIECES:
-            passed = tl.load(pieces + ((b % W.BATCHES) * A.OWN_HEADS + own) // Q.PACK * W.BLOCKS + block)
-        low, middle, high = share_of(begin, end, passed, free, steps)
-        at = b * A.T * A.HEADS + head
-        scalars = (b * A.HEADS + head) * A.T
-        sources = q + at * A.H, dout + at * A.HV, lse + scalars, delta + scalars
-        lists = entries + first, tiles + first, chosen_by + first, bits
-        for MASKED in tl.static_range(2):
-            if L.ANY_MASKED if MASKED else L.ANY_FREE:
-                dkeys, dvalues = _walk_queries(
-                    dkeys,
-                    dvalues,
-                    keys,
-                    values,
-                    middle if MASKED else low,
-                    high if MASKED else middle,
-                    count,
-                    sources,
-                    lists,
-                    rows,
-                    dq + (b * Q.ROWS * A.OWN_HEADS + own) * A.H,
-                    A,
-                    Q,
-                    KV,
-                    L,
-                    MASKED,
-                    WITH_DQ,
-                )
-
-    if W.PIECES:
-        _store_piece(dk, item, dkeys, b, within, A.BATCH, A.D, KV)
-        _store_piece(dv, item, dvalues, b, within, A.BATCH, A.DV, KV)
+    """dk and dv of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    batch = tl.program_id(1).to(tl.int64)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.KV_HEADS, KV.PACK, W)
+    kv_head = work_tile.head
+    kv_rows = rows_of_tile(work_tile, KV, A.S)
+    row_in_block = kv_rows.row_in_block
+    keys = _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A)
+    q_segments += batch * A.T
+    queries = QueryPointers(q, dout, lse, delta)
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    dk_tile, dv_tile = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)  # [KV.TILE, D], not yet scaled, [KV.TILE, DV]
+    GROUP: tl.constexpr = A.HEADS // A.KV_HEADS
+    # The query heads of this group that are of the pass: FIRST_HEAD + pass_head * HEAD_STEP within the group.
+    first_head = tl.cdiv(kv_head * GROUP - A.FIRST_HEAD, A.HEAD_STEP)
+    end_head = tl.cdiv((kv_head + 1) * GROUP - A.FIRST_HEAD, A.HEAD_STEP)
+    for pass_head in tl.range(first_head, end_head, Q.PACK):
+        dk_tile, dv_tile = _dkv_head(work_tile, batch, pass_head, dk_tile, dv_tile, keys, queries, lists, splits, dq, A,
+                                     Q, KV, L, W, WITH_DQ)  # fmt: skip
+    if W.SPLITS:
+        _store_split(dk, dk_tile, work_tile, batch, row_in_block, A.BATCH, A.D, KV)
+        _store_split(dv, dv_tile, work_tile, batch, row_in_block, A.BATCH, A.DV, KV)
     else:
         if W.MERGED:
-            dkeys = _pieces_added(dkeys, piece_dk, piece, last_piece, b, within, A.BATCH, A.D, KV)
-            dvalues = _pieces_added(dvalues, piece_dv, piece, last_piece, b, within, A.BATCH, A.DV, KV)
-        dkeys = dkeys * A.SCALE
-        if BEFORE.GIVEN:
-            early, known = row_of(token, exists, BEFORE)
-            at = b * BEFORE.ROWS * A.KV_HEADS + kv_head
-            pointers = addresses(before_k + at * A.H, early, A.KV_HEADS * A.H, A.D, True)
-            dkeys += load_rows(pointers, known, A.H, A.D, True).to(tl.float32)
-            pointers = addresses(before_v + at * A.HV, early, A.KV_HEADS * A.HV, A.DV, True)
-            dvalues += load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
-        if IN_PLACE:
-            dk, dv = before_k, before_v
-        place = token if OUT.BY_TOKEN else row
-        at = b * OUT.ROWS * A.KV_HEADS + kv_head
-        store_rows(addresses(dk + at * A.H, place, A.KV_HEADS * A.H, A.D, True), dkeys, exists, A.H, A.D)
-        store_rows(addresses(dv + at * A.HV, place, A.KV_HEADS * A.HV, A.DV, True), dvalues, exists, A.HV, A.DV)
+            dk_tile = _add_splits(dk_tile, split_dk, work_tile, batch, row_in_block, A.BATCH, A.D, KV)
+            dv_tile = _add_splits(dv_tile, split_dv, work_tile, batch, row_in_block, A.BATCH, A.DV, KV)
+        gradients = GradientPointers(dk, dv, earlier_dk, earlier_dv)
+        _store_dkv(dk_tile, dv_tile, gradients, batch, kv_head, kv_rows, A, BEFORE, OUT, IN_PLACE)

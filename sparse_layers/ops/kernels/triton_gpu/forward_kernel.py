@@ -1,112 +1,193 @@
-"""The forward kernel: one program holds a tile of queries and walks over the key blocks listed for it."""
+"""The Triton forward kernel: block-sparse attention with an online softmax.
+
+**One work tile a program.** It is a tile of a block of queries, for one query head or PACK heads of a key head.
+
+**Lists, not patterns.** A program walks over the list of key blocks of its queries. Blocks without masked pairs come
+first, so that the loop over them evaluates no mask.
+
+**Two passes share a softmax.** A second pass with the same query rows has lists of its own. Its steps follow those of
+the first pass.
+
+**Long lists are split.** One launch computes the splits, each with its own out and lse. The launch of all work tiles
+merges them in their order, so that results are the same from run to run.
+
+**Softmax goes on from earlier results.** It begins with the sink, or with out and lse of earlier passes.
+
+A work tile, with time to the right. Triton loads k_tile and v_tile of num_stages steps ahead::
+
+    begin    list, q_tile, segment ids, then acc, m_i, l_i of sinks, earlier passes and splits
+    steps    free ones of pass 1, masked ones of pass 1, free ones of pass 2, masked ones of pass 2
+    end      out = acc / l_i, lse = (m_i + log2(l_i)) * ln 2
+
+    a step   load k_tile    load v_tile
+             |              |
+    products [-- scores --] |                              [-- acc += p @ v_tile --]
+    softmax                 [ mask ][ m_new, p, alpha, l_i ][ acc * alpha ]
+"""
 
 # Triton compiles these functions, and its types are not those that Python sees.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalSubscript=false
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ..gpu.tiles import (
+    LN_2,
+    LOG2_E,
+    BlockListPointers,
+    Schedule,
     addresses,
-    chose,
+    clip_steps,
     full,
-    job_of,
-    list_of,
     load_rows,
+    load_span,
+    load_step_rows,
+    load_work_tile,
     logits,
     may_attend,
-    of_heads,
+    move_to_list,
+    offset_of_head,
+    query_addresses,
     row_of,
-    rows_of,
-    share_of,
+    rows_of_tile,
     store_rows,
     token_of,
-    vectors_of,
     zeros,
 )
 
 
+class QueryTile(NamedTuple):
+    """The queries of a program."""
+
+    q_tile: Any  # [Q.TILE, D]
+    row_in_block: Any  # [Q.TILE]
+    segment: Any  # [Q.TILE]
+
+
+class KVPointers(NamedTuple):
+    """Pointers to a head of k and v."""
+
+    k: Any
+    v: Any
+
+
+class ResultPointers(NamedTuple):
+    """Pointers to results: of splits, of earlier passes, or of this launch."""
+
+    out: Any
+    lse: Any
+
+
 @triton.jit
-def _walk(
-    state,
-    queries,
-    sources,  # pointers to k and v of a head
-    first,
-    last,
-    count,  # entries of the list
-    lists,  # pointers to block, tile, chosen_by of the first entry, and to the bits of tiles
-    rows,  # places in the block, segment ids of the queries, pointer to those of the keys
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    L: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Goes on from state = (out before division, largest logit, sum of weights) over steps first .. last - 1."""
-    out, top, total = state
-    within, segment, segments = rows
-    for step in tl.range(first, last):
-        slot, part, _, row, exists = rows_of(lists, step, count, KV)
-        token = token_of(row, KV)
-        exists = exists & (token < A.S)
-        key = load_rows(addresses(sources[0], token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
-        products = tl.dot(queries, tl.trans(key), input_precision="ieee")
+def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.constexpr, Q: tl.constexpr,
+                  KV: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Computes steps first .. end - 1; ``state`` is (acc before division, m_i to base 2, l_i)."""
+    acc, m_i, l_i = state
+    for step in tl.range(first, end):
+        kv_rows = load_step_rows(lists, step, num_entries, KV)
+        token = token_of(kv_rows.row, KV)  # [KV.TILE]
+        exists = kv_rows.exists & (token < A.S)
+        k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
+        scores = tl.dot(queries.q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         if MASKED:
-            may = may_attend(lists, slot, part, within, Q, KV)
-            if L.CHOSEN > 0:
-                may = may & chose(lists, slot, within, Q, L)[:, None]
-            if A.SEGMENTED:
-                other = tl.load(segments + token, mask=exists, other=-1)
-                may = may & (segment[:, None] == other[None, :])
+            may = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
         if A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
-                products = tl.where(may, products, float("-inf"))
-            raised = tl.maximum(top, tl.max(products, 1) * (A.SCALE * 1.4426950408889634))
-            scores = products * (A.SCALE * 1.4426950408889634)
+                scores = tl.where(may, scores, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(scores, 1) * (A.SCALE * LOG2_E))  # [Q.TILE]
+            scores = scores * (A.SCALE * LOG2_E)
         else:
-            scores = logits(products, A)
+            scores = logits(scores, A)
             if MASKED:
                 scores = tl.where(may, scores, float("-inf"))
-            raised = tl.maximum(top, tl.max(scores, 1))
-        shift = raised
+            m_new = tl.maximum(m_i, tl.max(scores, 1))
+        shift = m_new
         if MASKED:
-            shift = tl.where(raised == float("-inf"), 0.0, raised)  # a row that has seen no key yet
-        weights = tl.exp2(scores - shift[:, None])
-        old = tl.exp2(top - shift)
-        total = total * old + tl.sum(weights, 1)
-        value = load_rows(addresses(sources[1], token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
-        out = tl.dot(weights.to(value.dtype), value, out * old[:, None], input_precision="ieee")
-        top = raised
-    return out, top, total
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        p = tl.exp2(scores - shift[:, None])  # [Q.TILE, KV.TILE]
+        alpha = tl.exp2(m_i - shift)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_tile = load_rows(addresses(kv.v, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit
-def _walk_pass(
-    state,
-    passed,  # steps of the pass before
-    queries,
-    sources,
-    begin,
-    end,
-    span,  # of `list_of`
-    lists,
-    rows,
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    L: tl.constexpr,
-):
-    """Goes on over those of a pass' steps that lie from begin to end."""
-    first, free, steps, count = span
-    low, middle, high = share_of(begin, end, passed, free, steps)
-    lists = lists[0] + first, lists[1] + first, lists[2] + first, lists[3]
+def _attend_pass(work_tile, steps_before, span, state, queries, kv, lists, A: tl.constexpr, Q: tl.constexpr,
+                 KV: tl.constexpr, L: tl.constexpr):  # fmt: skip
+    """Computes the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
+    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    lists = move_to_list(lists, span)
     if L.ANY_FREE:
-        state = _walk(state, queries, sources, low, middle, count, lists, rows, A, Q, KV, L, False)
+        state = _attend_steps(first, first_masked, span.num_entries, state, queries, kv, lists, A, Q, KV, L, False)
     if L.ANY_MASKED:
-        state = _walk(state, queries, sources, middle, high, count, lists, rows, A, Q, KV, L, True)
+        state = _attend_steps(first_masked, end, span.num_entries, state, queries, kv, lists, A, Q, KV, L, True)
     return state
+
+
+@triton.jit
+def _initial_state(sinks, earlier, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, BEFORE: tl.constexpr,
+                   SINKS: tl.constexpr):  # fmt: skip
+    """(acc, m_i, l_i) of sinks and of earlier passes."""
+    acc = zeros(Q.TILE, A.DV)  # [Q.TILE, DV]: the sum of p @ v
+    m_i = full(Q.TILE, float("-inf"))  # [Q.TILE]: the largest logit so far, to base 2
+    if SINKS:
+        head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
+        m_i = full(Q.TILE, 0.0) + tl.load(offset_of_head(sinks + head, q_rows.row_in_block, 1, Q)) * LOG2_E
+    if BEFORE.EXISTS:
+        row, has_earlier = row_of(q_rows.token, q_rows.exists, BEFORE)
+        lse_index = (batch * A.OWN_HEADS + pass_head) * BEFORE.ROWS
+        lse = tl.load(earlier.lse + lse_index + row, mask=has_earlier, other=float("-inf"))
+        m_i = tl.where(has_earlier, lse * LOG2_E, m_i)
+        base = earlier.out + (batch * BEFORE.ROWS * A.OWN_HEADS + pass_head) * A.HV
+        pointers = addresses(base, row, A.OWN_HEADS * A.HV, A.DV, True)
+        acc = load_rows(pointers, has_earlier, A.HV, A.DV, True).to(tl.float32)
+    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # [Q.TILE]: the sum of 2 ** (logit - m_i)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _merge_splits(work_tile, state, splits, batch, row_in_block, A: tl.constexpr, Q: tl.constexpr):
+    """Adds the results of a work tile's splits."""
+    acc, m_i, l_i = state
+    for split in tl.range(work_tile.first_split, work_tile.end_split):
+        row = (split.to(tl.int64) * A.BATCH + batch) * (Q.TILES * Q.TILE)
+        split_lse = tl.load(splits.lse + row + row_in_block) * LOG2_E  # [Q.TILE]
+        m_new = tl.maximum(m_i, split_lse)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp2(m_i - shift), tl.exp2(split_lse - shift)
+        split_out = tl.load(addresses(splits.out + row * A.DV, row_in_block, A.DV, A.DV, True))  # [Q.TILE, DV]
+        acc = acc * alpha[:, None] + split_out * weight[:, None]
+        l_i = l_i * alpha + weight
+        m_i = m_new
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _store_results(state, results, work_tile, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr,
+                   W: tl.constexpr, OUT: tl.constexpr):  # fmt: skip
+    """Stores out and lse."""
+    acc, m_i, l_i = state
+    is_empty = l_i == 0
+    l_i = tl.where(is_empty, 1.0, l_i)
+    out = acc / l_i[:, None]  # [Q.TILE, DV]
+    lse = tl.where(is_empty, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)  # [Q.TILE]
+    if W.SPLITS:
+        row = (work_tile.split.to(tl.int64) * A.BATCH + batch) * (Q.TILES * Q.TILE)
+        tl.store(addresses(results.out + row * A.DV, q_rows.row_in_block, A.DV, A.DV, True), out)
+        tl.store(results.lse + row + q_rows.row_in_block, lse)
+    else:
+        row = q_rows.token if OUT.BY_TOKEN else q_rows.row
+        base = results.out + (batch * OUT.ROWS * A.OWN_HEADS + pass_head) * A.HV
+        pointers = query_addresses(base, row, q_rows.row_in_block, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True)
+        store_rows(pointers, out, q_rows.exists, A.HV, A.DV)
+        lse_index = offset_of_head((batch * A.OWN_HEADS + pass_head) * OUT.ROWS, q_rows.row_in_block, OUT.ROWS, Q)
+        tl.store(results.lse + lse_index + row, lse, mask=q_rows.exists)
 
 
 @triton.jit
@@ -114,27 +195,27 @@ def forward_kernel(
     q,  # [B, T, HEADS, H]
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
-    work,  # see `job_of`; int32 [OWN_HEADS * BLOCKS, BATCHES] if ORDERED, int32 [pieces, BATCHES, 3] if PIECES
-    pieces,  # int32 [BATCHES, OWN_HEADS * BLOCKS, 2], first piece and end of each job's, if MERGED
+    work_tiles,  # int32 [OWN_HEADS * BLOCKS, BATCHES] if ORDERED, [splits, BATCHES, 3] if SPLITS; see `load_work_tile`
+    splits,  # int32 [BATCHES, OWN_HEADS * BLOCKS, 2] if MERGED: first split and end of the splits of each work tile
     spans,  # this and the next three: `BlockLists`
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,  # int32 [1 + tiles, rows, words] of a block
-    more_spans,  # the same of a second pass with the same query rows, if KV2 has any
-    more_entries,
-    more_tiles,
-    more_chosen_by,
-    more_bits,
+    mask_bits,  # int32 [1 + tiles, rows, words] of a block
+    spans2,  # the same of a second pass with the same query rows, if KV2 has any
+    entries2,
+    mask_tiles2,
+    chosen_by2,
+    mask_bits2,
     q_segments,  # int32 [B, T], -2 in padding
     kv_segments,  # int32 [B, S], -1 in padding
-    piece_out,  # float32 [pieces, B, rows of a block, DV], if MERGED
-    piece_lse,  # float32 [pieces, B, rows of a block]
+    split_out,  # float32 [splits, B, rows of a block, DV], if MERGED
+    split_lse,  # float32 [splits, B, rows of a block]
     sinks,  # float32 [HEADS]
-    before,  # [B, BEFORE.ROWS, OWN_HEADS, HV]: out of earlier passes
-    before_lse,  # float32 [B, OWN_HEADS, BEFORE.ROWS]
-    out,  # [B, OUT.ROWS, OWN_HEADS, HV]; like ``piece_out`` if PIECES
-    lse,  # float32 [B, OWN_HEADS, OUT.ROWS]; like ``piece_lse`` if PIECES
+    earlier_out,  # [B, BEFORE.ROWS, OWN_HEADS, HV]: out of earlier passes
+    earlier_lse,  # float32 [B, OWN_HEADS, BEFORE.ROWS]
+    out,  # [B, OUT.ROWS, OWN_HEADS, HV]; like ``split_out`` if SPLITS
+    lse,  # float32 [B, OWN_HEADS, OUT.ROWS]; like ``split_lse`` if SPLITS
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -146,74 +227,36 @@ def forward_kernel(
     OUT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Attention of one tile of queries of one head; grid (jobs or pieces, times tiles of a block, B)."""
-    b = tl.program_id(1).to(tl.int64)
-    jobs: tl.constexpr = A.OWN_HEADS // Q.PACK * W.BLOCKS
-    item, job, part, begin, end, piece, last_piece = job_of(work, pieces, b, W, Q.PARTS, jobs)
-    own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
-    head = A.FIRST_HEAD + own * A.HEAD_STEP
+    """Attention of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    batch = tl.program_id(1).to(tl.int64)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.OWN_HEADS, Q.PACK, W)
+    pass_head, q_block = work_tile.head, work_tile.block
+    head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
-    within = part * Q.TILE + tl.arange(0, Q.TILE)
-    row = block * Q.BLOCK + within // Q.PACK
-    token = token_of(row, Q)
-    exists = (within < Q.BLOCK * Q.PACK) & (row < Q.ROWS) & (token < A.T)
+    q_rows = rows_of_tile(work_tile, Q, A.T)
+    token, row_in_block = q_rows.token, q_rows.row_in_block
 
     # The list first, which the first keys wait for: 1.6 % of a window of 1024.
-    span = list_of(spans, b, head, block, KV, L, W)
-    base = q + (b * A.T * A.HEADS + head) * A.H
-    queries = load_rows(vectors_of(base, token, within, A.HEADS * A.H, A.H, Q, A.D, A.WIDE), exists, A.H, A.D, True)
-    segment = token
+    span = load_span(spans, batch, head, q_block, KV, L, W)
+    q_head = q + (batch * A.T * A.HEADS + head) * A.H
+    pointers = query_addresses(q_head, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
+    q_tile = load_rows(pointers, q_rows.exists, A.H, A.D, True)
+    q_segment = token
     if A.SEGMENTED:
-        segment = tl.load(q_segments + b * A.T + token, mask=exists, other=-2)
+        q_segment = tl.load(q_segments + batch * A.T + token, mask=q_rows.exists, other=-2)
 
-    result = zeros(Q.TILE, A.DV)
-    top = full(Q.TILE, float("-inf"))
-    if SINKS:
-        top = full(Q.TILE, 0.0) + tl.load(of_heads(sinks + head, within, 1, Q)) * 1.4426950408889634
-    if BEFORE.GIVEN:
-        early, known = row_of(token, exists, BEFORE)
-        at = b * A.OWN_HEADS + own
-        early_lse = tl.load(before_lse + at * BEFORE.ROWS + early, mask=known, other=float("-inf"))
-        top = tl.where(known, early_lse * 1.4426950408889634, top)
-        base = before + (b * BEFORE.ROWS * A.OWN_HEADS + own) * A.HV
-        pointers = addresses(base, early, A.OWN_HEADS * A.HV, A.DV, True)
-        result = load_rows(pointers, known, A.HV, A.DV, True).to(tl.float32)
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    earlier = ResultPointers(earlier_out, earlier_lse)
+    state = _initial_state(sinks, earlier, batch, pass_head, q_rows, A, Q, BEFORE, SINKS)
     if W.MERGED:
-        for i in tl.range(piece, last_piece):
-            at = (i.to(tl.int64) * A.BATCH + b) * (Q.PARTS * Q.TILE)
-            piece_top = tl.load(piece_lse + at + within) * 1.4426950408889634
-            raised = tl.maximum(top, piece_top)
-            shift = tl.where(raised == float("-inf"), 0.0, raised)
-            old, new = tl.exp2(top - shift), tl.exp2(piece_top - shift)
-            own_result = tl.load(addresses(piece_out + at * A.DV, within, A.DV, A.DV, True))
-            result = result * old[:, None] + own_result * new[:, None]
-            total = total * old + new
-            top = raised
+        state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 
-    at = b * A.S * A.KV_HEADS + kv_head
-    sources, rows = (k + at * A.H, v + at * A.HV), (within, segment, kv_segments + b * A.S)
-    state = result, top, total
-    lists = entries, tiles, chosen_by, bits
-    state = _walk_pass(state, 0, queries, sources, begin, end, span, lists, rows, A, Q, KV, L)
+    queries = QueryTile(q_tile, row_in_block, q_segment)
+    vector = batch * A.S * A.KV_HEADS + kv_head
+    kv, kv_segments = KVPointers(k + vector * A.H, v + vector * A.HV), kv_segments + batch * A.S
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    state = _attend_pass(work_tile, 0, span, state, queries, kv, lists, A, Q, KV, L)
     if KV2.ROWS > 0:
-        passed = span[2]
-        lists = more_entries, more_tiles, more_chosen_by, more_bits
-        span = list_of(more_spans, b, head, block, KV2, L2, W)
-        state = _walk_pass(state, passed, queries, sources, begin, end, span, lists, rows, A, Q, KV2, L2)
-    result, top, total = state
-
-    nothing = total == 0
-    total = tl.where(nothing, 1.0, total)
-    result = result / total[:, None]
-    natural = tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453)
-    if W.PIECES:
-        at = (item.to(tl.int64) * A.BATCH + b) * (Q.PARTS * Q.TILE)
-        tl.store(addresses(out + at * A.DV, within, A.DV, A.DV, True), result)
-        tl.store(lse + at + within, natural)
-    else:
-        place = token if OUT.BY_TOKEN else row
-        base = out + (b * OUT.ROWS * A.OWN_HEADS + own) * A.HV
-        store_rows(vectors_of(base, place, within, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True), result, exists, A.HV, A.DV)
-        at = of_heads((b * A.OWN_HEADS + own) * OUT.ROWS, within, OUT.ROWS, Q)
-        tl.store(lse + at + place, natural, mask=exists)
+        span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, chosen_by2, mask_bits2, q_segments, kv_segments)
+        state = _attend_pass(work_tile, span.num_steps, span2, state, queries, kv, lists, A, Q, KV2, L2)
+    _store_results(state, ResultPointers(out, lse), work_tile, batch, pass_head, q_rows, A, Q, W, OUT)

@@ -54,7 +54,7 @@ def most_keys(call: Call, operands: Operands) -> int:
 def bytes_needed(rows: SelectedRows) -> int:
     """Bytes of the results by selection."""
     query, value = rows.operands.query, rows.operands.value
-    return rows.each * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
+    return rows.per_query * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
 
 
 def forward(rows: SelectedRows) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,24 @@
-"""The forward kernel by blocks of keys: one program holds a block and takes to it the queries that chose it.
+"""The Triton forward kernel with keys in the outer loop: a program holds a block of keys and gathers who selected it.
 
-For selections whose queries hardly agree: a tile of neighbouring queries would walk over blocks that few of them chose.
-Every choice (a query and one of its blocks) is a row of its own here, with a result over the keys of that block alone;
-`kv_outer.py` puts the results of a query together.
+**For selections whose queries hardly agree.** A tile of neighbouring queries would walk over blocks that few of them
+selected.
+
+**One work tile a program.** It is a block of keys, for one query head or PACK heads of a key head. The list of a block
+has its selections, each of them a query and one of its blocks.
+
+**Each selection is a row of its own.** Its out and lse are those of attention to the keys of one block. Softmax needs
+no state from step to step.
+
+**Results are merged later.** `kv_outer.py` merges the rows of a query by their lse.
+
+**Masks are read by words.** The mask tile of a selection has a bit for each key of the block.
+
+A step, with time to the right. Triton loads q_tile of num_stages steps ahead::
+
+    begin    list, k_tile, v_tile, segment ids
+    a step   load rows of q_tile
+    products [-- scores --]                         [-- p @ v_tile --]
+    softmax                [ mask ][ m_i, p, l_i ]                    [ out / l_i, lse ][ store rows ]
 """
 
 # Triton compiles these functions, and its types are not those that Python sees.
@@ -13,62 +29,55 @@ import triton
 import triton.language as tl
 
 from ..gpu.tiles import (
+    LN_2,
+    BlockListPointers,
+    Schedule,
     addresses,
-    job_of,
-    list_of,
+    clip_steps,
+    load_mask,
     load_rows,
+    load_span,
+    load_step_rows,
+    load_work_tile,
     logits,
-    may_attend,
-    of_heads,
-    rows_of,
-    share_of,
+    move_to_list,
+    offset_of_head,
+    query_addresses,
     store_rows,
     token_of,
-    vectors_of,
 )
+from .backward_kernel import KVTile
+from .forward_kernel import ResultPointers
 
 
 @triton.jit
-def _walk(
-    keys,
-    values,
-    first,
-    last,
-    count,  # entries of the list
-    source,  # pointer to q of a head
-    lists,  # pointers to block, tile of the first entry, and to the bits of tiles
-    rows,  # places in the block, segment ids of the keys, pointer to those of the queries
-    results,  # pointers to out and lse of a head
-    A: tl.constexpr,
-    Q: tl.constexpr,
-    KV: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Stores what steps first .. last - 1 give."""
-    within, segment, segments = rows
-    for step in tl.range(first, last):
-        slot, part, place, row, exists = rows_of(lists, step, count, Q)
-        token = token_of(row, Q)
-        pointers = vectors_of(source, token, place, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
-        queries = load_rows(pointers, exists, A.H, A.D, MASKED)
-        scores = logits(tl.dot(queries, tl.trans(keys), input_precision="ieee"), A)
+def _attend_steps(first, end, num_entries, keys, q, lists, results, A: tl.constexpr, Q: tl.constexpr, KV: tl.constexpr,
+                  MASKED: tl.constexpr):  # fmt: skip
+    """Stores out and lse of steps first .. end - 1; ``q`` and ``results`` point to a head."""
+    for step in tl.range(first, end):
+        q_rows = load_step_rows(lists, step, num_entries, Q)
+        row, row_in_block, exists = q_rows.row, q_rows.row_in_block, q_rows.exists
+        token = token_of(row, Q)  # [Q.TILE]
+        vectors = query_addresses(q, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
+        q_tile = load_rows(vectors, exists, A.H, A.D, MASKED)  # [Q.TILE, D]
+        scores = logits(tl.dot(q_tile, tl.trans(keys.k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
         if MASKED:
-            may = tl.trans(may_attend(lists, slot, part, within, KV, Q))
+            may = tl.trans(load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q))
             if A.SEGMENTED:
-                other = tl.load(segments + token, mask=exists, other=-2)
-                may = may & (other[:, None] == segment[None, :])
+                q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
+                may = may & (q_segment[:, None] == keys.segment[None, :])
             scores = tl.where(may, scores, float("-inf"))
-        top = tl.max(scores, 1)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2(scores - shift[:, None])
-        total = tl.sum(weights, 1)
-        nothing = total == 0
-        total = tl.where(nothing, 1.0, total)
-        result = tl.dot(weights.to(values.dtype), values, input_precision="ieee") / total[:, None]
-        natural = tl.where(nothing, float("-inf"), (shift + tl.log2(total)) * 0.6931471805599453)
-        pointers = vectors_of(results[0], row, place, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True)
-        store_rows(pointers, result, exists, A.HV, A.DV)
-        tl.store(of_heads(results[1], place, Q.ROWS, Q) + row, natural, mask=exists)
+        m_i = tl.max(scores, 1)  # [Q.TILE]
+        shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+        p = tl.exp2(scores - shift[:, None])  # [Q.TILE, KV.TILE]
+        l_i = tl.sum(p, 1)  # [Q.TILE]
+        is_empty = l_i == 0
+        l_i = tl.where(is_empty, 1.0, l_i)
+        out = tl.dot(p.to(keys.v_tile.dtype), keys.v_tile, input_precision="ieee") / l_i[:, None]  # [Q.TILE, DV]
+        lse = tl.where(is_empty, float("-inf"), (shift + tl.log2(l_i)) * LN_2)
+        vectors = query_addresses(results.out, row, row_in_block, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True)
+        store_rows(vectors, out, exists, A.HV, A.DV)
+        tl.store(offset_of_head(results.lse, row_in_block, Q.ROWS, Q) + row, lse, mask=exists)
 
 
 @triton.jit
@@ -76,13 +85,13 @@ def kv_outer_kernel(
     q,
     k,
     v,
-    work,  # this and all up to ``kv_segments``: as in `forward_kernel`, with blocks of keys
-    pieces,
+    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key blocks
+    splits,
     spans,
     entries,
-    tiles,
+    mask_tiles,
     chosen_by,
-    bits,
+    mask_bits,
     q_segments,
     kv_segments,
     out,  # [B, Q.ROWS, OWN_HEADS, HV]
@@ -94,29 +103,30 @@ def kv_outer_kernel(
     W: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """Attention of the rows that chose one block of keys, of one head; grid (jobs or pieces, B)."""
-    b = tl.program_id(1).to(tl.int64)
-    jobs: tl.constexpr = A.OWN_HEADS // Q.PACK * W.BLOCKS
-    _, job, _, begin, end, _, _ = job_of(work, pieces, b, W, KV.PARTS, jobs)
-    own, block = job // W.BLOCKS * Q.PACK, job % W.BLOCKS
-    head = A.FIRST_HEAD + own * A.HEAD_STEP
+    """Attention of one work tile's selections to one block of keys; grid (work tiles or splits, B)."""
+    batch = tl.program_id(1).to(tl.int64)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.OWN_HEADS, Q.PACK, W)
+    pass_head, kv_block = work_tile.head, work_tile.block
+    head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
-    within = tl.arange(0, KV.TILE)
-    token = block * KV.BLOCK + within
-    exists = (within < KV.BLOCK) & (token < A.S)
+    row_in_block = tl.arange(0, KV.TILE)
+    token = kv_block * KV.BLOCK + row_in_block  # [KV.TILE]
+    exists = (row_in_block < KV.BLOCK) & (token < A.S)
 
-    first, free, steps, count = list_of(spans, b, head, block, Q, L, W)
-    low, middle, high = share_of(begin, end, 0, free, steps)
-    at = b * A.S * A.KV_HEADS + kv_head
-    keys = load_rows(addresses(k + at * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
-    values = load_rows(addresses(v + at * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
+    span = load_span(spans, batch, head, kv_block, Q, L, W)
+    first, first_masked, end = clip_steps(work_tile, 0, span)
+    vector = batch * A.S * A.KV_HEADS + kv_head
+    k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
+    v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
     segment = token
     if A.SEGMENTED:
-        segment = tl.load(kv_segments + b * A.S + token, mask=exists, other=-1)
-    rows = within, segment, q_segments + b * A.T
-    lists = entries + first, tiles + first, chosen_by, bits
-    source = q + (b * A.T * A.HEADS + head) * A.H
-    at = b * Q.ROWS * A.OWN_HEADS
-    results = out + (at + own) * A.HV, lse + at + own * Q.ROWS
-    _walk(keys, values, low, middle, count, source, lists, rows, results, A, Q, KV, False)
-    _walk(keys, values, middle, high, count, source, lists, rows, results, A, Q, KV, True)
+        segment = tl.load(kv_segments + batch * A.S + token, mask=exists, other=-1)
+    keys = KVTile(k_tile, v_tile, row_in_block, segment)
+    q_segments += batch * A.T
+    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = move_to_list(lists, span)
+    q += (batch * A.T * A.HEADS + head) * A.H
+    row = batch * Q.ROWS * A.OWN_HEADS
+    results = ResultPointers(out + (row + pass_head) * A.HV, lse + row + pass_head * Q.ROWS)
+    _attend_steps(first, first_masked, span.num_entries, keys, q, lists, results, A, Q, KV, False)
+    _attend_steps(first_masked, end, span.num_entries, keys, q, lists, results, A, Q, KV, True)

@@ -19,7 +19,7 @@ from ..gpu import bridge, hardware, tiles
 from ..gpu.hardware import padded_size
 from ..gpu.lists import Lists, Side, kernel_order, lists_of
 from ..gpu.passes import BackwardInputs, GroupPass, Rows, varying_like
-from ..gpu.work import LEAST_STEPS, Cut, begin_order, cut, pieces_of
+from ..gpu.splits import MIN_STEPS, Splits, count_splits, longest_first_order, split_work_tiles
 from .backward_kernel import dkv_kernel, dq_kernel
 from .forward_kernel import forward_kernel
 from .settings import Settings, choose, pieces_asked, rows_of
@@ -111,7 +111,7 @@ def dkv_of(
     outputs = [prepared.output((order.rows, *x.shape[2:]), rounded and order.natural) for x in (key, value)]
     outputs.append(prepared.output(dq_shape, True))
     in_place = before is not None and before.order == order and not rounded
-    of_tiles = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.cut is None, "IN_PLACE": in_place}
+    of_tiles = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.splits is None, "IN_PLACE": in_place}
     of_splits = {"BEFORE": _rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
     earlier, sizes = [*inputs, *_arrays(before, 2)], head_sizes(work)
     *dkv, dq = prepared.run(dkv_kernel, _segments(work), sizes, earlier, outputs, of_tiles, of_splits, order)
@@ -129,7 +129,7 @@ def each_key_once(work: GroupPass) -> bool:
         if np.bincount(columns.ravel()).max(initial=0) > max(1, rows // one.fwd_shape[0]):
             return False
     prepared = _prepare(work, "fused")
-    return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.cut is None
+    return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.splits is None
 
 
 def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
@@ -141,8 +141,8 @@ def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     if kernel == "dkv" or not work.passes:
         return bq, bkv
     if work.fused_with is not None:  # queries are cut as the pass with more to do has them
-        both = work.passes[0], work.fused_with.passes[0]
-        bq = max(both, key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
+        pair = work.passes[0], work.fused_with.passes[0]
+        bq = max(pair, key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
     rows = _rows_held(work, kernel)
     if rows and work.call.params[0].q_blocksize is None and (kernel == "fused" or rows < bq <= 2 * rows):
         bq = rows  # lists as fine as the tiles
@@ -204,13 +204,13 @@ def prepare(
     if asked is not None:
         number, most = np.full(steps.shape, asked, np.int32), asked * steps.shape[1]
     elif isinstance(steps, np.ndarray):
-        number = pieces_of(steps, programs, 2 * processors)
+        number = count_splits(steps, programs, 2 * processors)
     else:
         number, most = _run_time_splits(work, walks, steps, programs, processors, dkv)
-    splits = cut(steps, number, most)
+    splits = split_work_tiles(steps, number, most)
     heads = work.operands.key.shape[2] if dkv else work.heads // work.pack
     rest = (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0)
-    order = begin_order(rest.reshape(len(rest), heads, major.blocks), 8 * processors)
+    order = longest_first_order(rest.reshape(len(rest), heads, major.blocks), 8 * processors)
     return Prepared(work, q, kv, major, walks, settings, order, splits, steps_before, steps.shape[1])
 
 
@@ -224,7 +224,7 @@ def _run_time_splits(
         batches, kinds = lists.lists.spans.shape[:2]
         total += minor.steps(lists.lists.block.size // batches) * -(-len(heads) // kinds)
         longest += minor.steps(lists.longest) * int(members.sum(1).max())
-    limit = max(LEAST_STEPS, -(-total * programs // slots))
+    limit = max(MIN_STEPS, -(-total * programs // slots))
     if longest <= limit:
         return np.zeros(steps.shape, np.int32), 0
     splits = -(-steps // limit)
@@ -245,7 +245,7 @@ class Prepared:
       walks: the minor side and the blocks of this pass, and those of the second one, if there is one.
       settings: tile sizes are those of q and kv.
       order: in which order work tiles are begun, or None.
-      cut: how long work tiles are cut into splits, or None.
+      splits: how long work tiles are split, or None.
       steps_before: the steps of a work tile before those of each query head; see `dkv_kernel`.
       work_tiles: number of work tiles of a batch entry.
     """
@@ -257,7 +257,7 @@ class Prepared:
     walks: Sequence[tuple[Side, Lists]]
     settings: Settings
     order: Any
-    cut: Cut | None
+    splits: Splits | None
     steps_before: Any
     work_tiles: int
 
@@ -306,29 +306,29 @@ class Prepared:
         constants = self._constants(order) | constants
         first = operands.query, operands.key, operands.value
         lists = [*_arrays_of(self.walks[0][1]), *others]
-        batches = max([1, *(x.shape[1] for x in (self.order, self.cut and self.cut.work) if x is not None)])
+        batches = max([1, *(x.shape[1] for x in (self.order, self.splits and self.splits.steps) if x is not None)])
         of_rows: Sequence[Any] = [None] * by_row  # results of splits
         stored: Sequence[Any] | None = None  # by splits, as they walked
-        if self.cut is not None:
-            number = len(self.cut.work)
+        if self.splits is not None:
+            number = len(self.splits.steps)
             rows = number, operands.query.shape[0], parts * self.major.tile
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
-            arrays = [*first, self.cut.work, self.steps_before, *lists, *of_rows, *earlier]
+            arrays = [*first, self.splits.steps, self.steps_before, *lists, *of_rows, *earlier]
             work = {"W": tiles.Work(blocks, False, True, False, batches)}
-            found = self._call(
+            results = self._call(
                 kernel, number * parts, arrays, [*results, *outputs[by_row:]], constants | of_splits | work
             )
-            of_rows, stored = found[:by_row], found[by_row:]
+            of_rows, stored = results[:by_row], results[by_row:]
             outputs = [*outputs[:by_row], *(self.output((1,)) for _ in stored)]
             if not sizes:
                 return list(stored)
-        splits = None if self.cut is None else self.cut.pieces
+        splits = None if self.splits is None else self.splits.ranges
         arrays = [*first, self.order, splits, *lists, *of_rows, *earlier]
         in_place: Sequence[int] = ()
         if constants.get("IN_PLACE", False):
             in_place = range(len(arrays) - by_row, len(arrays))
             outputs = [*(self.output((1,)) for _ in sizes), *outputs[by_row:]]
-        work = {"W": tiles.Work(blocks, self.order is not None, False, self.cut is not None, batches)}
+        work = {"W": tiles.Work(blocks, self.order is not None, False, self.splits is not None, batches)}
         results = self._call(kernel, self.work_tiles * parts, arrays, outputs, constants | work, in_place)
         if in_place:
             results = [*results[-by_row:], *results[by_row:-by_row]]
@@ -377,8 +377,8 @@ def _destination(order: RowOrder) -> RowOrder:
 
 
 def _arrays_of(lists: Lists) -> list[Any]:
-    found = lists.lists
-    return [found.spans, found.block, found.tile, found.chosen_by, lists.bits]
+    of_blocks = lists.lists
+    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.chosen_by, lists.bits]
 
 
 def _walk(lists: Lists) -> tiles.Walk:

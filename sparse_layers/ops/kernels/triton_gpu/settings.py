@@ -4,7 +4,7 @@ import dataclasses
 
 from ...planning.params import KernelParams
 from ..gpu.hardware import Device
-from ..gpu.work import MOST_PIECES
+from ..gpu.splits import MAX_SPLITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,5 +147,5 @@ def pieces_asked(params: KernelParams, rows: int) -> int | None:
     """Into how many pieces the user wants each list of so many minor rows cut, 0 for none; None leaves it open."""
     number = params.num_key_splits
     if number is None and params.blocksize_keys is not None:
-        number = min(MOST_PIECES, -(-rows // params.blocksize_keys))
+        number = min(MAX_SPLITS, -(-rows // params.blocksize_keys))
     return 0 if number == 1 else number

@@ -1,0 +1,105 @@
+"""The work tiles of a launch: the order in which they begin, and the splits of those that would take too long.
+
+A work tile is a head and a block of the major side, with as many steps as its lists have tiles. Where a list is much
+longer than others (global tokens, a popular block, a few queries over many keys) its work tile is split: a first launch
+walks over the splits, each with a result of its own, and the launch of all work tiles then merges these in their order.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A program that walks less than 8 steps takes longer to start, and to be merged, than to walk.
+MIN_STEPS = 8
+# Each split has a result of its own.
+MAX_SPLITS = 256
+
+
+class Splits(NamedTuple):
+    """How work tiles are split.
+
+    Attributes:
+      steps: int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps.
+      ranges: int32 [LB, work tiles, 2], of each work tile the first of its splits and their end; both are the same for
+        one that is not split.
+    """
+
+    steps: Any
+    ranges: Any
+
+
+def longest_first_order(steps: Any, few: int) -> Any:
+    """int32 [work tiles, LB]: the order in which they begin, so that no long one is left to the end; None for any.
+
+    Heads come one after the other, for their keys stay in the cache then, and within a head long work tiles come first.
+    Where steps are known, work tiles with far more of them than others come before all else. So do all, in the order of
+    their steps, if there are ``few`` at most.
+
+    Args:
+      steps: of each work tile, integers [LB, heads, blocks], of numpy or JAX.
+      few: up to how many programs the order matters more than the cache.
+    """
+    batches, heads, blocks = steps.shape
+    if not isinstance(steps, np.ndarray):
+        order = jnp.argsort(-steps, axis=-1) + blocks * np.arange(heads)[:, None]
+        return order.reshape(batches, heads * blocks).T.astype(jnp.int32)
+    if steps.max(initial=0) <= 1.5 * steps.mean():
+        return None
+    rank = steps.argsort(-1, kind="stable")[..., ::-1] + blocks * np.arange(heads)[:, None]
+    order = rank.reshape(batches, heads * blocks)
+    ordered = np.take_along_axis(steps.reshape(batches, heads * blocks), order, 1)
+    is_long = ordered > (4 * steps.mean() if heads * blocks > few else -1)
+    first = np.where(is_long, -ordered, 1).argsort(1, kind="stable")
+    return np.take_along_axis(order, first, 1).T.astype(np.int32)
+
+
+def count_splits(steps: np.ndarray, programs: int, slots: int) -> np.ndarray:
+    """Number of splits of each work tile, int [LB, work tiles], whose steps are known; 0 for one that is not split.
+
+    Args:
+      steps: of each work tile.
+      programs: programs that do the same work tile, or that of another batch entry.
+      slots: programs that the device runs at the same time.
+    """
+    limit = max(MIN_STEPS, steps.sum() * programs / slots)  # beyond, one takes longer than all together should
+    long = np.where(steps > limit, steps, 0)
+    # Short splits fill the device; to merge many takes long. The two balance at the root of the steps.
+    length = np.maximum(max(MIN_STEPS, math.ceil(long.sum() * programs / slots)), np.ceil(np.sqrt(long)))
+    return np.minimum(np.ceil(long / length), MAX_SPLITS).astype(np.int64)
+
+
+def split_work_tiles(steps: Any, num_splits: Any, most: int | None = None) -> Splits | None:
+    """Splits work tiles into equal numbers of steps; the last split of one has fewer.
+
+    Args:
+      steps: of each work tile, integers [LB, work tiles], of numpy or JAX.
+      num_splits: of each work tile, the same shape; 0 for one that is not split.
+      most: a bound of the sum of ``num_splits`` over the work tiles, if that is known at run time only.
+
+    Returns:
+      None if it is known that no work tile is split.
+    """
+    xp: Any = np if isinstance(steps, np.ndarray) else jnp
+    ends = xp.cumsum(num_splits, axis=1)
+    firsts = ends - num_splits
+    if xp is np:
+        most = int(ends[:, -1].max(initial=0))
+    if not most:
+        return None
+    split = np.arange(most)
+    # The work tile of each split: as many work tiles as have all of their splits before it.
+    if xp is np:
+        work_tile = np.stack([x.searchsorted(split, side="right") for x in ends])
+    else:
+        search = jax.vmap(lambda x: jnp.searchsorted(x, split, side="right", method="scan_unrolled"))
+        work_tile = search(ends)
+    exists, work_tile = work_tile < steps.shape[1], xp.minimum(work_tile, steps.shape[1] - 1)
+    number, first, total = (xp.take_along_axis(x, work_tile, axis=1) for x in (num_splits, firsts, steps))
+    length = -(-total // xp.maximum(number, 1))
+    begin = xp.minimum((split - first) * length, total)
+    end = xp.minimum(begin + length, total)
+    rows = xp.stack([xp.where(exists, x, 0) for x in (work_tile, begin, end)], axis=-1)
+    return Splits(rows.swapaxes(0, 1).astype(np.int32), xp.stack([firsts, ends], axis=-1).astype(np.int32))
