@@ -54,9 +54,9 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import from_huggingface as from_huggingface
     from .modules import from_linen as from_linen
     from .modules import from_nnx as from_nnx
-    from .modules import generate as generate
     from .modules import make_attention_fn as make_attention_fn
     from .modules import to_huggingface as to_huggingface
+    from .modules.generate import generate as generate
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.attention import implementations as implementations
     from .ops.decoding.cache import KVCache as KVCache
@@ -106,10 +106,10 @@ _AT_FIRST_USE = {
         "from_huggingface",
         "from_linen",
         "from_nnx",
-        "generate",
         "make_attention_fn",
         "to_huggingface",
     ),
+    "modules.generate": ("generate",),  # from `modules`, type checkers take it for the module
     "ops.attention": ("block_sparse_attention", "implementations"),
     "ops.decoding.cache": ("KVCache",),
     "ops.planning.mask_info": (
