@@ -18,7 +18,7 @@ from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
 from .modules.rope import Rope
 from .modules.settings import GATED, Computation, check_array, check_order, check_settings
-from .modules.step import Extras, attention_step, check_inputs
+from .modules.step import CallInputs, attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 from .scorers import Scorer
@@ -242,7 +242,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         if self.normalize_qk:
             q, k = normed(q, "query_ln"), normed(k, "key_ln")
         sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=Extras(ids, sinks, selection, positions=positions))
+        out = self.attention_step(q, k, v, mask=CallInputs(ids, sinks, selection, positions=positions))
         out = out.reshape(*tokens, self.num_heads * self.value_size)
         return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
 

@@ -11,7 +11,7 @@ from flax import linen as nn
 from ..masks.options import own_keywords
 from ..modules.attention import SparseSelfAttention as NNXSelfAttention
 from ..modules.settings import Kernels, biased, check_array, check_features, query_features
-from ..modules.step import Extras, attention_step, check_inputs
+from ..modules.step import CallInputs, attention_step, check_inputs
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .settings import OfOneSequence, OverPattern, around
@@ -259,7 +259,9 @@ def _attend(
         query, key = made.query_ln(query), made.key_ln(key)
     losses = [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None
     index = made._index(of_queries, losses)
-    attended = made.attention_fn(query, key, value, mask=Extras(segment_ids, made._sinks, selection, index, positions))
+    attended = made.attention_fn(
+        query, key, value, mask=CallInputs(segment_ids, made._sinks, selection, index, positions)
+    )
     if losses:
         layer.sow("losses", "index", losses[0])
     return made.out(attended)

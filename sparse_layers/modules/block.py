@@ -173,8 +173,8 @@ class SparseTransformerBlock(nnx.Module):
             qk_norm = {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
 
         def norm_of(placement: str) -> Any:
-            placed = norm_placement in (placement, "sandwich")
-            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if placed else nnx.data(None)
+            has_norm = norm_placement in (placement, "sandwich")
+            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if has_norm else nnx.data(None)
 
         self.attention_norm, self.attention_out_norm = norm_of("pre"), norm_of("post")
         self.attention = layer(

@@ -10,7 +10,7 @@ from ..ops.planning.selection import Selection
 from .attention import SparseAttention
 from .attention_fn import Pattern
 from .settings import CrossOptions
-from .step import Extras, check_inputs
+from .step import CallInputs, check_inputs
 
 
 class SparseCrossAttention(SparseAttention):
@@ -132,11 +132,11 @@ class SparseCrossAttention(SparseAttention):
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]
         check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights)
-        extras = Extras(segment_ids, self._sinks, selection)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection)
         return super().__call__(
             inputs_q,
             inputs_kv,
-            mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
             decode=False,
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,

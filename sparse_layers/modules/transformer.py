@@ -287,12 +287,12 @@ class SparseTransformer(nnx.Module):
         self._check_tokens(tokens, "[..., T]")
         if positions is not None:
             check_positions(positions, tokens.shape)
-        x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
+        x = self._constrain(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
         def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
                 made = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
-                x = self._placed(made)
+                x = self._constrain(made)
             return x
 
         if self.scan_layers:
@@ -480,7 +480,7 @@ class SparseTransformer(nnx.Module):
             x = x + self.row_embedding(row) + self.column_embedding(column)
         return x
 
-    def _placed(self, x: jax.Array) -> jax.Array:
+    def _constrain(self, x: jax.Array) -> jax.Array:
         return constrained(x, self.residual_sharding, "residual_sharding")
 
     def _logits(self, x: jax.Array) -> jax.Array:
