@@ -46,7 +46,6 @@ TO_BE_REWRITTEN: set[str] = {
     "masks/grid_presets.py",
     "masks/grids.py",
     "masks/lengths.py",
-    "masks/options.py",
     "masks/pictures.py",
     "masks/presets.py",
     "masks/primitives.py",

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
 
+from ..arguments.checks import Natural, Positive, checked, strict_kwargs
+from ..arguments.foreign import one_line
 from ..masks.algebra import Mask
-from ..masks.foreign import one_line
-from ..masks.options import Natural, Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
@@ -328,7 +328,7 @@ class SparseSelfAttention(SparseAttention):
     _limits = ("seq_len",)
     seq_len: int
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -396,7 +396,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
             self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))
 
-    @own_keywords
+    @strict_kwargs
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
         inputs: jax.Array,
@@ -450,7 +450,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_loss[...] = index.losses[0]
         return out
 
-    @own_keywords
+    @strict_kwargs
     def prefill(
         self,
         inputs: jax.Array,
@@ -542,7 +542,7 @@ class SparseSelfAttention(SparseAttention):
         out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after
 
-    @own_keywords
+    @strict_kwargs
     def decode_step(
         self,
         inputs: jax.Array,

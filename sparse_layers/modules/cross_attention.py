@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..ops.planning.selection import Selection
 from .attention import SparseAttention
 from .attention_fn import Pattern
@@ -63,7 +63,7 @@ class SparseCrossAttention(SparseAttention):
     q_len: int
     kv_len: int
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -96,7 +96,7 @@ class SparseCrossAttention(SparseAttention):
             **options,
         )
 
-    @own_keywords
+    @strict_kwargs
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (keys and values of one input, no dense mask)
         self,
         inputs_q: jax.Array,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
-from ..masks.foreign import one_line
+from ..arguments.foreign import one_line
 
 
 @runtime_checkable

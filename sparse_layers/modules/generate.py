@@ -10,15 +10,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
+from ..arguments.foreign import one_line
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import one_line
-from ..masks.options import Positive, checked, own_keywords
 from ..ops.decoding.checks import checked_lengths
 from .decoder import Decoder, merge, split
 from .settings import check_array, check_settings
 
 
-@own_keywords
+@strict_kwargs
 def generate(
     model: Decoder,
     prompts: jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray | jax.Array],

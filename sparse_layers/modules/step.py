@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from ..arguments.checks import as_float
+from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
-from ..masks.foreign import one_line
-from ..masks.options import real
 from ..ops.kernels.call import transposed
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
@@ -90,7 +90,7 @@ def attention_step(
     Raises:
       ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
-    if real(dropout_rate) != 0:
+    if as_float(dropout_rate) != 0:
         raise ValueError(
             f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"

@@ -20,11 +20,11 @@ import math
 import jax
 import numpy as np
 
+from ...arguments.checks import Length, checked, strict_kwargs
 from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.bounded_cache import bounded_cache
 from ...masks.grids import ColumnMajor, Grid
-from ...masks.options import Length, checked, own_keywords
 from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from .blocks import BlockGrid, active_blocks, outside_trace
@@ -164,7 +164,7 @@ class Plan:
         return as_html(self)
 
 
-@own_keywords
+@strict_kwargs
 def make_plan(
     mask: MaskLike,
     q_len: int,
