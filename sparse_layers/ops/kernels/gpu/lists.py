@@ -23,7 +23,9 @@ from ...planning.lists import (
 )
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, Operands, run_time_blocks
+from ..call import Call
+from ..operands import Operands
+from ..pass_blocks import run_time_blocks
 from . import bridge
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis, Order
@@ -130,15 +132,15 @@ def lists_of(
     With segment ids, and all else known beforehand, a block of the passes may be ``parts`` blocks of the minor side.
     """
     q, kv = (minor, major) if dkv else (major, minor)
-    if operands.chosen is not None or operands.mask is not None:
-        pairs, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
+    if operands.selection is not None or operands.mask is not None:
+        pairs, tiles = run_time_blocks(operands, (q.block, kv.block), call.masks, True)
         bits, starts = bits_of(tiles, major, minor, dkv), pairs.starts(dkv)
     elif operands.segments is None:
         return _static_lists(passes, major, minor, dkv)
     else:
         pairs, bits, starts = _in_parts(passes, major, minor, dkv, parts)
     pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
-    chosen = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
+    chosen = 0 if operands.selection is None or pairs.chosen_by is None else operands.selection.granularity
     pairs = only_whole(pairs, minor)
     lists = pairs.lists(dkv) if starts is None else _compacted(pairs, starts, dkv)
     return Lists(lists, bits, pairs.longest(dkv), chosen)

@@ -40,6 +40,7 @@ class Link:
       stride: from one to the next.
       group: query heads that share a key head.
       shape: (bq, bkv).
+      granularity: queries of a block that select together; 1 without a selection.
       mask: computes a partial block from row indices; None if its tiles are given, or if there are no partial blocks.
       limited: whether segment ids or the choices of parts of a block of queries limit blocks, too.
     """
@@ -50,6 +51,7 @@ class Link:
     stride: int
     group: int
     shape: tuple[int, int]
+    granularity: int
     mask: Callable[[Any, Any], Any] | None
     limited: bool
 
@@ -304,8 +306,7 @@ def masked_scores(
     elif masked and refs.tile is not None:
         allowed.append(from_bits(refs.tile[...], s.shape[0]))
     if limited and place.parts is not None:
-        assert link.call.selection is not None
-        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.call.selection[1].bit_length() - 1
+        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.granularity.bit_length() - 1
         allowed.append((place.parts >> part) & 1 != 0)
     if limited and refs.q_ids is not None:
         q, k = refs.q_ids[...], refs.kv_ids[...]
