@@ -472,8 +472,8 @@ class _Blocks:
             tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
             own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)
             found.append(own | (tile < 0))
-        if lists.chosen_by is not None:
-            bits = lax.dynamic_index_in_dim(lists.chosen_by, entry, keepdims=False)
+        if lists.active_rows_mask is not None:
+            bits = lax.dynamic_index_in_dim(lists.active_rows_mask, entry, keepdims=False)
             part = np.arange(bq, dtype=np.int32) // link.granularity
             found.append(((bits >> part) & 1).astype(bool)[:, None])
         if self.segments is not None:

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, BlockPairs, StateTable, selected_block_pairs
+from ....masks.states import EMPTY
+from ...planning.lists import BlockPairs, StateTable, selected_block_pairs
 from ...planning.plan import Pass
 from ...planning.selection import Selection
 from ...planning.views import Axis, RowOrder
@@ -235,7 +236,7 @@ class SelectedRows(GroupPass):
     def live(self) -> jax.Array:
         """bool [B, T, k, N]: which selections are there to be looked at."""
         kind, group = self._pairs.kind, self._pairs.group
-        live = jnp.repeat(kind != DEAD, group, axis=1)
+        live = jnp.repeat(kind != EMPTY, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
     def by_token(self, x: jax.Array) -> jax.Array:

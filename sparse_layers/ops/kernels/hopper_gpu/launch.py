@@ -319,8 +319,8 @@ def _prepare(work: GroupPass, kernel: str) -> _Prepared:
     if operands.segments is not None:
         pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
         segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
-    chosen_by = lists.block if lists.chosen_by is None else lists.chosen_by
-    read: list[Any] = [schedule, lists.spans, lists.block, lists.tile, chosen_by, pass_lists.bits, *segments]
+    active_rows_mask = lists.block if lists.active_rows_mask is None else lists.active_rows_mask
+    read: list[Any] = [schedule, lists.spans, lists.block, lists.tile, active_rows_mask, pass_lists.bits, *segments]
     read += [lists.spans if splits is None else splits] if dkv else []
     batches, kinds = lists.spans.shape[:2]
     number = 0 if splits is None else len(splits)

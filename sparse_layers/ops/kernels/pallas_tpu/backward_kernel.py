@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....masks.states import EMPTY
 from .launch import LOG2E, Arrays, Block, Blocks, Link, Place, by_kind, dot, launch, masked_scores, scores
-from .schedule import DEAD, Steps
+from .schedule import Steps
 
 
 def backward_pass(
@@ -142,7 +143,7 @@ class _Accumulator:
         pl.when(pending == 1)(self._store(1 - slot).wait)
         head, step = self.place.following()
         next_differs = (head != self.place.head) | (step.minor != self.place.step.minor)
-        ahead = next_differs & (step.kind != DEAD) & ~self.place.finishes
+        ahead = next_differs & (step.kind != EMPTY) & ~self.place.finishes
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
         self._load(self.place.head, self.place.step, slot).wait()
         self.refs.dq_tiles[slot] += update

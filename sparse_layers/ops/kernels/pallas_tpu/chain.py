@@ -188,7 +188,7 @@ class _Heads:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
         key, value = (by_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
         arrays = Arrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
-        limited = blocks.segments is not None or pairs.chosen_by is not None
+        limited = blocks.segments is not None or pairs.active_rows_mask is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         which = self.query.shape[2], self.group.first, self.group.step, queries_per_key
         return Link(self.call, *which, blocks.shape, blocks.granularity, blocks.rule, limited), steps, arrays

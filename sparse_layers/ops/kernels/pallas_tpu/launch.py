@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....masks.states import FULL, PARTIAL
 from ...planning.views import RowOrder
 from ..call import Call
-from .schedule import FREE, LIMITED, MASKED, Step, Steps
+from .schedule import LIMITED, Step, Steps
 from .sides import LANES, allowed_pairs, column, from_bits
 
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
@@ -279,8 +280,8 @@ def padded(n: int, block: int) -> int:
 
 def by_kind(step: Step, link: Link, compute: Callable[[bool, bool], None]) -> None:
     """Calls compute(masked, limited) as the kind of a step asks for, and not at all in a dead step."""
-    pl.when(step.kind == FREE)(lambda: compute(False, False))
-    pl.when(step.kind == MASKED)(lambda: compute(True, link.limited))
+    pl.when(step.kind == FULL)(lambda: compute(False, False))
+    pl.when(step.kind == PARTIAL)(lambda: compute(True, link.limited))
     if link.limited:
         pl.when(step.kind == LIMITED)(lambda: compute(False, True))
 

@@ -378,7 +378,7 @@ def _destination(order: RowOrder) -> RowOrder:
 
 def _arrays_of(lists: Lists) -> list[Any]:
     of_blocks = lists.lists
-    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.chosen_by, lists.bits]
+    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.active_rows_mask, lists.bits]
 
 
 def _walk(lists: Lists) -> tiles.Walk:
