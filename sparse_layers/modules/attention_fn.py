@@ -24,7 +24,7 @@ from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
-from ..ops.planning.platforms import first_choice
+from ..ops.planning.platforms import default_implementation
 from ..ops.planning.selection import Selection
 from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
@@ -117,7 +117,7 @@ class AttentionFn:
             kv_len,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
-            implementation=self.implementation or first_choice(dtype, head_size),
+            implementation=self.implementation or default_implementation(dtype, head_size),
         )
 
     def attend(

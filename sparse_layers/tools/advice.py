@@ -10,7 +10,7 @@ from ..masks.grids import ColumnMajor, Neighborhood, OnGrid
 from ..masks.pictures import FORMULA, shortened
 from ..masks.primitives import Causal, Full, Random
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import BLOCK, Plan, make_plan, splits
+from ..ops.planning.plan import BLOCK, Plan, decompositions, make_plan
 from ..ops.planning.report import dense_pairs, dense_plan
 from .recognition import COMBINING, is_opaque, leaves, recognize
 
@@ -60,8 +60,8 @@ def _reason(plan: Plan, h: int, found: Count, dense: Plan, kind: str, opaque: li
         f"; {orders} other row order{'s cost' if orders > 1 else ' costs'} no less at this length" if orders else ""
     )
     unknown = f"; no row order is known for {' and '.join(opaque)}" if opaque else ""
-    if plan.share(h) < dense.share(0):
-        shares = f"{dense.share(0):.2%} of all blocks, this plan {plan.share(h):.2%}"
+    if plan.density(h) < dense.density(0):
+        shares = f"{dense.density(0):.2%} of all blocks, this plan {plan.density(h):.2%}"
         return f"{kind} attention computes {shares}{costly}{unknown}"
     share = f"{found.pairs / every:.2%} of its pairs"
     return f"all {blocks} blocks of {kind} attention hold allowed pairs, {share}{costly}{unknown}"
@@ -83,7 +83,7 @@ def _changes(plan: Plan, mask: Mask, found: Count, kind: str) -> Iterator[str]:
                 break
     for leaf in masks:
         scattered = not is_opaque(leaf) and not isinstance(leaf, (*_SIZED, Blocks, Causal, Full))
-        if square and scattered and len(list(splits(leaf, plan.q_len, plan.kv_len))) == 1:
+        if square and scattered and len(list(decompositions(leaf, plan.q_len, plan.kv_len))) == 1:
             times = saving(_planned(plan, _replaced(mask, leaf, Blocks(leaf, BLOCK))))
             if times >= _GAIN:
                 yield f"try {Blocks(leaf, BLOCK)!r} for {leaf!r}: {times:.1f} times less work than {kind} attention"

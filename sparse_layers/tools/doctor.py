@@ -139,7 +139,7 @@ def first_that_works(check: "Check") -> str:
       >>> jax.default_backend() != "cpu" or first_that_works(PROBES[0]) == "xla"
       True
     """
-    candidates = platforms.candidates(platforms.platform())
+    candidates = platforms.implementation_order(platforms.platform())
     return next(name for name in candidates if reason(name, check, unnamed=True) is None)
 
 

@@ -16,7 +16,7 @@ from ..masks.counting import count
 from ..masks.lengths import grid_starts
 from ..masks.pictures import COLOURS, cells, shortened
 from ..masks.states import EMPTY, FULL
-from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
+from ..ops.planning.plan import Pass, Plan, make_plan, masks_for_lengths
 from ..ops.planning.report import heads, kept
 from .subjects import LONGEST, lengths_of, plans_of, refuse_given
 
@@ -73,7 +73,7 @@ def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int 
     """
     q_len, kv_len = lengths_of(mask, q_len, kv_len)
     check_size(size)
-    masks = masks_for(mask, q_len, kv_len)
+    masks = masks_for_lengths(mask, q_len, kv_len)
     return _under_headings(["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks])
 
 
@@ -128,7 +128,7 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
         raise ValueError(f"shape must be lengths of axes, of {_TOKENS} tokens at most, got {shape}")
     if len(query) != len(shape) or any(x >= n for x, n in zip(query, shape, strict=True)):
         raise ValueError(f"query must have one coordinate for each axis of shape={shape}, less than it, got {query}")
-    masks = masks_for(mask, offset + size, offset + size)
+    masks = masks_for_lengths(mask, offset + size, offset + size)
     own = int(np.ravel_multi_index(query, shape))
     drawn = []
     for one in masks:
@@ -260,7 +260,7 @@ def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | Non
             for panel in _of_masks(plan.masks, (plan.q_len, plan.kv_len), which, head, plan if blocks else None)
         ]
     shape = lengths_of(subject, q_len, kv_len, LONGEST if blocks else None)
-    masks = masks_for(subject, *shape)
+    masks = masks_for_lengths(subject, *shape)
     return _of_masks(masks, shape, "", head, make_plan(masks, *shape) if blocks else None)
 
 
@@ -276,11 +276,11 @@ def _of_masks(
     for h, of_heads in chosen.items():
         title = f"{which}\n" * bool(which) + _title(masks[h], shape) + (f", {of_heads}" if len(masks) > 1 else "")
         chain = plan.chains[h] if plan else ()
-        for number, link in enumerate(chain, 1):
-            orders = f"query, {link.q_order}", f"key, {link.kv_order}"
-            rows = link.q_order.rows, link.kv_order.rows
-            name = f"{title}\npass {number} of {len(chain)}: {link.blocks}"
-            panels.append(_Panel(link.mask, rows, name, orders, _outlines(link)))
+        for number, block_pass in enumerate(chain, 1):
+            orders = f"query, {block_pass.q_order}", f"key, {block_pass.kv_order}"
+            rows = block_pass.q_order.rows, block_pass.kv_order.rows
+            name = f"{title}\npass {number} of {len(chain)}: {block_pass.block_text}"
+            panels.append(_Panel(block_pass.mask, rows, name, orders, _outlines(block_pass)))
         if not chain:
             panels.append(_Panel(masks[h], shape, title))
     return panels
@@ -293,14 +293,15 @@ def _title(mask: Mask, shape: tuple[int, int]) -> str:
     return f"{shortened(repr(mask), _FORMULA)}\n{lengths}, {share:.4%} of the pairs allowed"
 
 
-def _outlines(link: Pass) -> np.ndarray:
+def _outlines(block_pass: Pass) -> np.ndarray:
     """The corners of the blocks that a pass computes, (column, row): [n, 4, 2]."""
-    if link.fwd_blocks > _OUTLINES:
+    if block_pass.fwd_blocks > _OUTLINES:
         raise ValueError(
-            f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {link.fwd_blocks}: draw fewer tokens"
+            f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {block_pass.fwd_blocks}: "
+            "draw fewer tokens"
         )
-    rows, columns, _ = kept(link)
-    height, width = link.fwd_shape
+    rows, columns, _ = kept(block_pass)
+    height, width = block_pass.fwd_shape
     corners = np.array([[0, 0], [width, 0], [width, height], [0, height]])
     return np.stack([columns * width, rows * height], axis=-1)[:, None] + corners
 

@@ -23,8 +23,7 @@ from ..masks.pictures import shortened
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams, KernelParams
 from ..ops.planning.plan import Plan, make_plan
-from ..ops.planning.platforms import candidates as in_order
-from ..ops.planning.platforms import checked_implementation, platform
+from ..ops.planning.platforms import check_implementation, implementation_order, platform
 
 # A candidate has to save more than this share of the time: less is within what two measurements of one program differ.
 GAIN = 0.02
@@ -204,7 +203,7 @@ def tune(
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
     dtype = _dtype(dtype)
-    checked_implementation(implementation)
+    check_implementation(implementation)
     for name, flag in (("sinks", sinks), ("gradients", gradients)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
@@ -304,7 +303,7 @@ def _random(shapes: dict[str, jax.ShapeDtypeStruct], sizes: dict[str, int], dtyp
 def _tunable(name: str | None, shapes: dict, others: dict, constants: dict) -> str | None:
     """The implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
     jax.eval_shape(_programs(constants, FwdParams(), BwdParams())[0], shapes, others)
-    for one in in_order(platform()) if name is None else (name,):
+    for one in implementation_order(platform()) if name is None else (name,):
         # Any setting but a block size: a plan of small blocks may not fit into memory.
         attend = _programs(constants | {"implementation": one}, FwdParams(num_warps=4), BwdParams())[0]
         try:

@@ -134,7 +134,7 @@ def _named(results) -> dict[str, np.ndarray]:
     return {name: x for name, x in zip(NAMES, results, strict=True) if x is not None}
 
 
-_SMALL_TILES = dataclasses.replace(TUNING["xla"], blocks=((32, 32),))
+_SMALL_TILES = dataclasses.replace(TUNING["xla"], block_shapes=((32, 32),))
 
 
 def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None, bwd_params=None) -> list[sl.Plan]:
@@ -148,7 +148,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     by_mask = []
     for one in sl.as_masks(mask):
         chains = []
-        for _, groups in plans.splits(one, q_len, kv_len, _SMALL_TILES):
+        for _, groups in plans.decompositions(one, q_len, kv_len, _SMALL_TILES):
             drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)

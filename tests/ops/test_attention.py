@@ -60,7 +60,7 @@ def test_the_core_has_all_that_the_table_has():
         yield from (("mask", type(mask)) for mask in masks)
         if case.split:
             chain = candidates(case.mask, t, s)[-1].chains[0]
-            yield "orders", tuple((type(link.q_order), type(link.kv_order)) for link in chain)
+            yield "orders", tuple((type(block_pass.q_order), type(block_pass.kv_order)) for block_pass in chain)
         ids = case.segments and (tuple(np.unique(case.segments[0])), t == s)
         yield from {
             "masks": (len(masks), run_time),
@@ -321,7 +321,7 @@ def test_programs_for_other_platforms(target, monkeypatch):
     for targets in ([target], ["cpu", target]):
         with pytest.raises(ValueError, match=f"implementation=None chose 'xla' for cpu, .* is lowered for {platform}"):
             jax.export.export(program(), platforms=targets)(q, k, v)
-    with pytest.raises(ValueError, match=rf"would try .*'{platforms.candidates(platform)[0]}'.*: name one"):
+    with pytest.raises(ValueError, match=rf"would try .*'{platforms.implementation_order(platform)[0]}'.*: name one"):
         program().trace(q, k, v).lower(lowering_platforms=(target,))
     named = jax.export.export(program("xla"), platforms=[target, "cpu"])(q, k, v)
     assert "while" in named.mlir_module()

@@ -381,7 +381,7 @@ def main(which):
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
         context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
-        TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
+        TUNING["xla"] = dataclasses.replace(tuned, block_shapes=((8, 8),), step_cost=0) if free else tuned
         plan_exchanges.cache_clear()
         padded_length.cache_clear()
         try:
@@ -466,7 +466,9 @@ def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices
     looked_at[0] = 0
     for rank in range(devices):
         found = exchange.local_plan(masks, rank, implementation="xla")
-        assert all(f"residue-major order, stride {stride}" in link.orders for link in found.chains[0]), found
+        assert all(
+            f"residue-major order, stride {stride}" in block_pass.order_text for block_pass in found.chains[0]
+        ), found
     assert 0 < looked_at[0] < 1024 * length
 
 
@@ -474,10 +476,13 @@ def test_devices_compute_no_longer_rules_than_one():
     """What a part leaves to other parts is said of tokens once, not in each of its terms."""
     terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
     mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
-    alone = max(plan.operations(link.mask) for link in sl.make_plan(mask, 7680, implementation="triton").chains[0])
+    alone = max(
+        plan.count_operations(block_pass.mask)
+        for block_pass in sl.make_plan(mask, 7680, implementation="triton").chains[0]
+    )
     for exchange, masks in plan_exchanges((mask,), 7680, 5, "triton"):
         (chain,) = exchange.local_plan(masks, 4, implementation="triton").chains
-        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, exchange
+        assert max(plan.count_operations(block_pass.mask) for block_pass in chain) <= alone + 4, exchange
 
 
 def test_halos_are_joined_if_rows_keep_their_residues():
