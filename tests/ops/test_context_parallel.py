@@ -28,7 +28,8 @@ from sparse_layers.ops.planning.context_parallel import count_remote_keys, padde
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.select import select_blocks
-from tests.ops.cases import COMPILER, TINY, oracle
+from sparse_layers.tools.oracle import DenseAttention, same_segment
+from tests.ops.cases import COMPILER, TINY
 from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
 
@@ -183,7 +184,7 @@ def check_case(case):
     allowed = np.asarray(mask) if mask is not None else np.stack([m.dense(t, s) for m in sl.as_masks(case.mask)])
     allowed = np.tile(allowed, (n // len(allowed), 1, 1))[None]
     if ids is not None:
-        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+        allowed = allowed & same_segment(ids, ids)
     chosen = None
     if case.chosen:
         blocks = -(-s // 16)
@@ -191,7 +192,7 @@ def check_case(case):
         pairs = (chosen[:, :, 0, :, None] == np.arange(blocks)).any(2).repeat(case.chosen, 1).repeat(16, 2)[..., :s]
         allowed = allowed & pairs[:, None]
     *qkv, dout, dlse = args
-    right, _ = oracle(*qkv, allowed, dout, dlse, scale=H**-0.5, soft_cap=3.0 if case.extras else None, sinks=sinks)
+    right = DenseAttention(*qkv, allowed, dout, dlse, soft_cap=3.0 if case.extras else None, sinks=sinks).answers
     names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
 
     def program(q, k, v, sinks, ids, mask, chosen, dout, dlse):
