@@ -110,13 +110,9 @@ TO_BE_REWRITTEN: set[str] = {
     "ops/planning/row_orders.py",
     "scorers/__init__.py",
     "scorers/base.py",
-    "tools/advice.py",
     "tools/describe.py",
     "tools/doctor.py",
-    "tools/pictures.py",
-    "tools/recognition.py",
     "tools/subjects.py",
-    "tools/tuning.py",
 }
 
 

@@ -7,9 +7,12 @@ the largest summand. The formulas are written out here: no kernel, plan or block
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Rows judged together: enough for the largest error among them to be typical, few enough to be of similar size.
+ROWS = 32
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
@@ -193,3 +196,26 @@ def _scores(query: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 def _weighted(weights: np.ndarray, value: np.ndarray) -> np.ndarray:
     return np.einsum("bnts,bsnh->btnh", weights, value, optimize=True)
+
+
+# --- without an oracle, where a sequence is too long for one ---------------------------------------------------------
+
+
+@jax.jit
+def neighbour(key: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the numbers changed by their dtype's epsilon, up or down: by one or two of their last places."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    signs = jax.random.rademacher(key, x.shape, wide)
+    return (x.astype(wide) * (1 + float(jnp.finfo(x.dtype).eps) * signs)).astype(x.dtype)
+
+
+@jax.jit
+def largest_by_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the largest difference in every `ROWS` rows of [B, T, N, H]: [B, groups, N]; of a vector: []."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    difference = jnp.abs(a.astype(wide) - b.astype(wide))
+    if difference.ndim == 1:
+        return difference.max()
+    rows = difference.max(-1)
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % ROWS), (0, 0)))
+    return rows.reshape(rows.shape[0], -1, ROWS, rows.shape[2]).max(2)
