@@ -24,9 +24,10 @@ from .kernels.validation import (
     checked_sinks,
     swapped_hint,
 )
-from .planning.mask_info import masks_for_lengths
+from .planning.binding import masks_for_lengths
 from .planning.params import BwdParams, FwdParams, resolve_params
-from .planning.plan import Plan, make_plan
+from .planning.plan import Plan
+from .planning.planner import make_plan
 from .planning.platforms import TUNING, check_implementation, default_implementation, platform
 from .planning.selection import Selection
 

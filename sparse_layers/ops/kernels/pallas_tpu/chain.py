@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.block_lists import MAX_QUERY_GROUPS
+from ...planning.costs import uses_mask_tiles
 from ...planning.head_groups import HeadGroup, head_groups
-from ...planning.plan import Pass, uses_mask_tiles
+from ...planning.plan import Pass
 from ...planning.platforms import TUNING
 from ...planning.row_orders import Reordered
 from ...planning.selection import Selection
