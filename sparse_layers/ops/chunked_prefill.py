@@ -102,7 +102,7 @@ def _visible_rows(
     end, kept_order, classes = start + chunk.shape[1], store.order, store.classes
     if isinstance(store, GatheredCache):  # which drops no token
         last = kept_order.offset + kept_order.kept[-1]
-        order = RowOrder.gathered(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
+        order = RowOrder.periodic(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
         return order, _class_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
     first = max(0, start // classes - store.kept + 1) * classes
     order = RowOrder.residue_major(end - first, classes)

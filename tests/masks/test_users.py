@@ -279,7 +279,7 @@ def test_numbers_beyond_any_length_in_the_op():
 
 def test_masks_compute_under_strict_promotion():
     masks = [*COMPUTABLE.values(), *(mask for name in SMALL for mask in sl.as_masks(sl.preset(name, **SMALL[name])))]
-    for order in (RowOrder(29), RowOrder.residue_major(29, 3), RowOrder.gathered(30, 8, 2, 5)):
+    for order in (RowOrder(29), RowOrder.residue_major(29, 3), RowOrder.periodic(30, 8, 2, 5)):
         masks.append(Reordered(sl.Random(2) | sl.Strided(3), order, order))
     positions = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1), (1, 5))]
     with jax.numpy_dtype_promotion("strict"):

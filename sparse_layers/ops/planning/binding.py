@@ -14,7 +14,7 @@ from ...masks.lengths import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks:
-    """Masks bound to heads and lengths: what `process_mask` compiles. Made by `bind`.
+    """Masks bound to heads and lengths by `bind`, as `process_mask` compiles them.
 
     Attributes:
       masks: head h uses entry h % len(masks).
@@ -25,7 +25,7 @@ class HeadMasks:
     shape: tuple[int, int, int]
 
     def __getitem__(self, index: tuple[int, slice, slice]) -> np.ndarray:
-        """The bool array [q, k] of one head, a slice of queries and a slice of keys."""
+        """Returns the bool array [q, k] of one head, a slice of queries and a slice of keys."""
         head, q, k = index
         q, k = (np.arange(*s.indices(size)) for s, size in zip((q, k), self.shape[1:], strict=True))
         allowed = np.asarray(self.masks[head % len(self.masks)](q[:, None], k[None, :]), bool)
@@ -33,10 +33,13 @@ class HeadMasks:
 
 
 def masks_for_lengths(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
-    """`as_masks`, of masks that must know all positions of these lengths.
+    """Returns `as_masks` of a pattern, after a check that each mask covers these lengths.
 
-    Without kv_len they are those of a layer for one sequence, which calls both lengths seq_len; ``name`` is what a
-    layer calls the masks.
+    Args:
+      mask: whatever `as_masks` takes.
+      q_len: number of queries.
+      kv_len: number of keys; None for a layer of one sequence, whose errors call both lengths seq_len.
+      name: name of the argument in errors; None for "mask".
 
     Raises:
       ValueError: an array's shape differs from the lengths, or they exceed a grid that does not say its offset.

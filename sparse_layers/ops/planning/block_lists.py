@@ -1,8 +1,15 @@
-"""Block lists: for each block of one side, the blocks of the other that it meets, as arrays that kernels walk over.
+"""Block lists: for each block of the major side, the blocks of the minor side that it meets, as arrays for kernels.
 
-Lists are data, not constants of a compilation: a longer list compiles nothing anew. All come from one builder, a stable
-sort of `BlockPairs`, whether these were planned beforehand (then it is numpy's), looked up by document, or chosen by
-the model a moment ago (then it is XLA's, under jit). The lists by key, for dk and dv, come from the same pairs.
+The major side is that of the outer loop: query blocks forward and for dq, key blocks for dk and dv (kv-major)::
+
+    block pairs                 lists of query blocks         lists of key blocks (kv-major)
+    row  column  state          0: 0*                         0: 1 0* 2*
+     0     0     PARTIAL        1: 0 1*                       1: 1* 2*
+     1     0     FULL           2: 0* 1*                      FULL entries come first, PARTIAL ones (*) after them
+     ...
+
+Lists are data, not constants of a compilation: a longer list compiles nothing anew. One builder makes them all, a
+stable sort of `BlockPairs`: by numpy for planned pairs, by XLA under jit for pairs of documents and selections.
 """
 
 import dataclasses
@@ -27,19 +34,19 @@ from .row_orders import Reordered, RowOrder, mask_period
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The list of each block of the major side: its free entries first, then the masked ones.
+    """The lists of the major blocks: in each, FULL entries come first, then PARTIAL ones.
 
-    Arrays are numpy's if all was known when they were made. Batch entry b and query head h have list
+    Arrays are numpy's if the pairs are planned, JAX's otherwise. Batch entry b and query head h have list
     ``(b % LB, h // group % LH)``; a major block without entries has an empty list.
 
     Attributes:
-      spans: int32 [LB, LH, blocks, 3], of each major block the first of its entries, the first masked one, and the end.
-        Entries from first to masked are free: every pair of theirs may attend. Lists may lie anywhere, in any order.
-      block: int32 [entries], the minor block of each.
-      tile: int32 [entries], which mask tile a masked entry has; -1 for none, if only segment ids limit it.
+      spans: int32 [LB, LH, blocks, 3], for each major block the index of its first entry, of its first PARTIAL entry,
+        and its end. Lists may lie anywhere in ``block``, in any order.
+      block: int32 [entries], the minor block of each entry.
+      tile: int32 [entries], the mask tile of a PARTIAL entry; -1 if segment ids alone limit it.
       active_rows_mask: int32 [entries], or None: bit i is set if the i-th part of the query block selected this entry.
       minor_blocks: number of blocks on the minor side.
-      group: how many neighbouring query heads share a list.
+      group: number of neighbouring query heads that share a list.
     """
 
     spans: Any
@@ -51,12 +58,12 @@ class BlockLists:
 
     @property
     def counts(self) -> Any:
-        """[LB, LH, blocks, 2], of the free entries and of all."""
+        """The number of FULL entries and of all entries of each list, int32 [LB, LH, blocks, 2]."""
         return self.spans[..., 1:] - self.spans[..., :1]
 
     @property
     def static(self) -> bool:
-        """Whether they were known when they were made."""
+        """True if the pairs were planned, so that the arrays are numpy's."""
         return isinstance(self.spans, np.ndarray)
 
 
@@ -72,7 +79,7 @@ class BlockPairs:
       active_rows_mask: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
-      max_in_row: where rows are known at run time only, how many pairs each has, one row after the other.
+      max_in_row: number of pairs of each row, one row after the other, if rows are known at run time only; else None.
     """
 
     row: Any
@@ -85,7 +92,7 @@ class BlockPairs:
     max_in_row: int | None = None
 
     def longest(self, kv_major: bool) -> int:
-        """A bound, known beforehand, of the entries of a list."""
+        """Returns a static bound of the entries of a list."""
         major = self.column if kv_major else self.row
         if isinstance(major, np.ndarray):
             lines = major.reshape(-1, major.shape[-1])
@@ -94,9 +101,10 @@ class BlockPairs:
         return bound if kv_major or self.max_in_row is None else min(bound, self.max_in_row)
 
     def sorted(self, kv_major: bool) -> "BlockPairs":
-        """The same, known beforehand, in the order of query blocks; or of key blocks, the last query block first.
+        """Returns the planned pairs sorted by query block, or by key block with the last query block first.
 
-        Lists of key blocks often end at the same queries, and begin at others: so walked, these are in caches.
+        Lists of key blocks often end at the same queries and start at different ones. In this order, neighbouring
+        lists read the same queries first, while these are in caches.
         """
         step = -1 if kv_major else 1
         major = np.where(self.kind == EMPTY, max(self.blocks), self.column if kv_major else self.row)[..., ::step]
@@ -105,12 +113,12 @@ class BlockPairs:
         row, column, kind, tile = (
             np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
         )
-        # What only fills up shorter lists counts as the last block's.
+        # Padding of shorter lists counts as the last block's.
         row, column = (np.where(kind == EMPTY, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
 
     def starts(self, kv_major: bool) -> np.ndarray | None:
-        """Where each block's pairs begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
+        """Returns the index of each block's first pair, int32 [LH, blocks + 1], if pairs are sorted; else None."""
         major, blocks = (self.column, self.blocks[1]) if kv_major else (self.row, self.blocks[0])
         if isinstance(major, np.ndarray):
             lines = major[0]
@@ -123,7 +131,7 @@ class BlockPairs:
         return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.max_in_row, (heads, 1))
 
     def lists(self, kv_major: bool) -> BlockLists:
-        """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the pairs."""
+        """Returns the lists of query blocks, or of key blocks; entries of a list stay in the order of the pairs."""
         xp: Any = np if isinstance(self.kind, np.ndarray) else jnp
         major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
         batches, heads, n = self.kind.shape
@@ -150,21 +158,21 @@ class BlockPairs:
         block, tile, active_rows_mask = (sorted_(x) for x in (minor, self.tile, self.active_rows_mask))
         return BlockLists(spans, block, tile, active_rows_mask, self.blocks[not kv_major], self.group)
 
-    def cut_minor_blocks(self, parts: int, kv_major: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
-        """The same pairs, where blocks of the minor side are cut; made on the device, for they may be millions.
+    def cut_minor_blocks(self, cuts: int, kv_major: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
+        """Returns the pairs of smaller minor blocks; computed on the device, where there may be millions.
 
         Args:
-          parts: of a block; part p of a mask tile is the tile ``tile * parts + p``.
-          kv_major: whether queries are the minor side; their last parts come first then, as in `sorted`.
-          states: EMPTY, PARTIAL or FULL for each part, [1 + tiles, parts], first for a tile that lets everything pass.
-          minor_blocks: number of parts that there are; of the last block not all need exist.
+          cuts: smaller blocks in a block; cut c of a mask tile becomes the tile ``tile * cuts + c``.
+          kv_major: True if queries are the minor side; their last cuts come first then, as in `sorted`.
+          states: EMPTY, PARTIAL or FULL of each cut, [1 + tiles, cuts]; row 0 is that of a FULL block.
+          minor_blocks: number of smaller blocks; the last block may have fewer than ``cuts``.
         """
         major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
-        major, minor, kind, tile = (jnp.repeat(x, parts, axis=-1) for x in (major, minor, self.kind, self.tile))
-        part = jnp.tile(np.arange(parts, dtype=np.int32)[:: -1 if kv_major else 1], self.kind.shape[-1])
-        minor = minor * parts + part
-        kind = jnp.where((kind == EMPTY) | (minor >= minor_blocks), EMPTY, jnp.asarray(states)[tile + 1, part])
-        tile = jnp.where(kind == PARTIAL, tile * parts + part, -1)
+        major, minor, kind, tile = (jnp.repeat(x, cuts, axis=-1) for x in (major, minor, self.kind, self.tile))
+        cut = jnp.tile(np.arange(cuts, dtype=np.int32)[:: -1 if kv_major else 1], self.kind.shape[-1])
+        minor = minor * cuts + cut
+        kind = jnp.where((kind == EMPTY) | (minor >= minor_blocks), EMPTY, jnp.asarray(states)[tile + 1, cut])
+        tile = jnp.where(kind == PARTIAL, tile * cuts + cut, -1)
         sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[kv_major], minor_blocks)
         (row, column), blocks = (sides[::-1], numbers[::-1]) if kv_major else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
@@ -172,7 +180,7 @@ class BlockPairs:
     def with_segments(
         self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
     ) -> "BlockPairs":
-        """Drops pairs whose segments cannot meet; a pair stays free if it lies in one segment only.
+        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment.
 
         Args:
           segments: int32 ids of queries [B, T] and of keys [B, S], negative ones for padding; None drops nothing.
@@ -181,10 +189,10 @@ class BlockPairs:
         """
         if segments is None:
             return self
-        q_ids, kv_ids = (SegmentRanges.of(*side) for side in zip(orders, segments, shape, strict=True))
-        a, b = q_ids.at(self.row), kv_ids.at(self.column)
-        meet = (a.least <= b.largest) & (b.least <= a.largest)
-        same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
+        q_ids, kv_ids = (SegmentRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
+        a, b = q_ids.take(self.row), kv_ids.take(self.column)
+        meet = (a.min_valid <= b.max_id) & (b.min_valid <= a.max_id)
+        same = (a.min_id == a.max_id) & (b.min_id == b.max_id) & (a.min_id == b.min_id)
         kind = jnp.where((self.kind == FULL) & ~same, PARTIAL, self.kind)
         kind = jnp.where(meet, kind, EMPTY)
         return dataclasses.replace(self, kind=kind)
@@ -192,50 +200,50 @@ class BlockPairs:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentRanges:
-    """The segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n].
+    """The ranges of segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n].
 
     Attributes:
-      least: the smallest id but for padding, which is negative; the largest int32 if there is nothing else.
-      smallest: the smallest of all.
-      largest: the largest.
+      min_valid: the smallest id >= 0; the largest int32 if a block is all padding.
+      min_id: the smallest id, negative if a block has padding.
+      max_id: the largest id.
     """
 
-    least: Any
-    smallest: Any
-    largest: Any
+    min_valid: Any
+    min_id: Any
+    max_id: Any
 
     @staticmethod
-    def of(order: RowOrder, ids: jax.Array, block: int) -> "SegmentRanges":
-        """Of ids [B, tokens] in blocks of rows; rows without a token are padding."""
+    def of_blocks(order: RowOrder, ids: jax.Array, block: int) -> "SegmentRanges":
+        """Returns the ranges of ids [B, tokens] in blocks of rows; rows without a token are padding."""
         blocks = -(-order.rows // block)
         rows = order.gather(ids, blocks * block, fill=-1)
         rows = rows.reshape(len(rows), blocks, block)
-        least = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
-        return SegmentRanges(least, rows.min(-1), rows.max(-1))
+        min_valid = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
+        return SegmentRanges(min_valid, rows.min(-1), rows.max(-1))
 
-    def at(self, index: Any) -> "SegmentRanges":
-        """Those of the blocks ``index`` [LB, LH, n]: [B, LH, n]."""
-        found = []
-        for x in (self.least, self.smallest, self.largest):
-            if index.shape[0] == 1:
-                found.append(x[:, jnp.asarray(index[0])])
-            else:
-                found.append(jax.vmap(lambda own, places: own[places])(x, index))
-        return SegmentRanges(*found)
+    def take(self, blocks: Any) -> "SegmentRanges":
+        """Returns the ranges [B, LH, n] of the blocks [LB, LH, n]."""
+
+        def taken(x):
+            if blocks.shape[0] == 1:
+                return x[:, jnp.asarray(blocks[0])]
+            return jax.vmap(lambda ids, indices: ids[indices])(x, blocks)
+
+        return SegmentRanges(taken(self.min_valid), taken(self.min_id), taken(self.max_id))
 
 
-# --- masks known beforehand ------------------------------------------------------------------------------------------
+# --- planned masks ---------------------------------------------------------------------------------------------------
 
 
 def planned_block_pairs(
     masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool
 ) -> tuple[BlockPairs, np.ndarray | None]:
-    """The active blocks of masks in row space, one for each list head; cached.
+    """Returns the active blocks of masks in row space, one mask for each list head; cached.
 
     Args:
       masks: with the same row orders.
       shape: (bq, bkv), rows of a block.
-      with_tiles: whether to make mask tiles; otherwise PARTIAL ones have the number 0, and rules compute them.
+      with_tiles: True makes mask tiles; False gives PARTIAL pairs the tile 0, and kernels compute the rule.
 
     Returns:
       The pairs, sorted by row and then by column, and the distinct tiles as `pack_tiles` has them.
@@ -252,16 +260,16 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
     tile = np.full((1, len(masks), n), -1, np.int32)
     distinct: dict[bytes, int] = {}
     for head, (mask, grid) in enumerate(zip(masks, grids, strict=True)):
-        here = 0, head, slice(len(grid.rows))
-        row[here], column[here], kind[here] = grid.rows, grid.columns, grid.states
+        entries = 0, head, slice(len(grid.rows))
+        row[entries], column[entries], kind[entries] = grid.rows, grid.columns, grid.states
         partial = np.flatnonzero(grid.states == PARTIAL)
         if with_tiles:
             rows, columns = grid.rows[partial], grid.columns[partial]
-            first, kinds = _alike(mask, rows, columns, shape)
+            first, tile_class = _tile_classes(mask, rows, columns, shape)
             tiles = masked_tiles(mask, rows[first], columns[first], *shape)
             packed = (bits for chunk in tiles for bits in pack_tiles(chunk))
-            found = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
-            tile[0, head, partial] = np.asarray(found, np.int32)[kinds]
+            tile_ids = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
+            tile[0, head, partial] = np.asarray(tile_ids, np.int32)[tile_class]
         else:
             tile[0, head, partial] = 0
     tiles = None
@@ -270,8 +278,8 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
     return BlockPairs(row, column, kind, tile, None, blocks), tiles
 
 
-def _alike(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
-    """(The first block of each kind, the kind of each block), where those of a kind have the same tile for certain."""
+def _tile_classes(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
+    """Returns the first block of each class and the class of each block; blocks of a class have the same mask tile."""
     period = mask_period(mask.mask) if mask.q_order.natural and mask.kv_order.natural else None
     if period is None:
         return slice(None), slice(None)
@@ -283,17 +291,17 @@ def _alike(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[
 
 
 def grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
-    """How many blocks of ``shape`` the rows of queries and of keys take."""
+    """Returns the number of query blocks and of key blocks of ``shape``."""
     return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
 
 
 def pack_tiles(tiles: np.ndarray) -> np.ndarray:
-    """Bool tiles [n, bq, bkv] as bits, uint8 [n, bq, ceil(bkv / 8)]: bit c % 8 of byte c // 8 is key c."""
+    """Returns bool tiles [n, bq, bkv] as bits, uint8 [n, bq, ceil(bkv / 8)]: bit c % 8 of byte c // 8 is key c."""
     return np.packbits(tiles, axis=-1, bitorder="little")
 
 
 def unpack_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
-    """The inverse of `pack_tiles`: bool [n, bq, columns]."""
+    """Returns the tiles of `pack_tiles`, bool [n, bq, columns]."""
     return np.unpackbits(tiles, axis=-1, count=columns, bitorder="little").astype(bool)
 
 
@@ -301,7 +309,7 @@ def unpack_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
 
 
 def run_time_block_pairs(mask: jax.Array, shape: tuple[int, int]) -> tuple[BlockPairs, jax.Array]:
-    """All blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * rows * columns, bq, bkv]."""
+    """Returns all blocks of a run-time mask [C, T, S] in natural order, and their tiles, bool [C * blocks, bq, bkv]."""
     tiles, kind = tiled(mask, shape)
     heads, rows, columns = kind.shape
     row, column = (x.reshape(1, 1, -1).astype(np.int32) for x in np.indices((rows, columns)))
@@ -311,7 +319,7 @@ def run_time_block_pairs(mask: jax.Array, shape: tuple[int, int]) -> tuple[Block
 
 
 def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """A mask [C, T, S] in blocks, bool [C, rows, columns, bq, bkv], padded with False, and the int32 state of each."""
+    """Returns a mask [C, T, S] in blocks, bool [C, rows, columns, bq, bkv], padded with False, and the int32 states."""
     ends = [(0, -length % block) for length, block in zip(mask.shape[1:], shape, strict=True)]
     mask = jnp.pad(mask, [(0, 0), *ends])
     heads, rows, columns = mask.shape
@@ -321,14 +329,14 @@ def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array
 
 # --- blocks chosen at run time ---------------------------------------------------------------------------------------
 
-# A block of queries is cut into at most so many parts that choose for themselves: they are the bits of one word.
+# Most query groups of a block: each selects for itself, and is one bit of an int32.
 MAX_QUERY_GROUPS = 32
-# Blocks of a row up to which each is compared with all before it.
+# Most selected blocks of a row that are compared pairwise to find repeated ones; longer rows are sorted.
 MAX_COMPARED = 32
-# Cells of a table of states; where there are more, one cell stands for several blocks of queries.
+# Most cells of a state table; in a larger one, a cell stands for several query blocks.
 _TABLE_CELLS = 1 << 20
-# Entries of such a table that are no mask tile.
-_NOTHING, _EVERYTHING = -2, -1
+# Entries of a state table that are no mask tile.
+_IS_EMPTY, _IS_FULL = -2, -1
 
 
 def selected_block_pairs(
@@ -359,60 +367,62 @@ def selected_block_pairs(
         ids = jnp.full((*ids.shape[:-1], 1), -1, jnp.int32)  # kernels want arrays that are not empty
     batch, tq, lists, k = ids.shape
     ids = jnp.where((ids >= 0) & (ids < columns), ids, columns)
-    parts, finer = max(1, bq // granularity), max(1, granularity // bq)
-    ids = jnp.pad(ids, [(0, 0), (0, -tq % parts), (0, 0), (0, 0)], constant_values=columns)
-    together = -(-tq // parts)
-    ids = jnp.moveaxis(ids.reshape(batch, together, parts, lists, k), 3, 1).reshape(batch, lists, together, parts * k)
-    part = np.repeat(np.arange(parts, dtype=np.int32), k).reshape(1, 1, 1, parts * k)
+    num_groups, repeats = max(1, bq // granularity), max(1, granularity // bq)
+    ids = jnp.pad(ids, [(0, 0), (0, -tq % num_groups), (0, 0), (0, 0)], constant_values=columns)
+    num_blocks = -(-tq // num_groups)
+    ids = jnp.moveaxis(ids.reshape(batch, num_blocks, num_groups, lists, k), 3, 1).reshape(
+        batch, lists, num_blocks, num_groups * k
+    )
+    group = np.repeat(np.arange(num_groups, dtype=np.int32), k).reshape(1, 1, 1, num_groups * k)
     column: Any = ids
-    live: Any
-    if parts == 1 and not ordered and k <= MAX_COMPARED:
-        live = ~_seen_before(column)
+    is_live: Any
+    if num_groups == 1 and not ordered and k <= MAX_COMPARED:
+        is_live = ~_seen_before(column)
     else:
-        codes = jnp.sort(ids * parts + part, axis=-1)
-        column, part = jnp.divmod(codes, parts)
-        live = differs(codes)
-    live = live & (column < columns)
+        codes = jnp.sort(ids * num_groups + group, axis=-1)
+        column, group = jnp.divmod(codes, num_groups)
+        is_live = differs(codes)
+    is_live = is_live & (column < columns)
     active_rows_mask: Any = None
-    everyone: Any = True
-    if parts > 1:
-        active_rows_mask = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
-        live = live & differs(column)
+    all_select: Any = True
+    if num_groups > 1:
+        active_rows_mask = _sum_of_equals(column, jnp.where(is_live, 1 << group, 0))
+        is_live = is_live & differs(column)
         # Only the last block may have fewer parts than others, those that come first.
-        some = np.minimum(parts, tq - np.arange(together) * parts)
-        all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
-        everyone = active_rows_mask == all_of_them.reshape(1, 1, together, 1)
-    if finer > 1:  # there are no parts then
-        live, column = (jnp.repeat(x, finer, axis=2)[:, :, :rows] for x in (live, column))
+        groups_of_block = np.minimum(num_groups, tq - np.arange(num_blocks) * num_groups)
+        full_word = np.array([(1 << int(n)) - 1 for n in groups_of_block], np.uint32).view(np.int32)
+        all_select = active_rows_mask == full_word.reshape(1, 1, num_blocks, 1)
+    if repeats > 1:  # there are no parts then
+        is_live, column = (jnp.repeat(x, repeats, axis=2)[:, :, :rows] for x in (is_live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
     column = jnp.minimum(column, columns - 1)
-    states = table.at(np.arange(lists)[:, None, None] % classes, row + start, column)
-    kind = jnp.where((states == _EVERYTHING) & everyone, FULL, PARTIAL)
-    kind = jnp.where(live & (states != _NOTHING), kind, EMPTY)
-    found = BlockPairs(
-        row, column, kind, jnp.maximum(states, -1), active_rows_mask, table.blocks, heads // lists, parts * k
+    states = table.lookup(np.arange(lists)[:, None, None] % classes, row + start, column)
+    kind = jnp.where((states == _IS_FULL) & all_select, FULL, PARTIAL)
+    kind = jnp.where(is_live & (states != _IS_EMPTY), kind, EMPTY)
+    pairs = BlockPairs(
+        row, column, kind, jnp.maximum(states, -1), active_rows_mask, table.blocks, heads // lists, num_groups * k
     )
-    names = ("row", "column", "kind", "tile") + (("active_rows_mask",) if parts > 1 else ())
+    names = ("row", "column", "kind", "tile") + (("active_rows_mask",) if num_groups > 1 else ())
     n = column.shape[2] * column.shape[3]
-    flat = {name: getattr(found, name).reshape(batch, lists, n) for name in names}
-    return dataclasses.replace(found, **flat)
+    flat = {name: getattr(pairs, name).reshape(batch, lists, n) for name in names}
+    return dataclasses.replace(pairs, **flat)
 
 
 def differs(x: jax.Array) -> jax.Array:
-    """Whether each entry of the last axis differs from the one before."""
+    """Returns True for each entry of the last axis that differs from the one before."""
     return jnp.concatenate([jnp.ones_like(x[..., :1], bool), x[..., 1:] != x[..., :-1]], axis=-1)
 
 
 def _seen_before(x: jax.Array) -> jax.Array:
-    """Whether each entry of the last axis equals one before it; for short rows in less time than a sort takes."""
-    found = jnp.zeros(x.shape, bool)
+    """Returns True for each entry of the last axis that equals an earlier one; faster than a sort for short rows."""
+    is_repeated = jnp.zeros(x.shape, bool)
     for i in range(1, x.shape[-1]):
-        found = found | jnp.pad(x[..., i:] == x[..., :-i], [(0, 0)] * (x.ndim - 1) + [(i, 0)])
-    return found
+        is_repeated = is_repeated | jnp.pad(x[..., i:] == x[..., :-i], [(0, 0)] * (x.ndim - 1) + [(i, 0)])
+    return is_repeated
 
 
 def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
-    """At the first of equal neighbours of x along the last axis the sum of their summands, modulo 2**32."""
+    """Returns the sum of the summands of equal neighbours along the last axis, at the first of them, modulo 2**32."""
     n = x.shape[-1]
     rest = jnp.cumsum(summands[..., ::-1], axis=-1, dtype=jnp.int32)[..., ::-1]
     rest = jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
@@ -424,42 +434,46 @@ def _sum_of_equals(x: jax.Array, summands: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateTable:
-    """What masks say of every block.
+    """The states of all blocks of masks, looked up for the blocks that a selection names.
 
     Attributes:
-      states: int32 [C, R, columns]: a mask tile, or one of the negative numbers above.
+      states: int32 [C, R, columns], the mask tile of a PARTIAL block, or `_IS_EMPTY` or `_IS_FULL`.
       blocks: number of query blocks and of key blocks.
-      finer: query blocks in a row of ``states``; their mask tiles are parts of its tile, in order.
+      blocks_per_row: query blocks in a row of ``states``; their mask tiles are consecutive cuts of its tile.
     """
 
     states: Any
     blocks: tuple[int, int]
-    finer: int
+    blocks_per_row: int
 
-    def at(self, head: Any, row: Any, column: Any) -> jax.Array:
-        """The entries of blocks."""
-        found = jnp.asarray(self.states)[head, row // self.finer, column]
-        return found if self.finer == 1 else jnp.where(found < 0, found, found * self.finer + row % self.finer)
+    def lookup(self, head: Any, row: Any, column: Any) -> jax.Array:
+        """Returns the entries of blocks: a mask tile, `_IS_EMPTY` or `_IS_FULL`."""
+        n = self.blocks_per_row
+        entries = jnp.asarray(self.states)[head, row // n, column]
+        return entries if n == 1 else jnp.where(entries < 0, entries, entries * n + row % n)
 
 
 def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool) -> tuple[StateTable, Any]:
-    """The table of masks known beforehand, in natural order, and their tiles as `planned_block_pairs` has them."""
-    blocks, finer = grid_shape(masks[0], shape), 1
-    while blocks[0] * blocks[1] * len(masks) > _TABLE_CELLS * finer and finer * shape[0] < masks[0].q_order.rows:
-        finer *= 2
-    found, tiles = planned_block_pairs(masks, (shape[0] * finer, shape[1]), with_tiles)
-    states = np.full((len(masks), -(-blocks[0] // finer), blocks[1]), _NOTHING, np.int32)
-    for head, own in enumerate(states):
-        live = found.kind[0, head] != EMPTY
-        entries = np.where(found.kind[0, head] == FULL, _EVERYTHING, found.tile[0, head])
-        own[found.row[0, head][live], found.column[0, head][live]] = entries[live]
+    """Returns the table of planned masks in natural order, and their tiles as `planned_block_pairs` has them."""
+    blocks, blocks_per_row = grid_shape(masks[0], shape), 1
+    while (
+        blocks[0] * blocks[1] * len(masks) > _TABLE_CELLS * blocks_per_row
+        and blocks_per_row * shape[0] < masks[0].q_order.rows
+    ):
+        blocks_per_row *= 2
+    pairs, tiles = planned_block_pairs(masks, (shape[0] * blocks_per_row, shape[1]), with_tiles)
+    states = np.full((len(masks), -(-blocks[0] // blocks_per_row), blocks[1]), _IS_EMPTY, np.int32)
+    for head, cells in enumerate(states):
+        live = pairs.kind[0, head] != EMPTY
+        entries = np.where(pairs.kind[0, head] == FULL, _IS_FULL, pairs.tile[0, head])
+        cells[pairs.row[0, head][live], pairs.column[0, head][live]] = entries[live]
     if tiles is not None:
         tiles = tiles.reshape(-1, shape[0], tiles.shape[-1])
-    return StateTable(states, blocks, finer), tiles
+    return StateTable(states, blocks, blocks_per_row), tiles
 
 
 def run_time_state_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
-    """The table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
-    found, tiles = run_time_block_pairs(mask, shape)
-    entries = jnp.where(found.kind == FULL, _EVERYTHING, jnp.where(found.kind == EMPTY, _NOTHING, found.tile))
-    return StateTable(entries.reshape(len(mask), *found.blocks), found.blocks, 1), tiles
+    """Returns the table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
+    pairs, tiles = run_time_block_pairs(mask, shape)
+    entries = jnp.where(pairs.kind == FULL, _IS_FULL, jnp.where(pairs.kind == EMPTY, _IS_EMPTY, pairs.tile))
+    return StateTable(entries.reshape(len(mask), *pairs.blocks), pairs.blocks, 1), tiles

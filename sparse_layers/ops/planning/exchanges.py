@@ -285,7 +285,7 @@ class AllToAll(Exchange):
         return Received(*[self.local_len - self.local_len // self.devices] * 4)
 
     def row_orders(self, rank: int) -> RowOrderPair:
-        order = RowOrder.gathered(
+        order = RowOrder.periodic(
             self.length, self.stride, rank * self.local_residues, (rank + 1) * self.local_residues
         )
         return order, order

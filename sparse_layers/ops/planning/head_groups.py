@@ -1,4 +1,4 @@
-"""Head groups: which query heads a backend computes together, and the passes that they take."""
+"""Head groups: the query heads that a backend computes together, and the passes that they take."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,6 +49,8 @@ def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tupl
     layouts = {tuple(one and (one.q_order, one.kv_order, one.fwd_shape, one.bwd_shape) for one in x) for x in chains}
     members = [chains] if merge and len(layouts) == 1 else [(chain,) for chain in chains]
     return tuple(
-        HeadGroup(first, len(members), tuple(tuple(filter(None, turns)) for turns in zip(*own, strict=True)))
-        for first, own in enumerate(members)
+        HeadGroup(
+            first, len(members), tuple(tuple(filter(None, turns)) for turns in zip(*members_of_group, strict=True))
+        )
+        for first, members_of_group in enumerate(members)
     )

@@ -1,8 +1,14 @@
-"""`MaskInfo`: block lists with the meaning that JAX's splash attention gives them; kernels here read `BlockLists`.
+"""`MaskInfo`: block lists in the format of JAX's splash attention, for kernels written for it.
 
-`process_mask` and `process_mask_dkv` compile a static mask to numpy arrays; `process_dynamic_mask` and
-`process_dynamic_mask_dkv` do it inside a traced function. Masks of this package are compiled from closed-form block
-lists, so the cost follows the pattern; anything else with ``.shape`` and slicing is read one row of blocks at a time.
+The kernels of this package read `BlockLists`. `process_mask` and `process_mask_dkv` compile a static mask to numpy
+arrays, `process_dynamic_mask` and `process_dynamic_mask_dkv` a traced one. Masks of this package are compiled from
+closed-form block states, so the cost follows the pattern; other masks are read by slices, a row of blocks at a time::
+
+    mask      blocks      block_mask    data_next     forward grid, shrunk: rows packed to the left
+    ■ · · ·   P E         [1 0]         [0 0]
+    ■ ■ · ·
+    ■ ■ ■ ·   F P         [2 1]         [0 1]
+    ■ ■ ■ ■
 """
 
 import functools
@@ -30,8 +36,8 @@ class MaskInfo(NamedTuple):
     """Block lists of a mask [H, Q, K] cut into nq x nk blocks of bq x bkv; R is H, or the head shards if heads agree.
 
     A kernel's forward grid is (H, nq, data_next.shape[2]), its dkv grid (nk, H, data_next.shape[1]). A step runs iff
-    ``block_mask > 0``; where it is 2, no element is masked. Dead steps repeat the index of the next live one, so that
-    a pipeline prefetches nothing in vain.
+    ``block_mask > 0``; where it is 2, no element is masked. Empty steps repeat the index of the next active one, so
+    that a pipeline prefetches no unused block.
 
     Attributes:
       data_next: integer [R, nq, nk], or narrower if the grid is shrunk: the key block to read (dkv: the query block,
@@ -77,10 +83,10 @@ def process_mask(
       downcast_smem_data: store each index array in the smallest of int8, int16 and int32 that fits; else int32.
       head_shards: number of equal parts of the heads that devices hold.
       q_seq_shards: number of equal parts of the queries that devices hold; dkv indices count within a part.
-      shrink_grid: leave out dead steps if one mask serves all heads.
+      shrink_grid: leave out empty steps if all heads have one mask.
 
     Returns:
-      The `MaskInfo` of read-only numpy arrays, and, if one computable mask serves all heads, the function
+      The `MaskInfo` of read-only numpy arrays, and, if all heads have one computable mask, the function
       ``f(q_ids, kv_ids)`` that computes it inside a kernel (then there are no tiles); else None. Cached by content for
       `HeadMasks` and ``MultiHeadMask``.
 
@@ -107,7 +113,6 @@ def process_mask(
     return compile_mask(mask, tuple(block_shape), is_dkv, downcast_smem_data, head_shards, q_seq_shards, shrink_grid)
 
 
-# The same for the gradient of keys and values.
 def process_mask_dkv(
     mask: Any,
     block_shape: tuple[int, int],
@@ -165,7 +170,7 @@ def process_dynamic_mask(
       downcast_smem_data: store each index array in the smallest integer type that fits any mask of this shape.
       head_shards: number of equal parts of the heads that devices hold; tile indices count within a part.
       q_seq_shards: number of equal parts of the queries that devices hold; tile indices count within a part.
-      shrink_grid: has no effect, for the number of live blocks is not known; kept so that calls look alike.
+      shrink_grid: has no effect, because the number of active blocks is not known; kept for equal signatures.
 
     Returns:
       The `MaskInfo` of JAX arrays, its ``partial_mask_blocks`` holding every block, and None.
@@ -203,7 +208,6 @@ def process_dynamic_mask(
     ), None
 
 
-# The same for the gradient of keys and values.
 def process_dynamic_mask_dkv(
     mask: jax.Array,
     block_shape: tuple[int, int],
@@ -274,8 +278,8 @@ def _check_division(shape: Sequence[int], block_shape: Sequence[int], head_shard
         raise ValueError(f"{head_shards=} should divide {head_count=}.")
 
 
-def _divides(part: int, whole: int) -> bool:
-    return part > 0 and whole % part == 0
+def _divides(divisor: int, size: int) -> bool:
+    return divisor > 0 and size % divisor == 0
 
 
 def _index_dtype(maximum: int, downcast: bool) -> type[np.signedinteger]:
@@ -288,7 +292,7 @@ def _index_dtype(maximum: int, downcast: bool) -> type[np.signedinteger]:
 
 
 class _SlicedHead:
-    """One head of an object of which only ``.shape`` and slicing are known; equal contents are equal heads."""
+    """One head of a mask that has only ``.shape`` and slicing; heads of equal contents are equal."""
 
     def __init__(self, mask: Any, head: int):
         self.mask, self.head = mask, head
@@ -318,28 +322,28 @@ def _compile(
     q_seq_shards: int,
     shrink: bool,
 ) -> tuple[MaskInfo, Callable[[Any, Any], Any] | None]:
-    """`process_mask` after its checks."""
+    """Returns what `process_mask` returns, of checked arguments."""
     heads, q_len, kv_len = mask.shape
     head_masks = getattr(mask, "masks", None) or [_SlicedHead(mask, head) for head in range(heads)]
     head_masks = [head_masks[head % len(head_masks)] for head in range(heads)]
     unique = {m: i for i, m in enumerate(dict.fromkeys(head_masks))}
     ids = [unique[m] for m in head_masks]
-    shards = [tuple(part) for part in np.reshape(ids, (head_shards, -1)).tolist()]
+    shards = [tuple(shard_ids) for shard_ids in np.reshape(ids, (head_shards, -1)).tolist()]
     one_mask_a_shard = all(len(set(shard)) == 1 for shard in shards)
     if one_mask_a_shard:
         shards = [shard[:1] for shard in shards]
 
     grids = [_grid(m, q_len // block_shape[0], kv_len // block_shape[1], block_shape) for m in unique]
-    function, q_sequence = _computed(next(iter(unique)), q_len) if len(unique) == 1 else (None, None)
+    function, q_sequence = _rule(next(iter(unique)), q_len) if len(unique) == 1 else (None, None)
     tiles, tile_ids = None, [np.zeros(len(grid.rows), np.int32) for grid in grids]
     if function is None:
         tiles = _distinct_tiles(unique, grids, tile_ids, block_shape)
 
     if shrink and one_mask_a_shard and len(unique) == 1:
-        slices = [_packed(grids[0], tile_ids[0], q_seq_shards, is_dkv)] * head_shards
+        slices = [_pack_lines(grids[0], tile_ids[0], q_seq_shards, is_dkv)] * head_shards
     else:
         by_shard = {
-            shard: _placed([grids[i] for i in shard], [tile_ids[i] for i in shard], q_seq_shards, is_dkv)
+            shard: _fill_grid([grids[i] for i in shard], [tile_ids[i] for i in shard], q_seq_shards, is_dkv)
             for shard in set(shards)
         }
         slices = [by_shard[shard] for shard in shards]
@@ -355,8 +359,8 @@ def _compile(
     return info, function
 
 
-def _computed(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, np.ndarray | None]:
-    """The function that computes a mask inside a kernel, and each query's position; None, None if there is none."""
+def _rule(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, np.ndarray | None]:
+    """Returns the function that computes a mask inside a kernel, and each query's position; else None, None."""
     if isinstance(mask, Mask):
         return (mask, _positions(q_len)) if mask.computable else (None, None)
     if hasattr(mask, "q_sequence") and hasattr(mask, "mask_function"):
@@ -366,14 +370,14 @@ def _computed(mask: Any, q_len: int) -> tuple[Callable[[Any, Any], Any] | None, 
 
 @bounded_cache()
 def _positions(q_len: int) -> np.ndarray:
-    """0 .. q_len - 1, one array for all infos of a length: at a million tokens it outweighs the block lists."""
+    """Returns 0 .. q_len - 1, one array for all infos of a length: at a million tokens it outweighs the lists."""
     positions = np.arange(q_len, dtype=np.int32)
     positions.flags.writeable = False
     return positions
 
 
 def _grid(mask: Any, num_q: int, num_kv: int, block_shape: tuple[int, int]) -> BlockGrid:
-    """The live blocks of one head."""
+    """Returns the active blocks of one head."""
     if isinstance(mask, Mask):
         return active_blocks(mask, num_q, num_kv, *block_shape)
     states = np.zeros((num_q, num_kv), np.int8)
@@ -385,14 +389,14 @@ def _grid(mask: Any, num_q: int, num_kv: int, block_shape: tuple[int, int]) -> B
 
 
 def _row_of_tiles(mask: Any, row: int, num_kv: int, block_shape: tuple[int, int]) -> np.ndarray:
-    """All tiles of one row of blocks of a sliceable head, bool [num_kv, bq, bkv]."""
+    """Returns all tiles of one row of blocks of a sliceable head, bool [num_kv, bq, bkv]."""
     block_q, block_kv = block_shape
     stripe = np.asarray(mask[row * block_q : (row + 1) * block_q, 0 : num_kv * block_kv], bool)
     return stripe.reshape(block_q, num_kv, block_kv).swapaxes(0, 1)
 
 
 def _partial_tiles(mask: Any, grid: BlockGrid, block_shape: tuple[int, int]) -> Iterator[np.ndarray]:
-    """The tiles of the PARTIAL blocks in their order, in chunks of bool [n, bq, bkv]."""
+    """Yields the tiles of the PARTIAL blocks in their order, in chunks of bool [n, bq, bkv]."""
     partial = grid.states == PARTIAL
     rows, columns = grid.rows[partial], grid.columns[partial]
     if isinstance(mask, Mask):
@@ -405,43 +409,48 @@ def _partial_tiles(mask: Any, grid: BlockGrid, block_shape: tuple[int, int]) -> 
 def _distinct_tiles(
     masks: Iterable[Any], grids: list[BlockGrid], tile_ids: list[np.ndarray], block_shape: tuple[int, int]
 ) -> np.ndarray | None:
-    """The distinct tiles, bool [P, bq, bkv], in order of first sight; writes each PARTIAL block's index to tile_ids."""
+    """Returns the distinct tiles, bool [P, bq, bkv]; writes each PARTIAL block's index of its tile to tile_ids."""
     seen: dict[bytes, int] = {}
     for mask, grid, ids in zip(masks, grids, tile_ids, strict=True):
-        found = [
+        ids_of_tiles = [
             seen.setdefault(bits.tobytes(), len(seen))
             for tiles in _partial_tiles(mask, grid, block_shape)
             for bits in np.packbits(tiles.reshape(len(tiles), -1), axis=1)
         ]
-        ids[grid.states == PARTIAL] = found
+        ids[grid.states == PARTIAL] = ids_of_tiles
     if not seen:
         return None
     bits = np.frombuffer(b"".join(seen), np.uint8).reshape(len(seen), -1)
     return np.unpackbits(bits, axis=1, count=math.prod(block_shape)).astype(bool).reshape(len(seen), *block_shape)
 
 
-def _look_ahead(live: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """At each of `size` steps the value of the nearest live step at or after it, wrapping round; 0 if none is live."""
+def _look_ahead(active: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Returns for each of `size` steps the value of the next active step, wrapping round; 0 if none is active."""
     result = np.zeros(size, np.int32)
-    if len(live):
-        ahead = np.repeat(values, np.diff(live, prepend=-1))
+    if len(active):
+        ahead = np.repeat(values, np.diff(active, prepend=-1))
         result[: len(ahead)], result[len(ahead) :] = ahead, values[0]
     return result
 
 
-def _packed(grid: BlockGrid, tile_ids: np.ndarray, q_seq_shards: int, is_dkv: bool) -> np.ndarray:
-    """block_mask, data_next and mask_next of the shrunk grid, int32 [3, 1, nq, w] (dkv: [3, 1, shards * w, nk]).
+def _pack_lines(grid: BlockGrid, tile_ids: np.ndarray, q_seq_shards: int, is_dkv: bool) -> np.ndarray:
+    """Returns block_mask, data_next, mask_next of the shrunk grid, int32 [3, 1, nq, w] (dkv: [3, 1, shards * w, nk]).
 
-    A line is what a kernel keeps in its accumulator: a row of blocks, or for dkv a column. Each line's live blocks lie
-    side by side, at its start or for dkv at its end. Built from the lists, without any [nq, nk] array.
+    A line is a row of blocks, or for dkv a column. Its active blocks lie side by side, at its start or for dkv at its
+    end. No array [nq, nk] is made.
     """
     shard_rows = grid.num_rows // q_seq_shards
     num_lines = grid.num_columns if is_dkv else shard_rows
     shards = []
     for shard in range(q_seq_shards):
         first = shard * shard_rows
-        here = slice(*np.searchsorted(grid.rows, (first, first + shard_rows)))
-        row, column, state, tile = grid.rows[here] - first, grid.columns[here], grid.states[here], tile_ids[here]
+        entries = slice(*np.searchsorted(grid.rows, (first, first + shard_rows)))
+        row, column, state, tile = (
+            grid.rows[entries] - first,
+            grid.columns[entries],
+            grid.states[entries],
+            tile_ids[entries],
+        )
         if is_dkv:
             order = np.argsort(column, kind="stable")
             row, column, state, tile = row[order], column[order], state[order], tile[order]
@@ -454,7 +463,7 @@ def _packed(grid: BlockGrid, tile_ids: np.ndarray, q_seq_shards: int, is_dkv: bo
         slot = np.arange(len(line)) - np.repeat(before - (width - count) if is_dkv else before, count)
         shards.append((width, line, slot, (state, data, mask_next)))
 
-    # An empty mask keeps one dead step a line: without any, a kernel would leave its output unwritten.
+    # An empty mask keeps one empty step a line: without any, a kernel would leave its output unwritten.
     widest = max(1, *(width for width, *_ in shards))
     arrays = np.zeros((3, len(shards), num_lines, widest), np.int32)
     for j, (width, line, slot, values) in enumerate(shards):
@@ -466,8 +475,8 @@ def _packed(grid: BlockGrid, tile_ids: np.ndarray, q_seq_shards: int, is_dkv: bo
     return arrays.reshape(3, 1, -1, arrays.shape[-1])
 
 
-def _placed(grids: list[BlockGrid], tile_ids: list[np.ndarray], q_seq_shards: int, is_dkv: bool) -> np.ndarray:
-    """block_mask, data_next and mask_next of one head shard on the whole grid, int32 [3, heads, nq, nk]."""
+def _fill_grid(grids: list[BlockGrid], tile_ids: list[np.ndarray], q_seq_shards: int, is_dkv: bool) -> np.ndarray:
+    """Returns block_mask, data_next and mask_next of one head shard on the full grid, int32 [3, heads, nq, nk]."""
     heads, num_q, num_kv = len(grids), grids[0].num_rows, grids[0].num_columns
     block_mask, tile = np.zeros((2, heads, num_q, num_kv), np.int32)
     for head, (grid, ids) in enumerate(zip(grids, tile_ids, strict=True)):
@@ -478,8 +487,8 @@ def _placed(grids: list[BlockGrid], tile_ids: list[np.ndarray], q_seq_shards: in
     for states, ids in zip(np.split(block_mask, q_seq_shards, 1), np.split(tile, q_seq_shards, 1), strict=True):
         if is_dkv:  # the kernel visits kv, head, q
             states, ids = states.transpose(2, 0, 1), ids.transpose(2, 0, 1)
-        live, partial = np.flatnonzero(states), np.flatnonzero(states == PARTIAL)
-        data_next = _look_ahead(live, live % states.shape[2], states.size)
+        active, partial = np.flatnonzero(states), np.flatnonzero(states == PARTIAL)
+        data_next = _look_ahead(active, active % states.shape[2], states.size)
         mask_next = _look_ahead(partial, ids.ravel()[partial], states.size)
         arrays = np.stack([states, data_next.reshape(states.shape), mask_next.reshape(states.shape)])
         shards.append(arrays.transpose(0, 2, 3, 1) if is_dkv else arrays)

@@ -57,20 +57,20 @@ class KernelParams:
 
     @property
     def has_kernel_settings(self) -> bool:
-        """Whether a field is given that says how kernels compute: any but the blocks of the plan."""
+        """True if a field other than the block sizes of the plan is set."""
         return any(getattr(self, name) is not None for name in _RANGES if name not in ("q_blocksize", "kv_blocksize"))
 
     def __repr__(self):
         values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        given = ", ".join(f"{field.name}={value}" for field, value in values if value != field.default)
-        return f"{type(self).__name__}({given})"
+        changed = ", ".join(f"{field.name}={value}" for field, value in values if value != field.default)
+        return f"{type(self).__name__}({changed})"
 
     def content_hash(self) -> str:
         """A hash of class, field names and values (64 hex digits): the same in every process and Python version."""
-        # Later fields count if they are given: tuned tables are stored under these hashes.
+        # Later fields count if they are set: tuned tables are stored under these hashes.
         values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        items = [f"{f.name}={value!r}" for f, value in values if f.name in _RANGES or value != f.default]
-        return hashlib.sha256(f"{type(self).__name__}({', '.join(items)})".encode()).hexdigest()
+        fields = [f"{f.name}={value!r}" for f, value in values if f.name in _RANGES or value != f.default]
+        return hashlib.sha256(f"{type(self).__name__}({', '.join(fields)})".encode()).hexdigest()
 
 
 _FITS = {

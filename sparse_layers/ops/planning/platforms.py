@@ -1,4 +1,4 @@
-"""The one place for what differs by platform: which implementations are tried, and what their block sizes cost."""
+"""Platforms: the order in which implementations are tried on each, and the costs of their block shapes."""
 
 import contextlib
 import contextvars
@@ -103,7 +103,7 @@ TUNING = {
 
 
 def check_implementation(name: Any) -> None:
-    """Refuses what is neither None nor the name of an implementation.
+    """Raises an error if a name is neither None nor that of an implementation.
 
     Raises:
       ValueError: says which there are, and which of them is meant.
@@ -134,7 +134,7 @@ def assumed() -> Any:
 
 
 def platform() -> str:
-    """The platform that JAX computes on: "cpu", "gpu" or "tpu".
+    """Returns the platform that JAX computes on: "cpu", "gpu" or "tpu".
 
     "gpu" under `assuming`. Else that of the devices of the mesh in force; else that of `jax.default_device`, if it is
     set; else JAX's default.
@@ -150,18 +150,18 @@ def platform() -> str:
 
 
 def platform_family(platform: str) -> str:
-    """A platform's name here: "gpu" for those of any maker."""
+    """Returns "gpu" for the platforms of any maker of GPUs, else the platform's name."""
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def has_local_arrays() -> bool:
-    """Whether arrays are a device's own, as kernels need them that nobody splits: inside `jax.shard_map` they are."""
+    """True if arrays lie on one device, as kernels need them: on a single device, or inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 if mesh.empty else mesh.size == 1 or {*mesh.axis_types} == {AxisType.Manual}
 
 
 def implementation_order(platform: str) -> tuple[str, ...]:
-    """What `implementation=None` tries on a platform, in this order."""
+    """Returns the implementations that `implementation=None` tries on a platform, in this order."""
     return *PREFERRED.get(platform, ()), *FALLBACK
 
 
@@ -176,10 +176,10 @@ def gpu() -> Any:
 
 
 def default_implementation(dtype: Any = None, head_size: int | None = None) -> str:
-    """The first implementation that is tried on this device, of those that take a dtype and a head size, if given."""
-    here, itemsize = platform(), dtype and np.dtype(dtype).itemsize
-    capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
-    for name in implementation_order(here):
+    """Returns the first implementation of this device's order that takes a dtype and a head size."""
+    current, itemsize = platform(), dtype and np.dtype(dtype).itemsize
+    capability = getattr(gpu(), "compute_capability", None) if current == "gpu" else None
+    for name in implementation_order(current):
         tuning = TUNING[name]
         fits = tuning.capability in (None, capability) and (assumed() or tuning.min_jax <= jax.__version_info__)
         fits = fits and (not itemsize or tuning.itemsize in (None, itemsize))

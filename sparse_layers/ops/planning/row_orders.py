@@ -1,10 +1,14 @@
-"""Row orders: the order in which a pass walks over tokens, as arithmetic that kernels can do in their own loads.
+"""Row orders: the order in which a pass reads tokens, as arithmetic that kernels can do in their own loads.
 
-A pass of a plan works in *row space*: row r of its queries is token ``q_order.token(r)``, row c of its keys is token
-``kv_order.token(c)``. A stride becomes block-diagonal in residue-major order, summary columns become contiguous when
-they are gathered, neighbours on a grid become neighbours in tile-major order; nothing else of a pattern has to be known
-to skip blocks. `Reordered` is the pattern seen in row space, again a mask, so block lists, drawing and kernels need no
-second notion.
+A pass works in *row space*: row r of its queries is token ``q_order.token(r)``, row c of its keys is token
+``kv_order.token(c)``::
+
+    natural order                     0 1 2 3 4 5 6 7 8 9 10 11
+    residue-major order, stride 4     0 4 8 | 1 5 9 | 2 6 10 | 3 7 11          a stride becomes block-diagonal
+    tokens 3 of every 4               3 7 11                                   summary columns become contiguous
+    tiles of 2 x 2 on a 3 x 4 grid    0 1 4 5 | 2 3 6 7 | 8 9 - - | 10 11 - -  neighbours on a grid stay neighbours
+
+`Reordered` is a mask in row space. It is again a mask, so block lists, pictures and kernels need no second notion.
 """
 
 import dataclasses
@@ -35,16 +39,16 @@ from ...masks.states import (
 
 
 class Axis(NamedTuple):
-    """What one axis adds to the token of a row: its coordinate there, times ``stride``.
+    """One axis of a row order. It adds to the token of a row its coordinate on the axis, times ``stride``.
 
     Attributes:
       stride: tokens between neighbouring coordinates.
-      length: coordinates of the axis; 0 for the first, which nothing follows.
-      kept: coordinates that have rows.
-      phase: places of the first tile that come before coordinate 0, and have no token.
-      checked: whether the last tiles have places after ``kept`` coordinates, and no token there.
-      digits: the place, which is coordinate + phase, is the sum of ``row // rows % size * step`` over digits (rows,
-        size, step), without the remainder where size is 0.
+      length: number of coordinates; 0 for the first axis, whose coordinate needs no remainder.
+      kept: number of coordinates that have rows.
+      phase: positions of the first tile that come before coordinate 0, and have no token.
+      checked: True if the last tiles have positions after ``kept`` coordinates, and no token there.
+      digits: the position, coordinate + phase, is the sum of ``row // rows % size * step`` over digits (rows, size,
+        step), without the remainder where size is 0.
     """
 
     stride: int
@@ -56,46 +60,46 @@ class Axis(NamedTuple):
 
 
 class Box(NamedTuple):
-    """The tokens of rows first .. last, as a box of coordinates that holds them.
+    """A box of coordinates that holds the tokens of rows first .. last of a row order.
 
     Attributes:
       low, high: first and last coordinate on each axis, of those that have rows.
       first, last: first and last token of the box, of those that exist.
-      whole: for each axis, whether every coordinate from low to high is that of some row.
-      exact: whether every token of the box is one of the rows'.
-      exists: EMPTY, PARTIAL or FULL: which of the rows have a token.
+      covered: for each axis, True if every coordinate from low to high is that of some row.
+      exact: True if every token of the box is that of some row.
+      exists: FULL if all rows have a token, PARTIAL if some have, EMPTY if none has.
     """
 
     low: list[np.ndarray]
     high: list[np.ndarray]
     first: np.ndarray
     last: np.ndarray
-    whole: list[np.ndarray]
+    covered: list[np.ndarray]
     exact: np.ndarray
     exists: np.ndarray
 
     @property
     def contiguous(self) -> np.ndarray:
-        """Whether the rows' tokens are ``first`` to ``last`` without a hole."""
+        """True if the rows' tokens are ``first`` to ``last`` without a hole."""
         sizes = [high - low + 1 for low, high in zip(self.low, self.high, strict=True)]
         return self.exact & (self.last - self.first < math.prod(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """A view of the token axis: reshaped to ``shape``, cut to what is kept, and walked tile by tile.
+    """A view of the token axis: reshaped to ``shape``, cut to the kept coordinates, and read tile by tile.
 
     Token ``offset + p`` has the row-major coordinates of p in ``shape``. The coordinates below ``kept`` are cut into
     tiles; tiles follow each other in row-major order, and so do the tokens of a tile. Where ``tile`` does not divide
-    ``kept``, rows of the last tiles have no token. All is one axis and one tile in natural order, ``RowOrder(length)``.
+    ``kept``, rows of the last tiles have no token. Natural order, ``RowOrder(length)``, is one axis and one tile.
 
     Attributes:
       length: number of tokens of the sequence.
       shape: lengths of the axes, the slowest first.
       tile: coordinates of a tile on each axis.
-      kept: how many coordinates of each axis have rows.
+      kept: number of coordinates of each axis that have rows.
       offset: the first token that has a row.
-      phase: by how many coordinates the first tile begins before the axis does.
+      phase: number of coordinates by which the first tile begins before the axis.
     """
 
     length: int
@@ -114,21 +118,21 @@ class RowOrder:
 
     @classmethod
     def residue_major(cls, length: int, stride: int) -> "RowOrder":
-        """Tokens sorted by ``token % stride``, then by position: a tile is a column of [length / stride, stride]."""
+        """Returns tokens sorted by ``token % stride``, then by position: tiles are columns of a grid."""
         classes = -(-length // stride)
         return cls(length, (classes, stride), (classes, 1))
 
     @classmethod
-    def gathered(cls, length: int, period: int, start: int, stop: int) -> "RowOrder":
-        """Only the tokens with ``start <= token % period < stop``, contiguous."""
-        # The last period is taken only as far as some of its tokens exist.
+    def periodic(cls, length: int, period: int, start: int, stop: int) -> "RowOrder":
+        """Returns the tokens with ``start <= token % period < stop`` alone, gathered."""
+        # The last period is cut where the tokens end.
         periods = -(-max(length - start, 0) // period)
         return cls(length, (periods, period), (1, stop - start), (periods, stop - start), start)
 
     @classmethod
     def tiled(cls, length: int, grid: OnGrid, tile: tuple[int, ...], phase: tuple[int, ...]) -> "RowOrder":
-        """The tokens of a grid, tile by tile."""
-        # The first axis is taken only as far as some of its tokens exist: a sequence may end within the grid.
+        """Returns the tokens of a grid, tile by tile."""
+        # The first axis is cut where the tokens end: a sequence may end within the grid.
         existing = -(-(length - grid.start) // math.prod(grid.shape[1:]))
         first = max(1, min(grid.shape[0], existing))
         tile = (min(tile[0], first + sum(phase[:1])), *tile[1:])
@@ -141,17 +145,17 @@ class RowOrder:
 
     @property
     def natural(self) -> bool:
-        """Whether every row is the token of the same index."""
+        """True if every row is the token of the same index."""
         return self.shape == self.tile == self.kept == (self.length,) and self.offset == self.phase[0] == 0
 
     @property
     def complete(self) -> bool:
-        """Whether every token has a row."""
+        """True if every token has a row."""
         return self.offset == 0 and self.kept == self.shape and math.prod(self.shape) >= self.length
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """How tokens follow from rows: ``token = offset + sum(coordinate * stride)``; () in natural order."""
+        """The axes by which ``token = offset + sum(coordinate * stride)`` follows from a row; () in natural order."""
         if self.natural:
             return ()
         outer = [tiles for tiles, _ in self._tiles]
@@ -162,17 +166,17 @@ class RowOrder:
             if size > 1 or i == slowest:
                 rows = math.prod(max(1, n) for n in sizes[i + 1 :])
                 digits[i % len(outer)].append((rows, 0 if i == slowest else size, step))
-        found = []
+        axes = []
         for i, kept in enumerate(self.kept):
             stride = math.prod(self.shape[i + 1 :])
             # Beyond the first axis there are no tokens, if the sequence does not go on there.
             inside = i > 0 or kept < self.shape[0] or self.offset + kept * stride < self.length
             checked = outer[i] * self.tile[i] > kept + self.phase[i] and inside
-            found.append(Axis(stride, self.shape[i] if i else 0, kept, self.phase[i], checked, tuple(digits[i])))
-        return tuple(found)
+            axes.append(Axis(stride, self.shape[i] if i else 0, kept, self.phase[i], checked, tuple(digits[i])))
+        return tuple(axes)
 
     def shift(self, stride: int) -> int | None:
-        """``token - row`` modulo a stride, if that is the same for all rows; None if not.
+        """Returns ``token - row`` modulo a stride if it is the same for all rows, else None.
 
         Example:
           >>> RowOrder(12, (2, 8), (1, 4), (2, 4)).shift(4), RowOrder.residue_major(12, 4).shift(4)
@@ -184,23 +188,23 @@ class RowOrder:
         return (self.offset - sum(axis.phase * axis.stride for axis in self.axes)) % stride
 
     def token(self, row: Any) -> Any:
-        """The token of each row, by operators on integer arrays; a value >= length where there is none."""
+        """Returns the token of each row, a value >= length for rows without one, by operators on integer arrays."""
         if self.natural:
             return row
         token, beyond = self.offset, row >= self.rows
         for axis in self.axes:
-            place = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
-            token = token + (place - axis.phase) * axis.stride
+            position = sum((row // rows % size if size else row // rows) * step for rows, size, step in axis.digits)
+            token = token + (position - axis.phase) * axis.stride
             if axis.checked:
-                beyond = beyond | (place >= axis.phase + axis.kept)
+                beyond = beyond | (position >= axis.phase + axis.kept)
             if axis.phase:
-                beyond = beyond | (place < axis.phase)
+                beyond = beyond | (position < axis.phase)
         # Such rows would start over at the first tokens, or lie before these.
         beyond = beyond.astype(row.dtype) if hasattr(beyond, "astype") else beyond
         return token + beyond * (self.length - token)
 
     def row(self, token: jax.Array) -> jax.Array:
-        """The row of each token, `rows` where there is none."""
+        """Returns the row of each token, `rows` for tokens without one."""
         if self.natural:
             return token
         index = token - self.offset
@@ -208,48 +212,53 @@ class RowOrder:
         for axis in self.axes:
             coordinate = index // axis.stride % axis.length if axis.length else index // axis.stride
             exists &= coordinate < axis.kept
-            place = coordinate + axis.phase
+            position = coordinate + axis.phase
             for rows, size, step in axis.digits:
-                row += (place // step % size if size else place // step) * rows
+                row += (position // step % size if size else position // step) * rows
         return jnp.where(exists, row, self.rows)
 
     def box(self, first: np.ndarray, last: np.ndarray) -> Box:
-        """The tokens of rows first .. last."""
+        """Returns the box that holds the tokens of rows first .. last."""
         axes = [(axis.stride, axis.digits) for axis in self.axes] or [(1, ((1, 0, 1),))]
         low, high = ([np.zeros_like(first) for _ in axes] for _ in range(2))
-        same, whole = np.ones_like(low[0], bool), [np.bool_(False) for _ in axes]
-        exact = same
-        digits = [(rows, size, step, i) for i, (_, found) in enumerate(axes) for rows, size, step in found]
+        is_same, covered = np.ones_like(low[0], bool), [np.bool_(False) for _ in axes]
+        exact = is_same
+        digits = [(rows, size, step, i) for i, (_, axis_digits) in enumerate(axes) for rows, size, step in axis_digits]
         for rows, size, step, axis in sorted(digits, reverse=True):  # by rows: the slowest digit first
             ends = [x // rows % size if size else x // rows for x in (first, last)]
-            low[axis] = low[axis] + np.where(same, ends[0], 0) * step
-            high[axis] = high[axis] + np.where(same, ends[1], size - 1) * step
-            differ = same & (ends[0] != ends[1])
+            low[axis] = low[axis] + np.where(is_same, ends[0], 0) * step
+            high[axis] = high[axis] + np.where(is_same, ends[1], size - 1) * step
+            differ = is_same & (ends[0] != ends[1])
             if step == 1:
-                whole[axis] = whole[axis] | differ
+                covered[axis] = covered[axis] | differ
             # Rows that begin and end with faster digits of which some are left out are no box.
             exact = exact & (~differ | ((first % rows == 0) & ((last + 1) % rows == 0)))
-            same = same & ~differ
-        whole = [exact | any_ | (a == b) for any_, a, b in zip(whole, low, high, strict=True)]
-        some = every = np.bool_(True)
+            is_same = is_same & ~differ
+        covered = [exact | is_any | (a == b) for is_any, a, b in zip(covered, low, high, strict=True)]
+        any_exist = all_exist = np.bool_(True)
         for i, (kept, phase) in enumerate(zip(self.kept, self.phase, strict=True)):
             low[i], high[i] = low[i] - phase, high[i] - phase
-            some, every = some & (low[i] < kept) & (high[i] >= 0), every & (high[i] < kept) & (low[i] >= 0)
+            any_exist, all_exist = (
+                any_exist & (low[i] < kept) & (high[i] >= 0),
+                all_exist & (high[i] < kept) & (low[i] >= 0),
+            )
             low[i], high[i] = np.clip(low[i], 0, kept - 1), np.clip(high[i], 0, kept - 1)
         tokens = [self.offset + sum(c * stride for c, (stride, _) in zip(x, axes, strict=True)) for x in (low, high)]
-        some, every = some & (tokens[0] < self.length), every & (tokens[1] < self.length)
-        exists = np.where(every, np.int8(FULL), np.where(some, np.where(exact, PARTIAL, UNSURE), EMPTY).astype(np.int8))
+        any_exist, all_exist = any_exist & (tokens[0] < self.length), all_exist & (tokens[1] < self.length)
+        exists = np.where(
+            all_exist, np.int8(FULL), np.where(any_exist, np.where(exact, PARTIAL, UNSURE), EMPTY).astype(np.int8)
+        )
         begin, end = (np.minimum(x, self.length - 1) for x in tokens)
-        return Box(low, high, begin, end, whole, exact, exists)
+        return Box(low, high, begin, end, covered, exact, exists)
 
     def in_tiles(self, first: np.ndarray, last: np.ndarray) -> list[tuple[Any, Any, Any]]:
-        """Rows first .. last as a part of a tile, whole tiles, and a part of a tile, those there are anywhere."""
+        """Returns rows first .. last as the end of a tile, whole tiles, and the start of a tile, if any occur."""
         if self.natural:
             return [(np.bool_(True), first, last)]
-        return [part for part in split_range(first, last, math.prod(self.tile)) if part[0].any()]
+        return [piece_range for piece_range in split_range(first, last, math.prod(self.tile)) if piece_range[0].any()]
 
     def gather(self, x: jax.Array, padded: int, fill: float = 0.0) -> jax.Array:
-        """[B, length, ...] in token order -> [B, padded, ...] in row order, ``fill`` in padding rows."""
+        """Returns [B, padded, ...] in row order from [B, length, ...] in token order, ``fill`` in padding rows."""
         if not self.natural:
             batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
             x = _resized(x[:, self.offset :], 1, math.prod(self.shape), fill=fill).reshape(batch, *self.shape, *rest)
@@ -261,7 +270,7 @@ class RowOrder:
         return _resized(x, 1, padded, fill=fill)
 
     def scatter(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
-        """[B, padded, ...] in row order -> [B, length, ...] in token order, ``fill`` in tokens without a row."""
+        """Returns [B, length, ...] in token order from [B, padded, ...] in row order, ``fill`` elsewhere."""
         if self.natural:
             return x[:, : self.length]
         batch, rest, rank = x.shape[0], x.shape[2:], len(self.shape)
@@ -277,7 +286,7 @@ class RowOrder:
 
     @property
     def _tiles(self) -> list[tuple[int, int]]:
-        """(tiles, coordinates of a tile) of each axis."""
+        """The number of tiles and the coordinates of a tile, for each axis."""
         axes = zip(self.kept, self.phase, self.tile, strict=True)
         return [(-(-(n + phase) // tile) if n else 0, tile) for n, phase, tile in axes]
 
@@ -294,7 +303,7 @@ class RowOrder:
 
 
 def _resized(x: jax.Array, axis: int, size: int, before: int = 0, fill: float = 0.0) -> jax.Array:
-    """Padded to a size, ``before`` entries in front, or cut at the end of an axis."""
+    """Returns an array padded to a size along an axis, ``before`` entries in front, or cut at its end."""
     x = jax.lax.slice_in_dim(x, 0, min(size - before, x.shape[axis]), axis=axis)
     widths = [(0, 0)] * x.ndim
     widths[axis] = before, size - before - x.shape[axis]
@@ -326,85 +335,92 @@ class Reordered(Mask):
         return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
     def keeps_residues(self, stride: int) -> bool:
-        """Whether a query and a key that are rows of one residue are tokens of one residue, and the other way round."""
+        """True if rows of query and key have one residue of a stride exactly when their tokens have."""
         shift = self.q_order.shift(stride)
         return shift is not None and shift == self.kv_order.shift(stride)
 
     def block_state(self, q0, q1, k0, k1):
-        states = self._grade_rows(q0, q1, k0, k1)
+        states = self._state_of_rows(q0, q1, k0, k1)
         unsure = states == UNSURE
         if (self.q_order.natural and self.kv_order.natural) or not unsure.any():
             return states
-        # A part of one tile and a part of the next lie in no small box, but each of them does.
+        # The end of one tile and the start of the next lie in no small box together, but each lies in one.
         q0, q1, k0, k1 = (np.broadcast_to(x, states.shape)[unsure] for x in (q0, q1, k0, k1))
         sides = self.q_order.in_tiles(q0, q1), self.kv_order.in_tiles(k0, k1)
         states = states.copy()
         states[unsure] = merge_states(
-            (q_exists & k_exists, self._grade_rows(*q, *kv))
+            (q_exists & k_exists, self._state_of_rows(*q, *kv))
             for (q_exists, *q), (k_exists, *kv) in itertools.product(*sides)
         )
         return states
 
-    def _grade_rows(self, q0, q1, k0, k1) -> np.ndarray:
+    def _state_of_rows(self, q0, q1, k0, k1) -> np.ndarray:
         q, kv = self.q_order.box(q0, q1), self.kv_order.box(k0, k1)
-        return AND_TABLE[AND_TABLE[q.exists, kv.exists], self._grade(self.mask, q, kv)]
+        return AND_TABLE[AND_TABLE[q.exists, kv.exists], self._state_of_boxes(self.mask, q, kv)]
 
-    def _grade(self, mask: Mask, q: Box, kv: Box) -> np.ndarray:
+    def _state_of_boxes(self, mask: Mask, q: Box, kv: Box) -> np.ndarray:
         if isinstance(mask, And | Or):
             table = AND_TABLE if isinstance(mask, And) else OR_TABLE
-            return table[self._grade(mask.left, q, kv), self._grade(mask.right, q, kv)]
+            return table[self._state_of_boxes(mask.left, q, kv), self._state_of_boxes(mask.right, q, kv)]
         if isinstance(mask, Not):
-            return NOT_TABLE[self._grade(mask.mask, q, kv)]
+            return NOT_TABLE[self._state_of_boxes(mask.mask, q, kv)]
         axes = self._axes(mask)
-        if axes is None and isinstance(mask, OnGrid) and self._on(mask):
+        if axes is None and isinstance(mask, OnGrid) and self._views_grid_of(mask):
             boxes = (list(zip(box.low, box.high, strict=True)) for box in (q, kv))
             states, exact = mask.box_state(*boxes), q.exact & kv.exact
         elif axes is None:
             states, exact = mask.block_state(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
-            if isinstance(mask, Strided) and (steps := self._steps(mask)) is not None:
+            if isinstance(mask, Strided) and (steps := self._stride_of_rows(mask)) is not None:
                 # Tokens of one residue of another stride are whole steps of that apart.
                 (q0, q1), (k0, k1) = ((box.low[-1], box.high[-1]) for box in (q, kv))
-                alone = (q0 == q1) & (k0 == k1) & (q0 == k0)
-                found = steps.block_state(q.low[0], q.high[0], kv.low[0], kv.high[0])
-                states, exact = np.where(alone, found, states), exact | (alone & q.exact & kv.exact)
+                is_one_column = (q0 == q1) & (k0 == k1) & (q0 == k0)
+                step_states = steps.block_state(q.low[0], q.high[0], kv.low[0], kv.high[0])
+                states, exact = (
+                    np.where(is_one_column, step_states, states),
+                    exact | (is_one_column & q.exact & kv.exact),
+                )
         else:
-            found = [x.block_state(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
-            states, exact = product_state(found), q.exact & kv.exact
-            if found:  # where all depends on one axis, rows need only be whole on this one
-                whole = [(x == FULL) | (a & b) for x, a, b in zip(found, q.whole, kv.whole, strict=True)]
-                exact = exact | (functools.reduce(np.logical_and, whole) & (sum(x != FULL for x in found) <= 1))
+            states_by_axis = [
+                x.block_state(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)
+            ]
+            states, exact = product_state(states_by_axis), q.exact & kv.exact
+            if states_by_axis:  # if one axis alone decides, rows need to cover only this one
+                covered = [(x == FULL) | (a & b) for x, a, b in zip(states_by_axis, q.covered, kv.covered, strict=True)]
+                exact = exact | (
+                    functools.reduce(np.logical_and, covered) & (sum(x != FULL for x in states_by_axis) <= 1)
+                )
         return np.where((states == PARTIAL) & ~exact, np.int8(UNSURE), states)  # the rows are a part of their box
 
     def _axes(self, mask: Mask) -> tuple[Mask, ...] | None:
-        """The masks of the axes, if a mask is the product of these on the axes of both orders; () for all pairs."""
+        """Returns the masks of the axes if a mask is their product on the axes of both orders; () for all pairs."""
         q, kv = self.q_order, self.kv_order
         if isinstance(mask, Columns):  # whatever the queries
-            made_for = (mask.period, mask.start, mask.end) == (kv.shape[-1], kv.offset, kv.offset + kv.kept[-1])
-            return () if made_for else None
-        if isinstance(mask, Grid) and self._on(mask):
+            same_columns = (mask.period, mask.start, mask.end) == (kv.shape[-1], kv.offset, kv.offset + kv.kept[-1])
+            return () if same_columns else None
+        if isinstance(mask, Grid) and self._views_grid_of(mask):
             return mask.axes
         if isinstance(mask, Strided) and q.shape[1:] == kv.shape[1:] == (mask.stride,):
             # Whole strides apart, tokens of one column have one residue.
             return None if (q.offset - kv.offset) % mask.stride else (Full(), Window(0))
         return None
 
-    def _steps(self, mask: Strided) -> Strided | None:
-        """What a stride says of the first axis of residue-major order of another one, for pairs within a column."""
+    def _stride_of_rows(self, mask: Strided) -> Strided | None:
+        """Returns the stride on the first axis of residue-major order of another stride, within a column; or None."""
         q, kv = self.q_order, self.kv_order
         if len(q.shape) != 2 or q.shape[1:] != kv.shape[1:] or (q.offset - kv.offset) % mask.stride:
             return None
         return Strided(mask.stride // math.gcd(mask.stride, q.shape[1]))
 
-    def _on(self, mask: OnGrid) -> bool:
-        """Whether both orders are views of the grid of a mask."""
+    def _views_grid_of(self, mask: OnGrid) -> bool:
+        """True if both row orders are views of the grid of a mask."""
         of_grid, orders = (mask.start, mask.shape[1:]), (self.q_order, self.kv_order)
         return all((x.offset, x.shape[1:]) == of_grid and x.shape[0] <= mask.shape[0] for x in orders)
 
 
 def _clipped(order: RowOrder, token: Any) -> Any:
-    """Tokens, the last one where there is none: a mask is never asked beyond the lengths, its tables may end there.
+    """Returns tokens cut to the last one, because the table of a mask may end at the lengths.
 
-    Not in kernels, which look up no tables but JAX's, and these answer for any index.
+    JAX arrays stay: kernels look up no tables but JAX's, which answer for any index.
     """
     return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
 
@@ -417,7 +433,7 @@ def describe_orders(orders: RowOrderPair) -> str:
     """Returns the row orders of queries and keys in words, once if they are the same.
 
     Example:
-      >>> describe_orders((RowOrder(64), RowOrder.gathered(64, 64, 0, 4)))
+      >>> describe_orders((RowOrder(64), RowOrder.periodic(64, 64, 0, 4)))
       'keys: tokens 0 to 3 only'
     """
     q_order, kv_order = orders
@@ -428,7 +444,7 @@ def describe_orders(orders: RowOrderPair) -> str:
 
 
 def mask_period(mask: Mask) -> int | None:
-    """A number of tokens by which queries and keys may both be moved, and the mask says the same; None if not known.
+    """Returns a number of tokens by which queries and keys can both move without a change of the mask, or None.
 
     Example:
       >>> import sparse_layers as sl

@@ -223,9 +223,9 @@ def _count_tile_pairs(mask: Mask, length: int) -> dict[int, tuple[int, int, int]
 def _gathered_order(factor: Mask, length: int) -> RowOrder:
     """Returns the row order of the positions that a factor selects; natural order if it selects none by position."""
     if isinstance(factor, Prefix) and 0 < factor.size < length:
-        return RowOrder.gathered(length, length, 0, factor.size)
+        return RowOrder.periodic(length, length, 0, factor.size)
     if isinstance(factor, Columns) and factor.start < length:
         period, stop = min(factor.period, length), min(factor.end, length)
         if stop - factor.start < period:
-            return RowOrder.gathered(length, period, factor.start, stop)
+            return RowOrder.periodic(length, period, factor.start, stop)
     return RowOrder(length)

@@ -501,9 +501,9 @@ def orders():
     yield RowOrder.residue_major(512, 8), 128, False  # a tile would go on in the next residue
     yield RowOrder.residue_major(512, 8), 64, True
     yield RowOrder.residue_major(510, 4), 64, False  # the last tokens do not fill the view
-    yield RowOrder.gathered(512, 32, 24, 32), 64, True
-    yield RowOrder.gathered(512, 32, 20, 26), 64, False
-    yield RowOrder.gathered(512, 512, 0, 64), 64, True
+    yield RowOrder.periodic(512, 32, 24, 32), 64, True
+    yield RowOrder.periodic(512, 32, 20, 26), 64, False
+    yield RowOrder.periodic(512, 512, 0, 64), 64, True
     for shape, tile, phase, rows, fits in (
         ((32, 16), (8, 8), (0, 0), 64, True),
         ((32, 16), (8, 8), (0, 0), 32, True),

@@ -104,7 +104,7 @@ def test_lists_in_row_orders_of_a_pass():
     t, shape = 150, (16, 32)
     for mask, orders in {
         CAUSAL & sl.Strided(7): (RowOrder.residue_major(t, 7), RowOrder.residue_major(t, 7)),
-        CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), RowOrder.gathered(t, 12, 8, 12)),
+        CAUSAL & sl.Columns(12, 8, 12): (RowOrder(t), RowOrder.periodic(t, 12, 8, 12)),
     }.items():
         moved = Reordered(mask, *orders)
         candidates, tiles = lists.planned_block_pairs([moved], shape, True)
@@ -301,7 +301,7 @@ def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
     t, shape = 200, (16, 32)
     mask = CAUSAL & (sl.Window(37) | sl.Strided(5))
     table, tiles = lists.state_table(natural([mask], t, t), shape, True)
-    assert table.finer == 4 and table.states.size <= 30
+    assert table.blocks_per_row == 4 and table.states.size <= 30
     ids = np.broadcast_to(np.arange(7, dtype=np.int32), (1, 13, 1, 7))
 
     @jax.jit

@@ -16,13 +16,13 @@ ORDERS = [
     *(RowOrder(length) for length in (1, 7, 64)),
     *(RowOrder.residue_major(length, stride) for length in (1, 7, 8, 29, 64) for stride in (2, 3, 8, 11)),
     *(
-        RowOrder.gathered(length, 8, *ends)
+        RowOrder.periodic(length, 8, *ends)
         for length in (9, 16, 21, 24, 30)
         for ends in ((0, 3), (6, 8), (2, 5), (7, 8))
     ),
-    *(RowOrder.gathered(length, length, *ends) for length in (9, 30) for ends in ((0, 5), (3, 7), (8, 9))),
-    RowOrder.gathered(5, 8, 0, 3),  # the only period is not whole
-    RowOrder.gathered(5, 8, 4, 8),
+    *(RowOrder.periodic(length, length, *ends) for length in (9, 30) for ends in ((0, 5), (3, 7), (8, 9))),
+    RowOrder.periodic(5, 8, 0, 3),  # the only period is not whole
+    RowOrder.periodic(5, 8, 4, 8),
     RowOrder(48, (6, 8), (2, 4)),
     RowOrder(48, (6, 8), (6, 2)),
     RowOrder(48, (6, 8), (1, 8)),  # as natural order, by another name
@@ -74,7 +74,7 @@ def test_orders_by_name():
         order = RowOrder.residue_major(length, stride)
         assert chosen(order) == sorted(range(length), key=lambda x: (x % stride, x)) and order.complete
     for length, period, start, stop in ((30, 8, 2, 5), (5, 8, 4, 8), (9, 9, 3, 7), (16, 8, 6, 8)):
-        order = RowOrder.gathered(length, period, start, stop)
+        order = RowOrder.periodic(length, period, start, stop)
         assert chosen(order) == [x for x in range(length) if start <= x % period < stop] and not order.complete
 
 
@@ -161,7 +161,7 @@ def test_scatter_of_integers(order):
 def test_orders_are_values_with_names():
     assert RowOrder.residue_major(8, 2) == RowOrder.residue_major(8, 2) != RowOrder.residue_major(8, 4)
     assert RowOrder(8) == RowOrder(8, (8,)) and len({*ORDERS, *ORDERS}) == len(ORDERS)
-    gathered = RowOrder.gathered(8, 4, 1, 3), RowOrder.gathered(8, 8, 0, 3)
+    gathered = RowOrder.periodic(8, 4, 1, 3), RowOrder.periodic(8, 8, 0, 3)
     texts = [
         str(order) for order in (RowOrder(8), RowOrder(64, (8, 8), (2, 4)), RowOrder.residue_major(8, 2), *gathered)
     ]
@@ -178,7 +178,7 @@ def test_a_stride_is_block_diagonal_and_columns_are_contiguous():
     order = RowOrder.residue_major(12, 4)
     rows = Reordered(sl.Causal() & sl.Strided(4), order, order).dense(12)
     np.testing.assert_array_equal(rows, np.kron(np.eye(4), np.tri(3)).astype(bool))
-    columns = Reordered(sl.Columns(4, 3), RowOrder(12), RowOrder.gathered(12, 4, 3, 4))
+    columns = Reordered(sl.Columns(4, 3), RowOrder(12), RowOrder.periodic(12, 4, 3, 4))
     assert columns.dense(12, 3).all() and not columns.dense(12, 5)[:, 3:].any()
 
 
@@ -246,9 +246,9 @@ def test_grades_in_row_space_are_exact(mask, q_order, kv_order, seed):
     [
         (sl.Strided(8), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
         (sl.Strided(8), RowOrder(40, (2, 8), (2, 1), offset=24), RowOrder(40, (4, 8), (4, 1), offset=8)),
-        (sl.Columns(8, 6), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
+        (sl.Columns(8, 6), RowOrder(64), RowOrder.periodic(64, 8, 6, 8)),
         (sl.Window(9), RowOrder(64), RowOrder(50)),
-        (sl.Prefix(5), RowOrder(64), RowOrder.gathered(64, 64, 0, 5)),
+        (sl.Prefix(5), RowOrder(64), RowOrder.periodic(64, 64, 0, 5)),
     ],
     ids=repr,
 )
@@ -267,11 +267,11 @@ def test_grades_are_sure_of_what_an_order_is_made_for(mask, q_order, kv_order):
         ),  # T != S: classes differ in length
         (sl.Strided(4), RowOrder.residue_major(64, 8), RowOrder.residue_major(64, 8)),
         (sl.Strided(8), RowOrder(40, (2, 8), (2, 1), offset=24), RowOrder(40, (4, 8), (4, 1), offset=5)),
-        (sl.Columns(8, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
-        (sl.Columns(8, 6, 7), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
-        (sl.Columns(16, 6, 8), RowOrder(64), RowOrder.gathered(64, 8, 6, 8)),
-        (sl.Columns(8, 6), RowOrder.gathered(64, 8, 6, 8), RowOrder(64)),
-        (sl.Columns(8, 6).T, RowOrder.gathered(64, 8, 6, 8), RowOrder(64)),
+        (sl.Columns(8, 7), RowOrder(64), RowOrder.periodic(64, 8, 6, 8)),
+        (sl.Columns(8, 6, 7), RowOrder(64), RowOrder.periodic(64, 8, 6, 8)),
+        (sl.Columns(16, 6, 8), RowOrder(64), RowOrder.periodic(64, 8, 6, 8)),
+        (sl.Columns(8, 6), RowOrder.periodic(64, 8, 6, 8), RowOrder(64)),
+        (sl.Columns(8, 6).T, RowOrder.periodic(64, 8, 6, 8), RowOrder(64)),
     ],
     ids=repr,
 )
