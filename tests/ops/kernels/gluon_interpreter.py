@@ -39,7 +39,7 @@ from tests.ops.kernels.triton_interpreter import NUMPY_TYPES, TRITON_TYPES, Kern
 
 
 class Tiles(NamedTuple):
-    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``box``."""
+    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``block_shape``."""
 
     array: Any
     shape: tuple
@@ -375,7 +375,12 @@ class Descriptor:
     """A TMA descriptor."""
 
     def __init__(self, name, tiles):
-        self.name, self.shape, self.block_shape, self.layout = name, list(tiles.shape), list(tiles.box), gl.AutoLayout()
+        self.name, self.shape, self.block_shape, self.layout = (
+            name,
+            list(tiles.shape),
+            list(tiles.block_shape),
+            gl.AutoLayout(),
+        )
         self.strides = tiles.strides or [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         array, last = tiles.array, np.dot(np.subtract(self.shape, 1), self.strides)
         if last >= array.size:

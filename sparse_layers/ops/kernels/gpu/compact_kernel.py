@@ -1,4 +1,4 @@
-"""Block lists from block pairs that are sorted by their major block: live pairs first, free ones before masked ones.
+"""Builds block lists from block pairs that are sorted by their major block: free pairs, then masked ones.
 
 **One list a program.** It reads the pairs of a major block in chunks, twice.
 
@@ -6,7 +6,7 @@
 
 **The second pass moves.** The rank of a pair within its chunk and state is its offset in the list.
 
-**This is what `BlockPairs.lists` does by a sort.** It takes a tenth of the time: documents leave some blocks of a
+**A faster `BlockPairs.lists`.** That sorts all pairs, and takes ten times as long: documents keep some blocks of a
 static list, and the blocks that a query selected are few.
 
 A list of one chunk, with F free, M masked and . dead pairs::
@@ -29,16 +29,16 @@ import triton.language as tl
 CHUNK = 64
 
 
-class Sizes(NamedTuple):
+class CompactSizes(NamedTuple):
     """Constants of the kernel's compilation."""
 
-    N: int  # pairs of each list batch and list head
+    N: int  # pairs of each batch entry and head with lists
     HEADS: int
     BLOCKS: int  # major ones
     BATCHES: int  # of ``block``, and of ``tile``
     TILE_BATCHES: int
     CHUNK: int
-    CHOSEN: bool  # whether there is ``chosen_by``
+    HAS_SELECTION: bool  # True if there is ``chosen_by``
     FREE: int
 
 
@@ -62,7 +62,7 @@ def compact_kernel(
     out_chosen_by,
     Z: tl.constexpr,
 ):
-    """The list of one major block; grid (BLOCKS, HEADS, LB)."""
+    """Builds the list of one major block; grid (BLOCKS, HEADS, LB)."""
     major, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(starts + head * (Z.BLOCKS + 1) + major)
     end = tl.load(starts + head * (Z.BLOCKS + 1) + major + 1)
@@ -90,7 +90,7 @@ def compact_kernel(
         entry = tl.where(is_free != 0, next_free + free_rank, next_masked + masked_rank)
         _move(block + block_pairs + chunk + column, out_block, entry, exists, kinds != 0)
         _move(tile + tile_pairs + chunk + column, out_tile, entry, exists, kinds != 0)
-        if Z.CHOSEN:
+        if Z.HAS_SELECTION:
             _move(chosen_by + pairs + chunk + column, out_chosen_by, entry, exists, kinds != 0)
         next_free += tl.sum(is_free, 0)
         next_masked += tl.sum(is_masked, 0)

@@ -62,10 +62,10 @@ from .primitives import add_tile, exp2, load_tile, named_barrier_sync, prevent_h
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     allocate_barriers,
     allocate_buffers,
@@ -90,14 +90,14 @@ class BackwardConstants(NamedTuple):
     SPLIT_HEADS: int  # query heads with the same splits, numbered for the first of them
 
 
-class Schedule(NamedTuple):
+class SplitSchedule(NamedTuple):
     """Pointers to the work tiles of all programs."""
 
     work_tiles: Any  # number of the work tile, by program
     splits: Any  # of the lists, if L.NUM_SPLITS > 0
 
 
-class WorkTile(NamedTuple):
+class KVWorkTile(NamedTuple):
     """Work tile of one program; query heads are numbered within the pass."""
 
     batch: Any
@@ -127,7 +127,7 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
     if L.NUM_SPLITS == 0:
         batch, kv_head, kv_block = unravel_work_tile(number, A.KV_HEADS, L)
         first_head, end_head = _query_heads(kv_head, A)
-        return WorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
+        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
     else:
         split = schedule.splits + number % L.NUM_SPLITS * 5
         head_offset = number // L.NUM_SPLITS % F.SPLIT_HEADS
@@ -135,7 +135,7 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
         kv_head = (A.FIRST_HEAD + first_head * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
         first_entry, end_entry = gl.load(split + 3), gl.load(split + 4)
         batch, kv_block = number // L.NUM_SPLITS // F.SPLIT_HEADS, gl.load(split)
-        return WorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
+        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
 
 
 @gluon.jit
@@ -380,7 +380,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
 
 
 @gluon.jit
-def backward_kernel(
+def hopper_backward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has M = M rows and D columns
     dout,  # [B, *axes of Q, HEADS, HV], likewise
     k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.BLOCK rows
@@ -388,7 +388,7 @@ def backward_kernel(
     lse,  # float32 [B * PASS_HEADS, Q.ROWS] by row, a box has M of a row; see `scaled_neg_lse`
     delta,  # float32 [B * PASS_HEADS, Q.ROWS] by row: -SCALE * delta
     work_tiles,  # int32 [programs]: the number of the work tile of each program
-    spans,  # this and all up to ``mask_bits``: as in `forward_kernel`, by blocks of keys
+    spans,  # this and all up to ``mask_bits``: as in `hopper_forward_kernel`, by blocks of keys
     entries,
     mask_tiles,
     chosen_by,
@@ -427,8 +427,8 @@ def backward_kernel(
     ready = Ready(q=q_ready, dout=dout_ready, kv=allocate_barriers(2, 1))
     fence_async_shared()
     descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
-    schedule = Schedule(work_tiles, splits)
+    lists = HopperBlockLists(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),

@@ -58,10 +58,10 @@ from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     RowPointers,
     allocate_barriers,
@@ -400,7 +400,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
 
 
 @gluon.jit
-def forward_kernel(
+def hopper_forward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has 64 rows, those of a group, and D columns
     k,  # [B, *axes of KV, KV_HEADS, H]
     v,  # [B, *axes of KV, KV_HEADS, HV]
@@ -444,7 +444,7 @@ def forward_kernel(
     ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = HopperBlockLists(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [

@@ -1,4 +1,4 @@
-"""The backward kernel of selections by single queries: a program has a block of keys and gathers who selected it.
+"""The backward kernel of selections by single queries: a program holds a key block and gathers its queries.
 
 **One work tile a program.** It is a block of N keys, 64 or 128, for one query head, and a range of steps. The list of a
 block has its selections, each of them a query and one of its blocks.
@@ -29,7 +29,7 @@ n uses the stage n % STAGES, and ^ is the wait for a product:
     shared     read q, dout                           [ ds -> ds[i] ]
 
 * ready.kv, 0 for k and 1 for v: groups wait for both once, before their first step.
-* ready.q_dout, by stage: all 128 threads have copied. A fence follows the wait, as it was not the copy engine.
+* ready.q_dout, by stage: all 128 threads have copied. A fence follows the wait, as threads wrote the tile.
 * free.q_dout, by stage: the groups that have the step have read q, dout, lse, delta and words.
 * N = 128: both groups meet at bar 8, and ds[i] is ds[n % 2], see `backward_kernel.py`.
 * N = 64: group g meets itself at bar 8 + g, and ds[i] is ds[g]. It is free once all dq of the step before is there.
@@ -65,10 +65,10 @@ from .primitives import (
 )
 from .tiles import (
     GROUP_ROWS,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     RowPointers,
     allocate_barriers,
@@ -92,7 +92,7 @@ class QueryGatherConstants(NamedTuple):
     BLOCKS_PER_QUERY: int  # selections of a query
 
 
-class WorkTile(NamedTuple):
+class GatherWorkTile(NamedTuple):
     """Work tile of one program."""
 
     batch: Any
@@ -114,7 +114,7 @@ def _load_work_tile(work_tiles, spans, L: gl.constexpr, F: gl.constexpr):
     head, kv_block = head_and_block // L.NUM_BLOCKS, head_and_block % L.NUM_BLOCKS
     first, first_masked, end = load_span(spans, batch, head, kv_block, L)
     num_entries, first_masked_step = end - first, (first_masked - first) // F.M
-    return WorkTile(batch, head, kv_block, first, num_entries, first_masked_step, first_step, end_step)
+    return GatherWorkTile(batch, head, kv_block, first, num_entries, first_masked_step, first_step, end_step)
 
 
 @gluon.jit
@@ -348,7 +348,7 @@ def query_gather_kernel(
     fence_async_shared()
     descs = Descriptors(k=k, v=v, dk=dk, dv=dv)
     rows = RowPointers(q=q, dout=dout, lse=lse, delta=delta, dq=dq)
-    lists = BlockListPointers(spans=spans, entries=entries, mask_tiles=mask_tiles, mask_bits=mask_bits)
+    lists = HopperBlockLists(spans=spans, entries=entries, mask_tiles=mask_tiles, mask_bits=mask_bits)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, rows, buffers, ready, free, work_tiles, lists, A, KV, L, F)),

@@ -18,7 +18,7 @@ GROUP_ROWS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-class Arrays(NamedTuple):
+class HopperArrayShapes(NamedTuple):
     """Shapes and scalars of the op, a compile-time constant of the kernels."""
 
     HEADS: int
@@ -81,8 +81,8 @@ class RowPointers(NamedTuple):
     dq: Any = None
 
 
-class BlockListPointers(NamedTuple):
-    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
+class HopperBlockLists(NamedTuple):
+    """Pointers to `BlockLists`, and to the segment ids of rows; see `hopper_forward_kernel`."""
 
     spans: Any = None
     entries: Any = None
