@@ -147,7 +147,9 @@ class Run:
             wrong = self.attempt(method, "check", different, scorer, *scored, found["choose"][0])
             found["choose"] = None, *found["choose"][1:]
         if scorer.formula not in (None, score.Formula.PRODUCT):
-            with mock.patch.object(choose, "by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)):
+            with mock.patch.object(
+                choose, "select_by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)
+            ):
                 found["scores"] = self.attempt(
                     method, "scores", measured, lambda q, k: scorer.select(q, k).ids, *scored
                 )

@@ -308,7 +308,7 @@ class Scorer(abc.ABC):
             at = jnp.minimum(at + first, length - 1)
             start = jnp.take(start, at, axis=1)
         elif fused and half and self.formula is score.Formula.PRODUCT:
-            return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
+            return Selection(choose.select_by_products(self._rule, query, pooled, start), block=self.block)
         kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
         each = 4 * max(1, batch) * (groups * blocks if kernel else heads * max(pooled.shape[1], blocks))
         rows = min(asking, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
@@ -353,7 +353,7 @@ class Scorer(abc.ABC):
         begin, at, start = (jnp.arange(pooled.shape[1]) * stride)[None, None], at[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if fused and score.unsupported(self._scored, query, pooled, scale) is None:
-            scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
+            scores = score.score_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
         heads = (query if self.per_query_head else pooled).shape[2]
@@ -365,7 +365,7 @@ class Scorer(abc.ABC):
         missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
         scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
         if fused and scores.dtype == jnp.float32:
-            return choose.by_scores(self._rule, scores, *places)
+            return choose.select_by_scores(self._rule, scores, *places)
         own, lowest, block = at // self.block, start // self.block, np.arange(blocks)[None, None]
         may = (lowest <= block) & (block <= own)
         must = may & ((block < lowest + self.first) | (block > own - self.local))
@@ -376,12 +376,12 @@ class Scorer(abc.ABC):
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
 
     @property
-    def _rule(self) -> choose.Rule:
-        return choose.Rule(self.block, self.count, self.first, self.local)
+    def _rule(self) -> choose.SelectionRule:
+        return choose.SelectionRule(self.block, self.count, self.first, self.local)
 
     @property
-    def _scored(self) -> score.Scored:
-        return score.Scored(self.formula, self.block, *self.window)
+    def _scored(self) -> score.ScoreSpec:
+        return score.ScoreSpec(self.formula, self.block, *self.window)
 
 
 def _has_kernels(batch: int, blocks: int) -> bool:

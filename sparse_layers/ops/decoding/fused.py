@@ -72,9 +72,9 @@ def attend(
         rows = jnp.where(seen[:, :, 0], tokens, -1)
         whole, lists = cache.layout.whole(), len(heads.keys)
         of_keys = tuple(i // (lists // cache.num_kv_heads) for i in range(lists))
-        found = [(heads, [decode.Read(rows_of(cache.keys[whole]), rows_of(cache.values[whole]), of_keys, rows)])]
+        found = [(heads, [decode.CacheRead(rows_of(cache.keys[whole]), rows_of(cache.values[whole]), of_keys, rows)])]
     outs = [
-        decode.attend(_grouped(query, heads), reads, position, decode.Options(*of_logits), _of_heads(sinks, heads))
+        decode.attend(_grouped(query, heads), reads, position, decode.LogitOptions(*of_logits), _of_heads(sinks, heads))
         for heads, reads in found
     ]
     outs = [out.reshape(*query.shape[:2], -1, out.shape[-1]) for out in outs]
@@ -98,7 +98,7 @@ def step(
         slots.append(jnp.where(slot < part.store.runs * part.store.run, slot, -1))
         reads.append(_read(cache, heads, part, position, slot))
     new, slots = (key[:, 0], value[:, 0]), jnp.stack(slots, axis=1).astype(jnp.int32)
-    options, given = decode.Options(*of_logits), _of_heads(sinks, heads)
+    options, given = decode.LogitOptions(*of_logits), _of_heads(sinks, heads)
     out, *arrays = decode.step(_grouped(query, heads), new, reads, slots, position, options, given)
     held = [cache.layout.find(part.store)[0] for part in heads.parts]
     keys, values = (
@@ -124,7 +124,7 @@ def or_plain(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) 
 
 def _read(
     cache: "KVCache", heads: "Heads", part: Part, position: jax.Array, slot: jax.Array | None = None
-) -> decode.Read:
+) -> decode.CacheRead:
     """What queries at positions [B * S] read of a part, but for the row ``slot`` [B]."""
     index, held = cache.layout.find(part.store)
     pieces, allowed = part.places(position)
@@ -135,7 +135,7 @@ def _read(
     rows = jnp.where(allowed, row, -1).astype(jnp.int32)[:, None]
     classes = part.store.classes if part.table is None and part.store.order.complete else 0
     of_keys = tuple(held.index(h) for h in heads.keys)
-    return decode.Read(rows_of(cache.keys[index]), rows_of(cache.values[index]), of_keys, rows, classes)
+    return decode.CacheRead(rows_of(cache.keys[index]), rows_of(cache.values[index]), of_keys, rows, classes)
 
 
 def _grouped(query: jax.Array, heads: "Heads") -> jax.Array:

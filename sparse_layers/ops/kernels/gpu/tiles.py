@@ -99,7 +99,7 @@ class WorkSchedule(NamedTuple):
 
 
 class ResultRows(NamedTuple):
-    """Where results lie, those of this launch or of earlier passes."""
+    """Rows and order of results, those of this launch or of earlier passes."""
 
     EXISTS: bool  # False if there are no earlier results
     BY_TOKEN: bool  # True if they lie by token, else by row
