@@ -30,12 +30,13 @@ pytest := $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 # The tests of `make check`: of the op, those that interpret no kernel.
 op := tests/ops/test_attention.py
 fast := tests/masks tests/misuses tests/ops/planning $(op) tests/test_main.py tests/test_public.py tests/test_records.py
-fast += tests/test_rooms.py tests/test_warnings.py
+fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
 # What a second version of JAX and Flax cannot change: builds of the package, records, what Triton alone compiles. The
 # examples train once; their model and their checkpoints are tested again.
-once := tests/images tests/make_it_sparse tests/your_model tests/test_package.py tests/test_records.py tests/test_rooms.py
+once := tests/images tests/make_it_sparse tests/your_model tests/test_glossary.py tests/test_package.py
+once += tests/test_records.py tests/test_rooms.py
 once += $(filter-out %/test_model.py %/test_checkpoint.py,$(wildcard tests/train_lm/test_*.py))
 once += tests/ops/kernels/test_gluon_interpreter.py tests/ops/kernels/test_gluon_resources.py
 once += tests/ops/kernels/test_triton_interpreter.py

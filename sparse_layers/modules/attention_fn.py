@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, PrecisionLike
 
+from ..arguments.checks import strict_kwargs
 from ..masks.adapters import MaskLike
 from ..masks.algebra import Mask
 from ..masks.bounded_cache import bounded_cache
-from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.choosing import choose
@@ -241,7 +241,7 @@ class AttentionFn:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
 
     # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         query: jax.Array,
@@ -384,7 +384,7 @@ def make_attention_fn(
 ) -> functools.partial[jax.Array]: ...
 
 
-@own_keywords
+@strict_kwargs
 def make_attention_fn(
     pattern: Pattern,
     seq_len: int,

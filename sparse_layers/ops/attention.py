@@ -14,10 +14,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
+from ..arguments.checks import checked, strict_kwargs
+from ..arguments.foreign import BY_ENTRY, REVERSE_ONLY
 from ..masks.adapters import MaskLike, by_entry
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import BY_ENTRY, REVERSE_ONLY
-from ..masks.options import checked, own_keywords
 from . import layouts, lowering, sharding, spread
 from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import (
@@ -110,7 +110,7 @@ def block_sparse_attention(
     return_lse: bool,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@own_keywords
+@strict_kwargs
 def block_sparse_attention(
     query: jax.Array | np.ndarray,
     key: jax.Array | np.ndarray,

@@ -7,9 +7,9 @@ from typing import Any, overload
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, by_entry
 from ..masks.counting import count
-from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
@@ -45,7 +45,7 @@ def describe(
 def describe(
     subject: Any, *, size: int = 48, devices: int = 1, device: str | None = None, segment_ids: bool = False
 ) -> str: ...
-@own_keywords
+@strict_kwargs
 def describe(
     subject: Any,
     q_len: int | None = None,

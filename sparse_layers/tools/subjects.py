@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arguments.checks import Length, checked
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
-from ..masks.options import Length, checked
 from ..ops.planning.communication import Token
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, as_scorer, scorer_of

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
-from ...masks.options import real
+from ...arguments.checks import as_float
+from ...arguments.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
 from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
     BlockPairs,
@@ -281,7 +281,7 @@ def described(x: Any) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    number = real(value)
+    number = as_float(value)
     if number is None:
         raise ValueError(f"{name} must be a finite Python number, got {one_line(value)}")
     return number

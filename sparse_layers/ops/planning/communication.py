@@ -24,7 +24,7 @@ import numpy as np
 from ...masks.algebra import EMPTY, And, Mask, Not, Or
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
-from .blocks import active_blocks, answers_now
+from .blocks import active_blocks, outside_trace
 from .causality import is_causal
 from .params import BwdParams, FwdParams
 from .plan import PAIRS_PER_ROW, Plan, Wish, make_plan, split_costs, splits
@@ -604,7 +604,7 @@ def _gathers(wish: Wish) -> bool:
     return wish[0].natural and not wish[1].natural
 
 
-@answers_now()
+@outside_trace()
 def _halo(part: Mask, length: int, devices: int, stride: int) -> Neighbors:
     """The keys of neighbors that a part reaches; ``left`` is rounded up to a multiple of a stride."""
     own = -(-length // devices)

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from ....masks.options import near
+from ....arguments.checks import suggest
 from ...planning.platforms import assumed, gpu, platform
 from . import assembler
 
@@ -57,7 +57,7 @@ def device_named(name: Any) -> Device:
     by_name = {device.compute_capability: device for device in reversed(DEVICES.values())} | DEVICES
     if not isinstance(name, str) or name.lower() not in by_name:
         rule = "device must be the name of a GPU or its compute capability"
-        raise ValueError(f"{rule}, one of {', '.join(map(repr, by_name))}; got {near(name, by_name)}")
+        raise ValueError(f"{rule}, one of {', '.join(map(repr, by_name))}; got {suggest(name, by_name)}")
     return by_name[name.lower()]
 
 
