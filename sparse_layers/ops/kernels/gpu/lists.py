@@ -1,6 +1,6 @@
 """Block lists and mask bits of a pass, as kernels read them, and the tiling of its rows.
 
-The major side is that of a program's result: queries for out and dq, keys for dk and dv (``by_key``).
+The major side is that of a program's result: queries for out and dq, keys for dk and dv (``kv_major``).
 """
 
 import dataclasses
@@ -43,14 +43,14 @@ class RowTiling:
       block: rows in a block of the lists.
       tile: vectors in a tile of a kernel, a power of two.
       pack: query heads of a key head whose vectors share a tile, a power of two; FlashAttention's PackGQA.
-      gathered: True if a block is a single row, and a tile gathers many of them.
+      gathers_rows: True if a block is a single row, and a tile gathers many of them.
     """
 
     order: RowOrder
     block: int
     tile: int
     pack: int = 1
-    gathered: bool = False
+    gathers_rows: bool = False
 
     @property
     def tiles_per_block(self) -> int:
@@ -72,12 +72,12 @@ class RowTiling:
             self.tile,
             self.tiles_per_block,
             self.pack,
-            self.gathered,
+            self.gathers_rows,
         )
 
     def num_steps(self, num_entries: Any) -> Any:
         """Number of steps that entries of a list take."""
-        return -(-num_entries * self.pack // self.tile) if self.gathered else num_entries * self.tiles_per_block
+        return -(-num_entries * self.pack // self.tile) if self.gathers_rows else num_entries * self.tiles_per_block
 
     @property
     def tiles_fill_block(self) -> bool:
@@ -124,9 +124,9 @@ class PassLists:
 
 
 @bounded_cache()
-def _sorted_pairs(passes: tuple[Pass, ...], shape: tuple[int, int], by_key: bool) -> BlockPairs:
+def _sorted_pairs(passes: tuple[Pass, ...], shape: tuple[int, int], kv_major: bool) -> BlockPairs:
     """Returns the block pairs of static masks, sorted by the major block."""
-    return planned_block_pairs([one.mask for one in passes], shape, True)[0].sorted(by_key)
+    return planned_block_pairs([one.mask for one in passes], shape, True)[0].sorted(kv_major)
 
 
 def build_pass_lists(
@@ -135,7 +135,7 @@ def build_pass_lists(
     passes: tuple[Pass, ...],
     major: RowTiling,
     minor: RowTiling,
-    by_key: bool,
+    kv_major: bool,
     subblocks: int = 1,
 ) -> PassLists:
     """Builds the lists of a pass: at trace time, or on the device if selections, masks or segment ids are arrays.
@@ -146,26 +146,26 @@ def build_pass_lists(
       passes: the passes that heads take in turn; () for a run-time mask, or a selection.
       major: tiling of the side that programs hold.
       minor: tiling of the side that they walk over.
-      by_key: True for lists of key blocks, which the kernels of dk and dv read.
+      kv_major: True for lists of key blocks, which the kernels of dk and dv read.
       subblocks: blocks of ``minor`` in a planned block; above 1 only where segment ids are all that is dynamic.
     """
-    q, kv = (minor, major) if by_key else (major, minor)
+    q, kv = (minor, major) if kv_major else (major, minor)
     if operands.chosen is not None or operands.mask is not None:
         pairs, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
-        mask_bits, starts = pack_mask_bits(tiles, major, minor, by_key), pairs.starts(by_key)
+        mask_bits, starts = pack_mask_bits(tiles, major, minor, kv_major), pairs.starts(kv_major)
     elif operands.segments is None:
-        return _static_lists(passes, major, minor, by_key)
+        return _static_lists(passes, major, minor, kv_major)
     else:
-        pairs, mask_bits, starts = _divided_pairs(passes, major, minor, by_key, subblocks)
+        pairs, mask_bits, starts = _divided_pairs(passes, major, minor, kv_major, subblocks)
     pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
     granularity = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
     pairs = mask_overhang(pairs, minor)
-    lists = pairs.lists(by_key) if starts is None else _compact_lists(pairs, starts, by_key)
-    return PassLists(lists, mask_bits, pairs.longest(by_key), granularity)
+    lists = pairs.lists(kv_major) if starts is None else _compact_lists(pairs, starts, kv_major)
+    return PassLists(lists, mask_bits, pairs.longest(kv_major), granularity)
 
 
 def _divided_pairs(
-    passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, by_key: bool, subblocks: int
+    passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool, subblocks: int
 ) -> tuple[BlockPairs, np.ndarray, np.ndarray | None]:
     """Returns sorted pairs of static masks, their mask bits, and the first pair of each list.
 
@@ -173,14 +173,14 @@ def _divided_pairs(
     """
     planned_minor = dataclasses.replace(minor, block=minor.block * subblocks, tile=minor.tile * subblocks)
     pairs = _sorted_pairs(
-        passes, (planned_minor.block, major.block) if by_key else (major.block, planned_minor.block), by_key
+        passes, (planned_minor.block, major.block) if kv_major else (major.block, planned_minor.block), kv_major
     )
-    starts = pairs.starts(by_key)
+    starts = pairs.starts(kv_major)
     if subblocks == 1:
-        return pairs, _static_bits(passes, major, minor, by_key), starts
-    mask_bits, states = _divided_bits(passes, major, planned_minor, by_key, subblocks)
+        return pairs, _static_bits(passes, major, minor, kv_major), starts
+    mask_bits, states = _divided_bits(passes, major, planned_minor, kv_major, subblocks)
     return (
-        pairs.in_parts(subblocks, by_key, states, minor.num_blocks),
+        pairs.in_parts(subblocks, kv_major, states, minor.num_blocks),
         mask_bits,
         None if starts is None else starts * subblocks,
     )
@@ -188,10 +188,10 @@ def _divided_pairs(
 
 @bounded_cache()
 def _divided_bits(
-    passes: tuple[Pass, ...], major: RowTiling, planned_minor: RowTiling, by_key: bool, subblocks: int
+    passes: tuple[Pass, ...], major: RowTiling, planned_minor: RowTiling, kv_major: bool, subblocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bits of divided mask tiles, those of a tile one after the other, and states for `in_parts`."""
-    mask_bits = _static_bits(passes, major, planned_minor, by_key)
+    mask_bits = _static_bits(passes, major, planned_minor, kv_major)
     mask_bits = mask_bits.reshape(*mask_bits.shape[:2], subblocks, -1).swapaxes(
         1, 2
     )  # [1 + tiles, subblocks, rows, words]
@@ -199,13 +199,13 @@ def _divided_bits(
     return np.concatenate([mask_bits[0, :1], mask_bits[1:].reshape(-1, *mask_bits.shape[2:])]), states
 
 
-def _compact_lists(pairs: BlockPairs, starts: np.ndarray, by_key: bool) -> BlockLists:
+def _compact_lists(pairs: BlockPairs, starts: np.ndarray, kv_major: bool) -> BlockLists:
     """Builds the lists of sorted pairs on the device, by `compact_kernel`; ``starts`` are those of `BlockPairs.starts`.
 
     A list begins where its pairs began, so there are gaps between lists.
     """
     batches, heads, n = pairs.kind.shape
-    minor, blocks = pairs.row if by_key else pairs.column, pairs.blocks[by_key]
+    minor, blocks = pairs.row if kv_major else pairs.column, pairs.blocks[kv_major]
     tile, chosen_by = pairs.tile, pairs.chosen_by
     arrays = starts, pairs.kind, minor, tile, starts if chosen_by is None else chosen_by
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
@@ -217,21 +217,21 @@ def _compact_lists(pairs: BlockPairs, starts: np.ndarray, by_key: bool) -> Block
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
     selected_by = None if chosen_by is None else selected_by
-    return BlockLists(spans, block, tile, selected_by, pairs.blocks[not by_key], pairs.group)
+    return BlockLists(spans, block, tile, selected_by, pairs.blocks[not kv_major], pairs.group)
 
 
 @bounded_cache()
-def _static_lists(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, by_key: bool) -> PassLists:
-    shape = (minor.block, major.block) if by_key else (major.block, minor.block)
-    lists = mask_overhang(_sorted_pairs(passes, shape, by_key), minor).lists(by_key)
+def _static_lists(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool) -> PassLists:
+    shape = (minor.block, major.block) if kv_major else (major.block, minor.block)
+    lists = mask_overhang(_sorted_pairs(passes, shape, kv_major), minor).lists(kv_major)
     longest = int(lists.counts[..., 1].max(initial=0))
-    return PassLists(lists, _static_bits(passes, major, minor, by_key), longest)
+    return PassLists(lists, _static_bits(passes, major, minor, kv_major), longest)
 
 
 @bounded_cache()
-def _static_bits(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, by_key: bool) -> np.ndarray:
-    shape = (minor.block, major.block) if by_key else (major.block, minor.block)
-    return pack_mask_bits(planned_block_pairs([one.mask for one in passes], shape, True)[1], major, minor, by_key)
+def _static_bits(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, kv_major: bool) -> np.ndarray:
+    shape = (minor.block, major.block) if kv_major else (major.block, minor.block)
+    return pack_mask_bits(planned_block_pairs([one.mask for one in passes], shape, True)[1], major, minor, kv_major)
 
 
 def mask_overhang(pairs: BlockPairs, minor: RowTiling) -> BlockPairs:
@@ -242,21 +242,21 @@ def mask_overhang(pairs: BlockPairs, minor: RowTiling) -> BlockPairs:
     return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FREE, MASKED, pairs.kind))
 
 
-def pack_mask_bits(tiles: Any, major: RowTiling, minor: RowTiling, by_key: bool) -> Any:
+def pack_mask_bits(tiles: Any, major: RowTiling, minor: RowTiling, kv_major: bool) -> Any:
     """Packs mask tiles, bool [n, bq, bkv] of JAX or numpy's `packed_tiles`, into `PassLists.mask_bits`."""
     # Packed heads share a bit, so the bits of a block of queries fit a word.
-    rows = 1 if major.gathered else major.tiles_per_block * major.tile // major.pack
+    rows = 1 if major.gathers_rows else major.tiles_per_block * major.tile // major.pack
     words = minor.tiles_per_block * minor.tile if minor.pack == 1 else 32
     padding = [(0, rows - major.block), (0, words - minor.block)]
     if isinstance(tiles, np.ndarray):
         everything = np.ones((1, major.block, minor.block), bool)
-        columns, chunks = (major if by_key else minor).block, [everything]
+        columns, chunks = (major if kv_major else minor).block, [everything]
         for start in range(0, len(tiles), 256):
             chunk = unpacked_tiles(tiles[start : start + 256], columns)
-            chunks.append(chunk.swapaxes(1, 2) if by_key else chunk)
+            chunks.append(chunk.swapaxes(1, 2) if kv_major else chunk)
         words = [np.packbits(np.pad(x, [(0, 0), *padding]), axis=2, bitorder="little") for x in chunks]
         return np.concatenate(words).view(np.int32)
-    tiles = tiles.swapaxes(1, 2) if by_key else tiles
+    tiles = tiles.swapaxes(1, 2) if kv_major else tiles
     tiles = jnp.concatenate([jnp.ones((1, *tiles.shape[1:]), bool), tiles])
     words = jnp.pad(tiles, [(0, 0), *padding]).reshape(len(tiles), rows, -1, 32)
     return jax.lax.bitcast_convert_type(

@@ -115,45 +115,45 @@ class GroupPass:
         """Both row orders in words."""
         return self.passes[0].orders if self.passes else "natural order"
 
-    def block_shape(self, *, by_key: bool) -> tuple[int, int]:
-        """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``by_key``."""
+    def block_shape(self, *, kv_major: bool) -> tuple[int, int]:
+        """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``kv_major``."""
         sizes = self.passes[0] if self.passes else self.call
-        return sizes.bwd_shape if by_key else sizes.fwd_shape
+        return sizes.bwd_shape if kv_major else sizes.fwd_shape
 
     def same_rows(self, second: "GroupPass") -> bool:
         """True if one kernel can compute both passes: query rows are the same, and the number of masks."""
         return self.q_order == second.q_order and len(self.passes) == len(second.passes)
 
-    def heads_by_list(self, *, by_key: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
+    def heads_by_list(self, *, kv_major: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the query heads of the pass, and bool [list heads, query heads]: those whose lists a program walks.
 
         A program for dk and dv walks the lists of all query heads of its key head.
         """
         heads = self.first + self.step * np.arange(0, self.heads, pack)
-        if not by_key:
+        if not kv_major:
             return heads, np.eye(len(heads), dtype=bool)
         kv_heads = self.operands.key.shape[2]
         return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
 
     def count_steps(
-        self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, by_key: bool, pack: int
+        self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, kv_major: bool, pack: int
     ) -> tuple[Any, Any]:
         """Counts the steps of work tiles [LB, work tiles], and those before each query head [LB, heads, blocks].
 
-        Both are numpy arrays if the lists are static. The second is None unless ``by_key``: other work tiles have one
+        Both are numpy arrays if the lists are static. The second is None unless ``kv_major``: other work tiles have one
         query head.
 
         Args:
           walked_lists: the minor tiling and the lists of each pass that programs walk.
-          by_key: True if programs hold keys.
+          kv_major: True if programs hold keys.
           pack: query heads that share a tile.
         """
-        heads, members = self.heads_by_list(by_key=by_key, pack=pack)
+        heads, members = self.heads_by_list(kv_major=kv_major, pack=pack)
         steps: Any = 0
         for minor, lists in walked_lists:
             counts = lists.block_lists.counts[..., 1]
             steps = steps + minor.num_steps(counts[:, heads // lists.block_lists.group % counts.shape[1]])
-        if not by_key:
+        if not kv_major:
             return steps.reshape(len(steps), steps.shape[1] * steps.shape[2]), None
         sums = (steps[:, None] * members.astype(np.int32)[None, :, :, None]).sum(2)
         before = steps.cumsum(1) - steps

@@ -82,7 +82,7 @@ def _fused_lists(passes: tuple[Pass, ...], second_passes: tuple[Pass, ...], q: R
     )
     row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in joined)
     fused = BlockPairs(row, column, kind, tile, None, (pairs.blocks[0], pairs.blocks[1] + second_pairs.blocks[1]))
-    mask_bits = pack_mask_bits(np.concatenate([tiles, second_tiles]), q, kv, by_key=False)
+    mask_bits = pack_mask_bits(np.concatenate([tiles, second_tiles]), q, kv, kv_major=False)
     return PassLists(fused.lists(by_key=False), mask_bits, fused.longest(by_key=False))
 
 
@@ -241,7 +241,7 @@ def _block_shape(work: GroupPass, direction: str) -> tuple[int, int]:
     if work.call.selection is not None:
         bkv, granularity = work.call.selection
         return min(settings.TILE_ROWS, MOST_PARTS * granularity), bkv
-    return work.block_shape(by_key=direction == "backward")
+    return work.block_shape(kv_major=direction == "backward")
 
 
 def _subblocks_per_block(work: GroupPass, direction: str) -> int:
@@ -312,16 +312,16 @@ def _by_row(x: jax.Array, side: RowTiling, fill: float) -> jax.Array:
 
 def _lists(work: GroupPass, direction: str) -> tuple[RowTiling, RowTiling, PassLists, Any, Any]:
     """Returns (q tiling, kv tiling, lists, steps [LB, heads, blocks] of work tiles, steps before each query head)."""
-    by_key, (bq, bkv) = direction == "backward", _block_shape(work, direction)
+    kv_major, (bq, bkv) = direction == "backward", _block_shape(work, direction)
     subblocks = _subblocks_per_block(work, direction)
-    bq, bkv = (bq // subblocks, bkv) if by_key else (bq, bkv // subblocks)
+    bq, bkv = (bq // subblocks, bkv) if kv_major else (bq, bkv // subblocks)
     q, kv = RowTiling(work.q_order, bq, bq), RowTiling(work.kv_order, bkv, bkv)
-    major, minor = (kv, q) if by_key else (q, kv)
+    major, minor = (kv, q) if kv_major else (q, kv)
     if work.fused_with is None:
-        lists = build_pass_lists(work.call, work.operands, work.passes, major, minor, by_key, subblocks)
+        lists = build_pass_lists(work.call, work.operands, work.passes, major, minor, kv_major, subblocks)
     else:
         lists = _fused_lists(work.passes, work.fused_with.passes, q, kv)
-    steps, steps_before = work.count_steps([(minor, lists)], by_key=by_key, pack=1)
+    steps, steps_before = work.count_steps([(minor, lists)], kv_major=kv_major, pack=1)
     return q, kv, lists, steps.reshape(len(steps), -1, major.num_blocks), steps_before
 
 
@@ -335,10 +335,10 @@ def _is_skewed(work: GroupPass) -> bool:
 def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     processors, size = hardware.local_gpu().processors, _padded_head_size(work)
     assert size is not None
-    by_key, operands, batch = direction == "backward", work.operands, work.operands.query.shape[0]
+    kv_major, operands, batch = direction == "backward", work.operands, work.operands.query.shape[0]
     q, kv, pass_lists, steps, steps_before = _lists(work, direction)
     lists = pass_lists.block_lists
-    if by_key:
+    if kv_major:
         schedule, splits = _order_backward_tiles(work, kv, lists, steps, steps_before)
     else:
         schedule, splits = build_schedule(steps, batch, processors), None
@@ -350,14 +350,14 @@ def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     chosen_by = lists.block if lists.chosen_by is None else lists.chosen_by
     list_arrays: list[Any] = [schedule, lists.spans, lists.block, lists.tile, chosen_by, pass_lists.mask_bits]
     list_arrays += segments
-    list_arrays += [lists.spans if splits is None else splits] if by_key else []
+    list_arrays += [lists.spans if splits is None else splits] if kv_major else []
     batches, list_heads = lists.spans.shape[:2]
     num_splits = 0 if splits is None else len(splits)
     split_heads = 0 if splits is None else schedule.shape[0] // (batch * num_splits)
     list_shapes = ListShapes(batches, list_heads, lists.group, steps.shape[2], num_splits, pass_lists.granularity)
     views_of_rows = {"Q": views.rows_view(q.order, q.tile), "KV": views.rows_view(kv.order, kv.tile)}
     tile_queries = _tile_queries(work, direction)
-    stages = settings.num_stages("backward" if by_key else "forward", size, settings.tile_keys(kv.tile), tile_queries)
+    stages = settings.num_stages("backward" if kv_major else "forward", size, settings.tile_keys(kv.tile), tile_queries)
     constants = {"A": array_shapes(work, size), **views_of_rows, "L": list_shapes}
     constants |= {"CONSUMER_REGISTERS": settings.CONSUMER_REGISTERS, "PRODUCER_REGISTERS": settings.PRODUCER_REGISTERS}
     return _PreparedLaunch(
@@ -388,7 +388,7 @@ def _order_backward_tiles(
     if not isinstance(steps, np.ndarray):
         return order_work_tiles(steps, batch, programs, False), None
     if len(steps) == 1:
-        heads, members = work.heads_by_list(by_key=True, pack=1)
+        heads, members = work.heads_by_list(kv_major=True, pack=1)
         key_heads, list_of_head = members.argmax(0), heads // lists.group % lists.spans.shape[1]
         size = _padded_head_size(work)
         assert size is not None

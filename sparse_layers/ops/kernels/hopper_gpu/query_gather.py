@@ -50,7 +50,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
     """Returns (dq [B, T, N, H] in the dtype of the query, (dk, dv) in float32); ``earlier`` are added to the latter."""
     query, key, value = rows.operands.query, rows.operands.key, rows.operands.value
     (batch, length, _, size), block = query.shape, rows.block
-    q, kv = RowTiling(rows.q_order, 1, settings.GROUP_ROWS, gathered=True), RowTiling(rows.kv_order, block, block)
+    q, kv = RowTiling(rows.q_order, 1, settings.GROUP_ROWS, gathers_rows=True), RowTiling(rows.kv_order, block, block)
     pass_lists = rows.lists_by_key(q, kv)
     lists, work_tiles = pass_lists.block_lists, _work_tiles(rows, q, pass_lists)
     # The last element is that of rows without a query: their weights are 0.
@@ -87,7 +87,7 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
 
 def _work_tiles(rows: SelectedRows, q: RowTiling, lists: Any) -> jax.Array:
     """Returns the work tiles, int32 [work tiles, LB, 3]: the number of a head and block, first step, end of steps."""
-    steps, _ = rows.count_steps([(q, lists)], by_key=False, pack=1)
+    steps, _ = rows.count_steps([(q, lists)], kv_major=False, pack=1)
     # One for each head and block, and one more for every MOST_STEPS steps.
     most = steps.shape[1] + rows.heads * q.num_steps(rows.q_order.rows) // MOST_STEPS
     splits = split_work_tiles(steps, -(-steps // MOST_STEPS), most)

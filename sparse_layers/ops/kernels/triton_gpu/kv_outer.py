@@ -85,6 +85,6 @@ def settings_of(rows: SelectedRows, kernel: str) -> Settings:
 
 def _prepare(rows: SelectedRows, kernel: str) -> PreparedLaunch:
     settings = settings_of(rows, kernel)
-    q = RowTiling(rows.q_order, 1, settings.minor, rows.pack, gathered=True)
+    q = RowTiling(rows.q_order, 1, settings.minor, rows.pack, gathers_rows=True)
     kv = RowTiling(rows.kv_order, rows.block, settings.major)
     return prepare(rows, q, kv, kv, [(q, rows.lists_by_key(q, kv))], settings, None, kernel == "dkv_with_dq")

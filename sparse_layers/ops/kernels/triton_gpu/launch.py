@@ -146,7 +146,7 @@ def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     if work.call.selection is not None:
         block, granularity = work.call.selection
         return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), block
-    bq, bkv = work.block_shape(by_key=kernel == "dkv")
+    bq, bkv = work.block_shape(kv_major=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv
     if work.fused_with is not None:  # the pass with more pairs decides the block of queries
@@ -171,25 +171,25 @@ def _segments(work: GroupPass) -> tuple[jax.Array | None, ...]:
     return work.operands.segments or (None, None)
 
 
-def _lists(work: GroupPass, major: RowTiling, minor: RowTiling, by_key: bool) -> PassLists:
-    return build_pass_lists(work.call, work.operands, work.passes, major, minor, by_key)
+def _lists(work: GroupPass, major: RowTiling, minor: RowTiling, kv_major: bool) -> PassLists:
+    return build_pass_lists(work.call, work.operands, work.passes, major, minor, kv_major)
 
 
 def _prepare(work: GroupPass, kernel: str) -> "PreparedLaunch":
     """Prepares the launch of a kernel: tile sizes, lists and work tiles."""
-    by_key, (bq, bkv), params = kernel == "dkv", block_shape(work, kernel), work.call.params[kernel != "forward"]
+    kv_major, (bq, bkv), params = kernel == "dkv", block_shape(work, kernel), work.call.params[kernel != "forward"]
     rows = bq * work.pack
-    itemsize, blocks = work.operands.query.dtype.itemsize, (bkv, rows) if by_key else (rows, bkv)
+    itemsize, blocks = work.operands.query.dtype.itemsize, (bkv, rows) if kv_major else (rows, bkv)
     settings = choose_settings(kernel, itemsize, head_sizes(work), blocks, params, hardware.local_gpu())
-    q_tile, kv_tile = (settings.minor, settings.major) if by_key else (settings.major, settings.minor)
+    q_tile, kv_tile = (settings.minor, settings.major) if kv_major else (settings.major, settings.minor)
     q, kv = RowTiling(work.q_order, bq, q_tile, work.pack), RowTiling(work.kv_order, bkv, kv_tile)
-    major, minor = (kv, q) if by_key else (q, kv)
-    walked_lists = [(minor, _lists(work, major, minor, by_key))]
+    major, minor = (kv, q) if kv_major else (q, kv)
+    walked_lists = [(minor, _lists(work, major, minor, kv_major))]
     second = work.fused_with
-    if second is not None and not by_key:
+    if second is not None and not kv_major:
         second_kv = RowTiling(second.kv_order, block_shape(second, kernel)[1], settings.minor)
-        walked_lists.append((second_kv, _lists(second, q, second_kv, by_key)))
-    return prepare(work, q, kv, major, walked_lists, settings, requested_splits(params, minor.order.rows), by_key)
+        walked_lists.append((second_kv, _lists(second, q, second_kv, kv_major)))
+    return prepare(work, q, kv, major, walked_lists, settings, requested_splits(params, minor.order.rows), kv_major)
 
 
 def prepare(
@@ -200,17 +200,17 @@ def prepare(
     walked_lists: Sequence[tuple[RowTiling, PassLists]],
     settings: Settings,
     requested: int | None,
-    by_key: bool,
+    kv_major: bool,
 ) -> "PreparedLaunch":
     """Prepares a launch: splits its work tiles and orders them.
 
     Args:
       work, q, kv, major, walked_lists, settings: see `PreparedLaunch`.
       requested: number of splits of every work tile by the user, see `requested_splits`; None to choose.
-      by_key: True if programs hold keys.
+      kv_major: True if programs hold keys.
     """
     processors = hardware.local_gpu().processors
-    steps, steps_before = work.count_steps(walked_lists, by_key=by_key, pack=work.pack)
+    steps, steps_before = work.count_steps(walked_lists, kv_major=kv_major, pack=work.pack)
     programs = major.tiles_per_block * work.operands.query.shape[0] // len(steps)  # of a work tile
     most = None
     if requested is not None:
@@ -218,9 +218,9 @@ def prepare(
     elif isinstance(steps, np.ndarray):
         num_splits = count_splits(steps, programs, 2 * processors)
     else:
-        num_splits, most = _run_time_splits(work, walked_lists, steps, programs, processors, by_key)
+        num_splits, most = _run_time_splits(work, walked_lists, steps, programs, processors, kv_major)
     splits = split_work_tiles(steps, num_splits, most)
-    heads = work.operands.key.shape[2] if by_key else work.heads // work.pack
+    heads = work.operands.key.shape[2] if kv_major else work.heads // work.pack
     rest = (np if isinstance(steps, np.ndarray) else jnp).where(num_splits == 0, steps, 0)
     order = longest_first_order(rest.reshape(len(rest), heads, major.num_blocks), 8 * processors)
     return PreparedLaunch(work, q, kv, major, walked_lists, settings, order, splits, steps_before, steps.shape[1])
@@ -232,10 +232,10 @@ def _run_time_splits(
     steps: Any,
     programs: int,
     slots: int,
-    by_key: bool,
+    kv_major: bool,
 ):
     """Returns (number of splits of each work tile, bound of their sum) for lists that are built on the device."""
-    heads, members = work.heads_by_list(by_key=by_key, pack=work.pack)
+    heads, members = work.heads_by_list(kv_major=kv_major, pack=work.pack)
     total = longest = 0
     for minor, lists in walked_lists:
         batches, kinds = lists.block_lists.spans.shape[:2]
@@ -245,7 +245,7 @@ def _run_time_splits(
     if longest <= limit:
         return np.zeros(steps.shape, np.int32), 0
     splits = -(-steps // limit)
-    if walked_lists[0][0].gathered:  # results by minor row need one launch, so every work tile is split
+    if walked_lists[0][0].gathers_rows:  # results by minor row need one launch, so every work tile is split
         num_splits = steps.shape[1]
         return jnp.maximum(splits, 1), (total + num_splits * int(members.sum(1).max())) // limit + num_splits
     return jnp.where(steps > limit, splits, 0), 2 * total // limit
