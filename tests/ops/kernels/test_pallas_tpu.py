@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.pallas_tpu import sides
+from sparse_layers.ops.kernels.pallas_tpu import kernel_masks
 from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, LIMITED, MASKED, Steps
 from sparse_layers.ops.planning.lists import BlockPairs, planned_block_pairs
 from sparse_layers.ops.planning.views import Reordered, RowOrder
@@ -33,7 +33,7 @@ def unpacked(steps):
     scalars = [np.asarray(x) for x in steps.scalars]
     batches, classes, length = steps.words.shape
     return [
-        [[tuple(map(int, steps.at(scalars, b, c, s))) for s in range(length)] for c in range(classes)]
+        [[tuple(map(int, steps.read_step(scalars, b, c, s))) for s in range(length)] for c in range(classes)]
         for b in range(batches)
     ]
 
@@ -359,8 +359,8 @@ def test_masks_are_the_same_along_lanes(name, monkeypatch):
     (starts, shape), mask = ((32, 24), (40, 16)), sl.preset(name, **SMALL[name])
 
     def pairs(mask, least, flipped):
-        monkeypatch.setattr(sides, "WORTH_LYING", least)
-        found = sides.allowed_pairs(mask, starts, shape, flipped)
+        monkeypatch.setattr(kernel_masks, "MIN_ROW_OPERATIONS", least)
+        found = kernel_masks.allowed_pairs(mask, starts, shape, flipped)
         return found.T if flipped else found
 
     for one in sl.as_masks(mask):

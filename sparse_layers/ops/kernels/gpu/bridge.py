@@ -158,7 +158,7 @@ def record_condition(condition: str, function: Callable[..., Any]) -> Callable[.
 def gluon_unsupported() -> str | None:
     """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
 
-    For a GPU that `platforms.assuming` names they are taken to be.
+    They are taken to launch on a GPU that `platforms.assuming` names.
     """
     if assumed() is not None:
         return None

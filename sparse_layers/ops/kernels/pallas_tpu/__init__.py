@@ -1,10 +1,10 @@
 """Block-sparse flash attention for TPUs in Pallas. On other platforms the same kernels run interpreted, for tests.
 
-Grid steps follow compacted lists of active blocks (`schedule.py`), so the time is that of the blocks kept. The kernels
-are in `forward_kernel.py` and `backward_kernel.py`, what they share in `launch.py` and, for masks, in `sides.py`;
-`chain.py` strings passes together.
+Grid steps follow compacted lists of active blocks (`schedule.py`), so only these take time. The kernels are in
+`forward_kernel.py` and `backward_kernel.py`. `launch.py` has their operands and the launch, `kernel_masks.py` masks
+inside kernels. `chain.py` runs the passes of a chain.
 
-This file alone is imported with the package; Pallas is at the first call, for it takes a while.
+Only this file is imported with the package. Pallas, which takes a while to import, is imported at the first call.
 """
 
 import jax
@@ -18,7 +18,7 @@ LEAST_GRANULARITY = 16
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call, or None."""
+    """Returns why this implementation cannot compute the call, or None."""
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     if call.selection is not None and call.selection[1] < LEAST_GRANULARITY:
@@ -31,7 +31,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 @differentiable_once("pallas_tpu")
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    """Returns attention out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
     from . import chain
 
     return chain.forward(call, operands)
@@ -39,7 +39,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("pallas_tpu")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from . import chain
 
     return chain.backward(call, operands, lse, delta, dout)

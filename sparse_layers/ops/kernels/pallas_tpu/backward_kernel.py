@@ -28,17 +28,29 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .launch import LOG2E, Arrays, Block, Blocks, Link, Place, by_kind, dot, launch, masked_scores, scores
+from .launch import (
+    LOG2E,
+    GridPosition,
+    OperandBlock,
+    OperandBlocks,
+    PassArrays,
+    PassRun,
+    by_kind,
+    dot,
+    launch,
+    masked_scores,
+    scores,
+)
 from .schedule import DEAD, Steps
 
 
 def backward_pass(
-    link: Link, steps: Steps, arrays: Arrays, lse: jax.Array, delta: jax.Array, dout: jax.Array, members: int
+    pass_run: PassRun, steps: Steps, arrays: PassArrays, lse: jax.Array, delta: jax.Array, dout: jax.Array, members: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
-      link: the pass.
+      pass_run: the pass.
       steps: its active blocks by key block.
       arrays: its operands; tiles are those of [bkv, bq].
       lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows without keys.
@@ -49,22 +61,26 @@ def backward_pass(
     Returns:
       dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv].
     """
-    blocks = Blocks(link, flipped=True)
+    blocks = OperandBlocks(pass_run, flipped=True)
     batch, heads = arrays.query.shape[:2]
-    bq, bkv = link.shape
+    bq, bkv = pass_run.shape
     dq = jnp.zeros_like(arrays.query, jnp.float32)
-    outputs = {"dq": Block(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
+    outputs = {"dq": OperandBlock(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
     for name, like in (("dk", arrays.key), ("dv", arrays.value)):
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)
         block = None, None, bkv, like.shape[-1]
-        outputs[name] = Block(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
-    by_row = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
+        outputs[name] = OperandBlock(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
+    by_row = {
+        "lse": blocks.query_vector_block(lse),
+        "delta": blocks.query_vector_block(delta),
+        "dout": blocks.query_block(dout),
+    }
     dq, dk, dv = launch(
-        functools.partial(_kernel, link),
+        functools.partial(_kernel, pass_run),
         "sparse_bwd",
         steps,
         (batch, heads // members, members),
-        blocks.operands(arrays) | by_row | {"dq_start": Block(dq, None, None)},
+        blocks.operands(arrays) | by_row | {"dq_start": OperandBlock(dq, None, None)},
         outputs,
         {
             "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
@@ -79,11 +95,11 @@ def backward_pass(
     return dq, dk, dv
 
 
-def _kernel(link: Link, refs: Any, place: Place) -> None:
+def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
     # s, p, ds: [N, M]. dk_acc: [N, H]. dv_acc: [N, Hv].
-    step, dq = place.step, _Accumulator(link, refs, place)
+    step, dq = position.step, _Accumulator(pass_run, refs, position)
 
-    @pl.when(place.begins)
+    @pl.when(position.is_first_visit)
     def _():
         refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
         refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
@@ -91,8 +107,8 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
     def compute(masked, limited):
         dq.start_load()
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
-        s, slope = scores(link, dot(k, q, (1, 1)))
-        s = masked_scores(link, refs, place, s, masked, limited, flipped=True)
+        s, slope = scores(pass_run, dot(k, q, (1, 1)))
+        s = masked_scores(pass_run, refs, position, s, masked, limited, flipped=True)
         p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
@@ -102,12 +118,12 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
-    by_kind(step, link, compute)
+    by_kind(step, pass_run, compute)
     dq.end()
 
-    @pl.when(place.ends)
+    @pl.when(position.is_last_visit)
     def _():
-        refs.dk[...] = refs.dk_acc[...] * link.call.scale
+        refs.dk[...] = refs.dk_acc[...] * pass_run.call.scale
         refs.dv[...] = refs.dv_acc[...]
 
 
@@ -119,12 +135,12 @@ class _Accumulator:
     is complete.
     """
 
-    def __init__(self, link: Link, refs: Any, place: Place):
-        self.refs, self.place, self.rows = refs, place, link.shape[0]
+    def __init__(self, pass_run: PassRun, refs: Any, position: GridPosition):
+        self.refs, self.position, self.rows = refs, position, pass_run.shape[0]
 
     def begin(self) -> None:
         """Resets the state in the first step of a batch entry and group of heads; every step calls it first."""
-        pl.when(self.place.starts)(lambda: self._set(0, 0, 0))
+        pl.when(self.position.is_first_step)(lambda: self._set(0, 0, 0))
 
     def start_load(self) -> None:
         """Starts to load this step's block, unless the step before did."""
@@ -133,18 +149,18 @@ class _Accumulator:
         @pl.when(ahead == 0)
         def _():
             pl.when(pending == 1)(self._store(1 - slot).wait)
-            self._load(self.place.head, self.place.step, slot).start()
+            self._load(self.position.head, self.position.step, slot).start()
             self._set(slot, 0, 0)
 
     def add(self, update: jax.Array) -> None:
         """Adds to this step's block, and starts to store it and to load that of the next step."""
         slot, _, pending = self._state()
         pl.when(pending == 1)(self._store(1 - slot).wait)
-        head, step = self.place.following()
-        next_differs = (head != self.place.head) | (step.minor != self.place.step.minor)
-        ahead = next_differs & (step.kind != DEAD) & ~self.place.finishes
+        head, step = self.position.next_step()
+        next_differs = (head != self.position.head) | (step.minor != self.position.step.minor)
+        ahead = next_differs & (step.kind != DEAD) & ~self.position.is_last_step
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
-        self._load(self.place.head, self.place.step, slot).wait()
+        self._load(self.position.head, self.position.step, slot).wait()
         self.refs.dq_tiles[slot] += update
         self._store(slot).start()
         self._set(1 - slot, ahead.astype(jnp.int32), 1)
@@ -152,17 +168,17 @@ class _Accumulator:
     def end(self) -> None:
         """Waits for the store in the last step of a batch entry and group of heads; every step calls it last."""
         slot, _, pending = self._state()
-        pl.when(self.place.finishes & (pending == 1))(self._store(1 - slot).wait)
+        pl.when(self.position.is_last_step & (pending == 1))(self._store(1 - slot).wait)
 
     def _block(self, head, step):
-        return self.refs.dq.at[self.place.batch, head, pl.ds(step.minor * self.rows, self.rows)]
+        return self.refs.dq.at[self.position.batch, head, pl.ds(step.minor * self.rows, self.rows)]
 
     def _load(self, head, step, slot):
         dq_block, buffer = self._block(head, step), self.refs.dq_tiles.at[slot]
         return pltpu.make_async_copy(dq_block, buffer, self.refs.loaded.at[slot])
 
     def _store(self, slot):
-        dq_block, buffer = self._block(self.place.head, self.place.step), self.refs.dq_tiles.at[slot]
+        dq_block, buffer = self._block(self.position.head, self.position.step), self.refs.dq_tiles.at[slot]
         return pltpu.make_async_copy(buffer, dq_block, self.refs.stored)
 
     def _state(self):

@@ -1,4 +1,4 @@
-"""Chains of passes for all heads: what each kernel is given, and what becomes of its results."""
+"""Chains of passes for all heads: the inputs of each kernel, and the merge of results."""
 
 import dataclasses
 import functools
@@ -19,68 +19,71 @@ from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over
 from ..operands import Gradients
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
-from .launch import Arrays, Link, by_rows, by_tokens, vector
+from .kernel_masks import pack_bits
+from .launch import PassArrays, PassRun, by_rows, by_tokens, vector
 from .schedule import Steps, TooLong
-from .sides import as_bits
 
 _TUNED = TUNING["pallas_tpu"]
-# Rows of a block of queries that choose for themselves, in parts. By the compiler's estimates for v6e, a forward step
-# of 1024 x 128 takes 1085 cycles, one of 128 x 128 takes 824: where neighbours agree, one does the work of eight; where
-# each chooses 16 of 128 blocks on its own, 84 do that of 128, and backward, at 1611 and 1020, nothing is lost either.
+# Rows of a block of queries, of which groups have selections of their own. By the compiler's estimates for v6e, a
+# forward step of 1024 x 128 takes 1085 cycles, one of 128 x 128 takes 824: if neighbours agree, one step does the work
+# of eight. If each group selects 16 of 128 blocks at random, 84 steps do the work of 128. Backward, at 1611 and 1020
+# cycles, nothing is lost either.
 _CHOOSING_ROWS = 1024
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_tpu.forward`."""
-    function = functools.partial(_as_they_fit, functools.partial(_forward, call), call)
+    """Returns out and lse, see `pallas_tpu.forward`."""
+    function = functools.partial(_split_unless_it_fits, functools.partial(_forward, call), call)
     return over_batches(function, math.inf, operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> Gradients:
-    """See `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
-    function = functools.partial(_as_they_fit, functools.partial(_backward, call), call)
+    """Returns gradients, see `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
+    function = functools.partial(_split_unless_it_fits, functools.partial(_backward, call), call)
     return over_batches(function, math.inf, operands, *by_query)
 
 
-def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
-    """function(operands, *by_query); if scalar memory does not hold the lists of all, of one after the other.
+def _split_unless_it_fits(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
+    """Calls the function once, or, if scalar memory cannot hold all lists, once for each batch entry or key head.
 
-    Lists made at run time differ by batch entry, those of a selection also by key head.
+    Lists that the device builds differ by batch entry, those of a selection also by key head.
     """
     batch, chosen = len(operands.query), operands.chosen
     several_masks = len(call.chains if operands.mask is None else operands.mask) > 1
-    parts = operands.key.shape[2] if chosen is not None and chosen.shape[2] > 1 and not several_masks else 1
+    num_splits = operands.key.shape[2] if chosen is not None and chosen.shape[2] > 1 and not several_masks else 1
     try:
         return function(operands, *by_query)
     except TooLong:
-        if batch * parts == 1:
+        if batch * num_splits == 1:
             raise
 
-    def apart(x):  # [B, T, heads, ..] -> [B * parts, 1, T, heads / parts, ..]
-        x = jnp.moveaxis(x.reshape(*x.shape[:2], parts, -1, *x.shape[3:]), 2, 1)
-        return x.reshape(batch * parts, 1, *x.shape[2:])
+    def split_heads(x):  # [B, T, heads, ..] -> [B * num_splits, 1, T, heads / num_splits, ..]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], num_splits, -1, *x.shape[3:]), 2, 1)
+        return x.reshape(batch * num_splits, 1, *x.shape[2:])
 
-    def together(x):
-        return jnp.moveaxis(x.reshape(batch, parts, *x.shape[2:]), 1, 2).reshape(batch, x.shape[2], -1, *x.shape[4:])
+    def join_heads(x):
+        return jnp.moveaxis(x.reshape(batch, num_splits, *x.shape[2:]), 1, 2).reshape(
+            batch, x.shape[2], -1, *x.shape[4:]
+        )
 
     segments, sinks = operands.segments, operands.sinks
-    each = operands._replace(
-        **{name: apart(getattr(operands, name)) for name in ("query", "key", "value")},
-        segments=None if segments is None else tuple(x[:, None].repeat(parts, axis=0) for x in segments),
-        sinks=None if sinks is None else jnp.tile(sinks.reshape(parts, -1), (batch, 1)),
-        chosen=None if chosen is None else apart(chosen),
+    slices = operands._replace(
+        **{name: split_heads(getattr(operands, name)) for name in ("query", "key", "value")},
+        segments=None if segments is None else tuple(x[:, None].repeat(num_splits, axis=0) for x in segments),
+        sinks=None if sinks is None else jnp.tile(sinks.reshape(num_splits, -1), (batch, 1)),
+        chosen=None if chosen is None else split_heads(chosen),
         mask=None,
     )
 
-    def one(arguments):
-        own, *rest = arguments
-        return function(own._replace(mask=operands.mask), *rest)
+    def run_slice(arguments):
+        slice_operands, *rest = arguments
+        return function(slice_operands._replace(mask=operands.mask), *rest)
 
-    return jax.tree.map(together, jax.lax.map(one, (each, *map(apart, by_query))))
+    return jax.tree.map(join_heads, jax.lax.map(run_slice, (slices, *map(split_heads, by_query))))
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    dtype, operands = operands.query.dtype, _no_float16(operands)
+    dtype, operands = operands.query.dtype, _without_float16(operands)
     outs, lses = [], []
     for heads in _groups(call, operands):
         out, lse = None, None
@@ -92,28 +95,28 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
                 out, lse = heads.forward(passes, operands.query.dtype if final else jnp.float32, out, lse)
             else:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
-                own = heads.forward(passes, jnp.float32, None, None)
+                result = heads.forward(passes, jnp.float32, None, None)
                 if lse is not None:
-                    own = merged((jnp.zeros_like(own[0]) if out is None else out, lse), own)
-                out, lse = own
-        nothing = jnp.zeros_like(heads.query[..., 0], jnp.float32)
+                    result = merged((jnp.zeros_like(result[0]) if out is None else out, lse), result)
+                out, lse = result
+        zeros = jnp.zeros_like(heads.query[..., 0], jnp.float32)
         if out is None:
-            out = jnp.broadcast_to(nothing[..., None], (*nothing.shape, operands.value.shape[-1]))
+            out = jnp.broadcast_to(zeros[..., None], (*zeros.shape, operands.value.shape[-1]))
         outs.append(out.astype(dtype))
-        lses.append(nothing - jnp.inf if lse is None else lse)
+        lses.append(zeros - jnp.inf if lse is None else lse)
     return joined(outs), joined(lses)
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    dtype, operands = operands.query.dtype, _no_float16(operands)
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: a row without keys gives nothing
+    dtype, operands = operands.query.dtype, _without_float16(operands)
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # 2^(logit - inf) = 0: no gradients of a row without keys
     by_query = lse, delta, dout.astype(operands.query.dtype)
     dqs, dk, dv = [], *(jnp.zeros_like(x, jnp.float32) for x in (operands.key, operands.value))
     for heads in _groups(call, operands):
         dq = jnp.zeros_like(heads.query, jnp.float32)
         for passes in heads.group.passes:
-            more_q, more_k, more_v = heads.backward(passes, *map(heads.group.select, by_query))
-            dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
+            pass_dq, pass_dk, pass_dv = heads.backward(passes, *map(heads.group.select, by_query))
+            dq, dk, dv = dq + pass_dq, dk + pass_dk, dv + pass_dv
         dqs.append(dq)
     return Gradients(joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
 
@@ -135,36 +138,36 @@ class _Heads:
     query: jax.Array
 
     def forward(self, passes: tuple[Pass, ...], out_dtype, out: jax.Array | None, lse: jax.Array | None):
-        """(out, lse) of one pass in token order, going on from the given ones (out None: zeros)."""
-        link, steps, arrays = self._prepare(passes, backward=False)
-        q_order, bq = row_orders(self.operands, passes)[0], link.shape[0]
+        """Returns (out, lse) of one pass by token, starting from out and lse of earlier passes (None: none)."""
+        pass_run, steps, arrays = self._prepare(passes, backward=False)
+        q_order, bq = row_orders(self.operands, passes)[0], pass_run.shape[0]
         start = None if out is None else by_rows(q_order, out, bq), None if lse is None else vector(q_order, lse, bq)
-        out, lse = forward_pass(link, steps, arrays, out_dtype, *start)
+        out, lse = forward_pass(pass_run, steps, arrays, out_dtype, *start)
         lse = lse.reshape(*lse.shape[:2], -1)
         return by_tokens(q_order, out), by_tokens(q_order, lse, -jnp.inf)
 
     def backward(self, passes: tuple[Pass, ...], lse: jax.Array, delta: jax.Array, dout: jax.Array):
-        """(dq, dk, dv) of one pass in token order; dk and dv for all key heads."""
+        """Returns (dq, dk, dv) of one pass by token; dk and dv for all key heads."""
         q_order, kv_order = row_orders(self.operands, passes)
-        link, steps, arrays = self._prepare(passes, backward=True)
-        bq = link.shape[0]
+        pass_run, steps, arrays = self._prepare(passes, backward=True)
+        bq = pass_run.shape[0]
         by_query = vector(q_order, lse, bq), vector(q_order, delta, bq), by_rows(q_order, dout, bq)
-        # Query heads of one key head are summed inside the kernel if all are here and share their list.
-        members = link.group // link.stride if link.group % link.stride == 0 else 1
+        # The kernel sums over the query heads of a key head if the group has them all and they share their list.
+        members = pass_run.group // pass_run.head_step if pass_run.group % pass_run.head_step == 0 else 1
         if steps.words.shape[1] > 1 and steps.group % members:
             members = 1
-        dq, dk, dv = backward_pass(link, steps, arrays, *by_query, members)
+        dq, dk, dv = backward_pass(pass_run, steps, arrays, *by_query, members)
         dk, dv = by_tokens(kv_order, dk), by_tokens(kv_order, dv)
         key, value = self.operands.key, self.operands.value
-        if dk.shape[2] != key.shape[2] or link.stride > 1:
-            kv_heads = link.kv_head(np.arange(0, link.heads, members))
+        if dk.shape[2] != key.shape[2] or pass_run.head_step > 1:
+            kv_heads = pass_run.kv_head(np.arange(0, pass_run.heads, members))
             dk, dv = (
                 jnp.zeros_like(like, jnp.float32).at[:, :, kv_heads].add(x) for x, like in ((dk, key), (dv, value))
             )
         return by_tokens(q_order, dq) * self.call.scale, dk, dv
 
-    def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[Link, Steps, Arrays]:
-        """What the kernel of a direction needs."""
+    def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[PassRun, Steps, PassArrays]:
+        """Builds the arguments of a kernel, forward or backward."""
         operands, rows = self.operands, 0
         if operands.chosen is not None:
             rows = _choosing_rows(self.call, backward, operands.chosen.shape[1])
@@ -173,28 +176,28 @@ class _Heads:
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
         ids = (None, None)
         if blocks.segments is not None:
-            sides = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
-            ids = [vector(order, x[..., None], block) for order, x, block in sides]
+            segments_by_order = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
+            ids = [vector(order, x[..., None], block) for order, x, block in segments_by_order]
         steps = Steps.of(
             pairs.lists(by_key=backward),
             tiles is not None,
             f"a pass over {pairs.blocks[0]} x {pairs.blocks[1]} blocks of {bq} x {bkv}",
         )
         if tiles is not None:
-            tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
+            tiles = jnp.asarray(pack_bits(tiles.swapaxes(1, 2) if backward else tiles))
         key, value = (by_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
-        arrays = Arrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
+        arrays = PassArrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
         limited = blocks.segments is not None or pairs.chosen_by is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
-        which = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return Link(self.call, *which, blocks.shape, blocks.rule, limited), steps, arrays
+        heads = self.query.shape[2], self.group.first, self.group.step, queries_per_key
+        return PassRun(self.call, *heads, blocks.shape, blocks.rule, limited), steps, arrays
 
     def _ids(self, ids: jax.Array) -> jax.Array:
-        """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""
-        each = self.operands.query.shape[2] // ids.shape[2]
-        if ids.shape[2] == 1 or each % self.group.step == 0:
+        """Returns the selections of these heads, int32 [B, Tq, G, k], where G divides the number of heads."""
+        heads_per_list = self.operands.query.shape[2] // ids.shape[2]
+        if ids.shape[2] == 1 or heads_per_list % self.group.step == 0:
             return ids
-        return self.group.select(jnp.repeat(ids, each, axis=2))
+        return self.group.select(jnp.repeat(ids, heads_per_list, axis=2))
 
 
 def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
@@ -203,20 +206,20 @@ def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
 
 
 def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
-    """Queries in a block of a selection: as many as asked for or `_CHOOSING_ROWS`, in parts that choose together."""
+    """Returns the queries of a block with a selection: the requested number or `_CHOOSING_ROWS`, in whole groups."""
     assert call.selection is not None
     granularity, wanted = call.selection[1], call.params[backward].q_blocksize or _CHOOSING_ROWS
     return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
 
 
 def _groups(call: Call, operands: Operands) -> list[_Heads]:
-    """The heads by chain; without batch entries no passes, as there is nothing to compute."""
+    """Returns the heads by chain; without batch entries they have no passes."""
     groups = groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
     return [_Heads(call, operands, group, group.select(operands.query)) for group in groups]
 
 
-def _no_float16(operands: Operands) -> Operands:
-    """TPUs multiply bfloat16 and float32; float16 fits into the latter only."""
+def _without_float16(operands: Operands) -> Operands:
+    """Converts float16 operands to float32; TPUs multiply bfloat16 and float32 only."""
     if operands.query.dtype != jnp.float16:
         return operands
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}

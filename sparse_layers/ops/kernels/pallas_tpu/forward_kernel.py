@@ -30,40 +30,57 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .launch import LOG2E, Arrays, Blocks, Link, Place, by_kind, dot, lanes, launch, masked_scores, scores
+from .kernel_masks import LANES, fill_lanes
+from .launch import (
+    LOG2E,
+    GridPosition,
+    OperandBlocks,
+    PassArrays,
+    PassRun,
+    by_kind,
+    dot,
+    lanes,
+    launch,
+    masked_scores,
+    scores,
+)
 from .schedule import Steps
-from .sides import LANES, spread
 
 
 def forward_pass(
-    link: Link, steps: Steps, arrays: Arrays, out_dtype: Any, start: jax.Array | None, start_lse: jax.Array | None
+    pass_run: PassRun,
+    steps: Steps,
+    arrays: PassArrays,
+    out_dtype: Any,
+    start: jax.Array | None,
+    start_lse: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one pass of a chain: out [B, heads, rows, Hv] in out_dtype, lse float32 [B, heads, blocks, 1, bq].
 
     Args:
-      link: the pass.
+      pass_run: the pass.
       steps: its active blocks by query block.
       arrays: its operands.
       out_dtype: of out.
       start, start_lse: out and lse in float32 of an earlier pass over other keys, which this pass continues, or None;
         a lse alone is that of keys whose values are 0.
     """
-    blocks = Blocks(link, flipped=False)
+    blocks = OperandBlocks(pass_run, flipped=False)
     batch, heads, rows, _ = arrays.query.shape
-    bq, value_size = link.shape[0], arrays.value.shape[-1]
+    bq, value_size = pass_run.shape[0], arrays.value.shape[-1]
     optional = {
-        "start": None if start is None else blocks.by_query(start),
-        "start_lse": None if start_lse is None else blocks.vector(start_lse),
+        "start": None if start is None else blocks.query_block(start),
+        "start_lse": None if start_lse is None else blocks.query_vector_block(start_lse),
     }
     out, lse = launch(
-        functools.partial(_kernel, link),
+        functools.partial(_kernel, pass_run),
         "sparse_fwd",
         steps,
         (batch, heads, 1),
         blocks.operands(arrays) | optional,
         {
-            "out": blocks.by_query(jax.ShapeDtypeStruct((batch, heads, rows, value_size), out_dtype)),
-            "lse": blocks.vector(jax.ShapeDtypeStruct((batch, heads, rows // bq, 1, bq), jnp.float32)),
+            "out": blocks.query_block(jax.ShapeDtypeStruct((batch, heads, rows, value_size), out_dtype)),
+            "lse": blocks.query_vector_block(jax.ShapeDtypeStruct((batch, heads, rows // bq, 1, bq), jnp.float32)),
         },
         {
             "m_i": pltpu.VMEM((bq, LANES), jnp.float32),
@@ -74,21 +91,21 @@ def forward_pass(
     return out, lse
 
 
-def _kernel(link: Link, refs: Any, place: Place) -> None:
+def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
     # m_i [M, 128]: the largest logit so far, to base 2. l_i [M, 128]: by lane, the sum of p = 2 ** (s - m_i).
     # acc [M, Hv]: the sum of p @ v.
-    bkv, value_size = link.shape[1], refs.value.shape[-1]
+    bkv, value_size = pass_run.shape[1], refs.value.shape[-1]
 
-    @pl.when(place.begins)
+    @pl.when(position.is_first_visit)
     def _():
-        lse = jnp.full_like(refs.m_i, -jnp.inf) if refs.start_lse is None else spread(refs.start_lse[...])
+        lse = jnp.full_like(refs.m_i, -jnp.inf) if refs.start_lse is None else fill_lanes(refs.start_lse[...])
         refs.m_i[...] = lse * LOG2E
         refs.l_i[...] = jnp.where(lse == -jnp.inf, 0.0, 1 / LANES)
         refs.acc[...] = jnp.zeros_like(refs.acc) if refs.start is None else refs.start[...]
 
     def compute(masked, limited):
-        s, _ = scores(link, dot(refs.query[...], refs.key[...], (1, 1)))
-        s = masked_scores(link, refs, place, s, masked, limited, flipped=False)
+        s, _ = scores(pass_run, dot(refs.query[...], refs.key[...], (1, 1)))
+        s = masked_scores(pass_run, refs, position, s, masked, limited, flipped=False)
         m_i = refs.m_i[...]
         m_new = jnp.maximum(m_i, s.max(1, keepdims=True))
         # For a row without a key so far, a finite shift gives 2 ** -inf = 0, where -inf - -inf would be NaN.
@@ -100,9 +117,9 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         pv = dot(p.astype(refs.value.dtype), refs.value[...], (1, 0))
         refs.acc[...] = lanes(alpha, value_size) * refs.acc[...] + pv
 
-    by_kind(place.step, link, compute)
+    by_kind(position.step, pass_run, compute)
 
-    @pl.when(place.ends)
+    @pl.when(position.is_last_visit)
     def _():
         l_i = refs.l_i[...].sum(1, keepdims=True)
         inverse = jnp.where(l_i == 0.0, 0.0, 1.0 / l_i)

@@ -1,4 +1,4 @@
-"""The blocks that a kernel visits, one after the other: a list of steps without holes, packed for scalar memory.
+"""Step lists: the blocks that a kernel visits, one after the other, packed for scalar memory.
 
 `BlockLists` have one list for each major block. A TPU kernel's grid takes one flat list instead: its length is the
 number of entries, and each step says which blocks to read, whether a mask applies, and whether it is the first or the
@@ -14,7 +14,7 @@ from jax import lax
 
 from ...planning.lists import DEAD, FREE, MASKED, BlockLists
 
-# What a step may be beside these three: masked, but without a mask tile. Segment ids or choices limit it.
+# A kind of step beside these three: masked without a mask tile, limited by segment ids or a selection.
 LIMITED = 3
 # Scalar memory of a TPU core is 1 MiB on every generation; the compiler keeps some of it.
 SMEM_BYTES = (1 << 20) - (24 << 10)
@@ -27,8 +27,8 @@ class Step(NamedTuple):
     major: Any  # block of the output
     minor: Any  # block of the other side
     kind: Any  # DEAD, MASKED, FREE or LIMITED
-    first: Any  # whether it is the first of its major block, 0 or 1
-    last: Any  # whether it is the last
+    first: Any  # 1 in the first step of its major block, else 0
+    last: Any  # 1 in the last one
 
 
 class TooLong(ValueError):
@@ -57,8 +57,8 @@ class Steps:
     group: int
 
     @staticmethod
-    def of(lists: BlockLists, has_tiles: bool, what: str) -> "Steps":
-        """The steps of lists, numpy's if these are; ``what`` names the pass in the error.
+    def of(lists: BlockLists, has_tiles: bool, pass_name: str) -> "Steps":
+        """Builds the steps of lists, in numpy if these are static; ``pass_name`` is for the error.
 
         Raises:
           ValueError: they do not fit a word, or scalar memory (`TooLong`).
@@ -67,73 +67,73 @@ class Steps:
         minor_bits = max(1, (lists.minor_blocks - 1).bit_length())
         if (blocks - 1).bit_length() + minor_bits + FLAG_BITS > 32:
             raise ValueError(
-                f"pallas_tpu: {what} has {blocks} x {lists.minor_blocks} blocks, more than a 32-bit word can "
+                f"pallas_tpu: {pass_name} has {blocks} x {lists.minor_blocks} blocks, more than a 32-bit word can "
                 "number; choose larger q_blocksize and kv_blocksize"
             )
         xp: Any = np if lists.static else jnp
-        # A major block without entries has one dead step, for its output has to be written.
+        # A major block without entries has one dead step, which writes its output.
         counts = lists.counts[..., 1]
         ends = xp.cumsum(xp.maximum(counts, 1), axis=-1, dtype=np.int32)
         starts, total = xp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)]), ends[..., -1:]
         if lists.static:
             count = steps = int(total.max())
         else:
-            each = len(lists.block) // (batches * heads)
-            count, steps = total.max(), min(each + blocks, blocks * lists.minor_blocks)
+            entries_per_list = len(lists.block) // (batches * heads)
+            count, steps = total.max(), min(entries_per_list + blocks, blocks * lists.minor_blocks)
         fields = 1 + has_tiles + (lists.chosen_by is not None)
         if (size := 4 * batches * heads * steps * fields) > SMEM_BYTES:
             raise TooLong(
-                f"pallas_tpu: {what} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
-                f"memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
+                f"pallas_tpu: {pass_name} has {batches * heads} lists of {steps} steps, which take {size} bytes of "
+                f"scalar memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
             )
-        place = np.arange(steps, dtype=np.int32)
-        major = _reached(starts, steps)
+        grid_step = np.arange(steps, dtype=np.int32)
+        major = _last_start_reached(starts, steps)
         # Shorter lists end in dead steps that repeat the last blocks, so nothing is loaded for them.
-        live, step = place < total, xp.minimum(place, total - 1)
+        live, step = grid_step < total, xp.minimum(grid_step, total - 1)
 
         def of_major(x):
             return xp.take_along_axis(x, major, axis=-1)
 
-        within = step - of_major(starts)
-        entry = xp.minimum(of_major(lists.spans[..., 0]) + within, len(lists.block))
+        step_in_block = step - of_major(starts)
+        entry = xp.minimum(of_major(lists.spans[..., 0]) + step_in_block, len(lists.block))
 
         def of_entry(x):
             return xp.append(x, np.zeros(1, np.int32))[entry]
 
         tile, empty = of_entry(lists.tile), of_major(counts) == 0
-        kind = xp.where(within < of_major(lists.counts[..., 0]), FREE, xp.where(tile < 0, LIMITED, MASKED))
+        kind = xp.where(step_in_block < of_major(lists.counts[..., 0]), FREE, xp.where(tile < 0, LIMITED, MASKED))
         kind = xp.where(live & ~empty, kind, DEAD)
-        first, last = ((live & (within == x)).astype(np.int32) for x in (0, of_major(ends - starts) - 1))
+        first, last = ((live & (step_in_block == x)).astype(np.int32) for x in (0, of_major(ends - starts) - 1))
         flags = kind + 4 * first + 8 * last
         minor = xp.where(empty, 0, of_entry(lists.block))
         words = (((major << minor_bits) | minor) << FLAG_BITS) | flags
         tiles = None
         if has_tiles:  # steps without a tile keep the last one, so nothing is loaded for them, too
             latest = np.maximum.accumulate if lists.static else lax.cummax
-            held = latest(xp.where(kind == MASKED, place, 0), axis=2)
-            tiles = xp.maximum(xp.take_along_axis(tile, held, axis=-1), 0)
+            last_tile_step = latest(xp.where(kind == MASKED, grid_step, 0), axis=2)
+            tiles = xp.maximum(xp.take_along_axis(tile, last_tile_step, axis=-1), 0)
         chosen_by = None if lists.chosen_by is None else of_entry(lists.chosen_by)
         return Steps(words.astype(np.int32), tiles, chosen_by, count, minor_bits, lists.group)
 
     @property
     def scalars(self) -> list[Any]:
-        """What the kernel prefetches."""
+        """Arrays that the kernel prefetches to scalar memory."""
         fields = self.words, self.tiles, self.chosen_by
         return [jnp.asarray(x, np.int32).reshape(-1) for x in fields if x is not None]
 
-    def at(self, scalars: Any, batch: Any, head: Any, step: Any) -> Step:
+    def read_step(self, scalars: Any, batch: Any, head: Any, step: Any) -> Step:
         """Reads one step, in an index map or in a kernel; ``scalars`` are the references to `scalars`."""
         word = scalars[0][self._index(batch, head, step)]
         minor = (word >> FLAG_BITS) & ((1 << self.minor_bits) - 1)
         major = (word >> (FLAG_BITS + self.minor_bits)) & ((1 << (32 - FLAG_BITS - self.minor_bits)) - 1)
         return Step(major, minor, word & 3, (word >> 2) & 1, (word >> 3) & 1)
 
-    def tile(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
-        """The mask tile of one step, or None if there are none."""
+    def read_tile(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
+        """Reads the mask tile of one step; None if there are no tiles."""
         return None if self.tiles is None else scalars[1][self._index(batch, head, step)]
 
-    def parts(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
-        """Bit by bit, which parts of the block of queries chose the entry of one step; None if they choose together."""
+    def read_rows_mask(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
+        """Reads a bit for each group of the step's queries, 1 if it selected the entry; None if all select together."""
         if self.chosen_by is None:
             return None
         return scalars[1 if self.tiles is None else 2][self._index(batch, head, step)]
@@ -144,8 +144,8 @@ class Steps:
         return row * steps + step
 
 
-def _reached(starts: Any, steps: int) -> Any:
-    """How many of the ascending, distinct ``starts`` [LB, LH, n] each step has reached, less one: [LB, LH, steps]."""
+def _last_start_reached(starts: Any, steps: int) -> Any:
+    """Returns [LB, LH, steps]: the index of the last of ``starts`` [LB, LH, n], which ascend, up to each step."""
     lists = np.indices(starts.shape, sparse=True)[:2]
     if isinstance(starts, np.ndarray):
         marks = np.zeros((*starts.shape[:2], steps), np.int32)
