@@ -537,7 +537,7 @@ class SparseSelfAttention(SparseAttention):
         else:
             # Attention reads the cache that is returned: without a barrier XLA would fill a second one for it.
             after = jax.lax.optimization_barrier(after)
-            out = fn.attend_piece((before, after), query, key, value, start, total, **operands)
+            out = fn.attend_chunk((before, after), query, key, value, start, total, **operands)
         # The cache is filled now: XLA may do that at the end of a program, and keep the keys of all layers until then.
         out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..arguments.checks import Length, checked
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
-from ..ops.planning.communication import Token
+from ..ops.planning.exchanges import TokenBytes
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, as_scorer, scorer_of
 
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
     plan: Plan
     scorer: Scorer | None = None
     groups: int = 1
-    token: Token | None = None
+    token: TokenBytes | None = None
     dtype: str | None = None
     head_size: int | None = None
 
@@ -125,12 +125,14 @@ def _head_size(layer: Any, features: int | None) -> int | None:
     return size or (features // heads if heads and features else None)
 
 
-def _token(layer: Any, dtype: str | None, size: int | None) -> Token | None:
+def _token(layer: Any, dtype: str | None, size: int | None) -> TokenBytes | None:
     """Bytes of one token of a layer's heads of a size, if both are known."""
     heads = getattr(layer, "num_heads", None)
     if not heads or not size:
         return None
-    return Token.of(heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype or "float32").itemsize)
+    return TokenBytes.of(
+        heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype or "float32").itemsize
+    )
 
 
 # --- models of users' own --------------------------------------------------------------------------------------------

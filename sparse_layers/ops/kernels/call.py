@@ -60,8 +60,8 @@ class Call:
       return_lse: whether the caller wants the log-sum-exp, too.
       chosen_for: the platform that the implementation was chosen for; None if the caller named it.
       selection: (keys in a block, queries that choose together) of the operands' ``chosen``; None without these.
-      places: of a sequence that is spread over devices, what each of these computes; ``plan`` is that of the last one.
-      exchanging: whether all queries change places by residue meanwhile, for which some processors of a device work.
+      plans_by_rank: with context parallelism, the plan of each device; ``plan`` is that of the last one.
+      exchanging: True if an all-to-all of queries runs meanwhile, which takes some multiprocessors of a device.
     """
 
     plan: Plan | None
@@ -73,7 +73,7 @@ class Call:
     return_lse: bool = False
     chosen_for: str | None = None
     selection: tuple[int, int] | None = None
-    places: tuple[Plan, ...] = ()
+    plans_by_rank: tuple[Plan, ...] = ()
     exchanging: bool = False
 
     @property
