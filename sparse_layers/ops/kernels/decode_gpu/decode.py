@@ -133,7 +133,7 @@ def _launch_step(
     """Launches the kernels: returns the result of `attend`, or with a token (keys, values, slots) those of `step`."""
     from ..gpu import bridge, hardware
     from ..gpu.hardware import padded_size
-    from .decode_kernel import CacheArray, Step, decode_kernel, merge_kernel
+    from .decode_kernel import CacheArray, DecodeConstants, decode_kernel, merge_kernel
 
     device = hardware.local_device()
     assert isinstance(device, hardware.Device)
@@ -154,7 +154,7 @@ def _launch_step(
     )
     count = sum(x.COUNT for x in cache_arrays)
     splits = number_of_splits(count, tile, (size + value_size) * itemsize, queries * heads, device.processors)
-    constants = Step(
+    constants = DecodeConstants(
         TOKENS=queries // len(reads[0].keys),
         HEADS=heads,
         GROUP=group,

@@ -45,7 +45,7 @@ class CacheArray(NamedTuple):
     CLASSES: int  # row i of the list is not seen before position i * CLASSES; 0 if that is unknown
 
 
-class Step(NamedTuple):
+class DecodeConstants(NamedTuple):
     """Constants of the kernels' compilation."""
 
     TOKENS: int  # queries in a row of a sequence, neighbouring batch entries

@@ -132,12 +132,14 @@ def _launch_range(
       **constants: further constants of the kernel.
     """
     from ..gpu import bridge
-    from .choose_kernel import Choice
+    from .choose_kernel import SelectionConstants
 
     (first, num_rows, span), (batch, rows, heads, blocks) = row_range, shape
     tile = max(LEAST_TILE, min(MOST_TILE, TILE_SCORES // span))
     padded_count = max(16, 1 << (rule.count - 1).bit_length())
-    choice = Choice(rows, first, num_rows, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, padded_count)
+    choice = SelectionConstants(
+        rows, first, num_rows, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, padded_count
+    )
     output = jax.ShapeDtypeStruct((batch, num_rows, heads, rule.count), jnp.int32)
     grid, warps = (heads * -(-num_rows // tile), batch), max(4, 4 * tile * span // TILE_SCORES)
     return bridge.call_triton(

@@ -38,7 +38,7 @@ from ..gpu.tiles import zeros
 FEW = tl.constexpr(2)
 
 
-class Choice(NamedTuple):
+class SelectionConstants(NamedTuple):
     """Constants of the kernels' compilation."""
 
     ROWS: int  # queries of a batch entry

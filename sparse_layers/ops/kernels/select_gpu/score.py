@@ -104,7 +104,7 @@ def score_windows(
     from ..gpu import bridge, hardware
     from ..gpu.hardware import padded_size
     from .choose import document_positions
-    from .score_kernel import Score, score_kernel
+    from .score_kernel import ScoreConstants, score_kernel
 
     formula, block, size, stride = spec
     (batch, rows, heads, features), (_, windows, kv_heads, _) = query.shape, pooled.shape
@@ -112,7 +112,7 @@ def score_windows(
     positions, doc_starts = document_positions(positions, doc_starts)
     assert isinstance(device, hardware.Device)
     group, padded = 1 << (heads // kv_heads - 1).bit_length(), padded_size(features)
-    constants = Score(
+    constants = ScoreConstants(
         ROWS=rows,
         HEADS=heads,
         KV_HEADS=kv_heads,

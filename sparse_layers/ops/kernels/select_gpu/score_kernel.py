@@ -35,7 +35,7 @@ import triton.language as tl
 from ..gpu.tiles import addresses, full, load_rows, zeros
 
 
-class Score(NamedTuple):
+class ScoreConstants(NamedTuple):
     """Constants of the kernel's compilation."""
 
     ROWS: int  # queries of a batch entry

@@ -44,7 +44,7 @@ def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | Non
         prepared.output((work.heads, rows)),
     )
     constants = prepared.second_list_constants | {"EARLIER": _result_rows(earlier)}
-    out, lse = prepared.run(
+    out, lse = prepared.launch_kernel(
         triton_forward_kernel,
         [*prepared.second_list_arrays, *_segments(work)],
         [head_sizes(work)[1], None],
@@ -83,7 +83,7 @@ def dq(
     outputs = [prepared.output((order.rows, work.heads, sizes[0]), rounded and order.natural)]
     outputs += [prepared.output((kv_rows, kv_heads, x) if with_dkv else (1,), rounded_kv) for x in sizes]
     constants = prepared.second_list_constants | {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
-    dq, dk, dv = prepared.run(
+    dq, dk, dv = prepared.launch_kernel(
         dq_kernel,
         [*prepared.second_list_arrays, *_segments(work)],
         [head_sizes(work)[0]],
@@ -121,7 +121,7 @@ def launch_dkv(
     }
     split_constants = {"EARLIER": _result_rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
     earlier_arrays, sizes = [*inputs, *_result_arrays(earlier, 2)], head_sizes(work)
-    *dkv, dq = prepared.run(
+    *dkv, dq = prepared.launch_kernel(
         dkv_kernel, _segments(work), sizes, earlier_arrays, outputs, tile_constants, split_constants, order
     )
     return PassResults(order, tuple(dkv)), dq
@@ -295,7 +295,7 @@ class PreparedLaunch:
         tiling = kv.constants if len(self.walked_lists) > 1 else kv.constants._replace(ROWS=0)
         return {"KV2": tiling, "L2": _list_shapes(lists)}
 
-    def run(
+    def launch_kernel(
         self,
         kernel: Any,
         arrays_before_splits: Sequence[Any],
@@ -333,7 +333,7 @@ class PreparedLaunch:
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
             arrays = [*qkv, self.splits.steps, self.steps_before, *lists, *split_results, *arrays_after_splits]
             work = {"W": tiles.WorkSchedule(blocks, False, True, False, batches)}
-            results = self._call(
+            results = self._launch_once(
                 kernel,
                 split_count * tiles_per_block,
                 arrays,
@@ -351,7 +351,9 @@ class PreparedLaunch:
             in_place = range(len(arrays) - num_major_results, len(arrays))
             outputs = [*(self.output((1,)) for _ in sizes), *outputs[num_major_results:]]
         work = {"W": tiles.WorkSchedule(blocks, self.order is not None, False, self.splits is not None, batches)}
-        results = self._call(kernel, self.work_tiles * tiles_per_block, arrays, outputs, constants | work, in_place)
+        results = self._launch_once(
+            kernel, self.work_tiles * tiles_per_block, arrays, outputs, constants | work, in_place
+        )
         if in_place:
             results = [*results[-num_major_results:], *results[num_major_results:-num_major_results]]
         return [*results[:num_major_results], *(results[num_major_results:] if step_results is None else step_results)]
@@ -382,7 +384,7 @@ class PreparedLaunch:
         list_shapes = _list_shapes(self.walked_lists[0][1])
         return {"A": arrays, "Q": self.q.constants, "KV": self.kv.constants, "L": list_shapes, "OUT": destination}
 
-    def _call(self, kernel, programs, arrays, outputs, constants, in_place=()) -> list[jax.Array]:
+    def _launch_once(self, kernel, programs, arrays, outputs, constants, in_place=()) -> list[jax.Array]:
         query = self.work.operands.query
         # A kernel does not read arrays that its constants switch off: any array stands in for them.
         arrays = [query if x is None else jnp.asarray(x) for x in arrays]
