@@ -172,18 +172,14 @@ def _divided_pairs(
     The device divides each planned block of the minor side into ``subblocks``.
     """
     planned_minor = dataclasses.replace(minor, block=minor.block * subblocks, tile=minor.tile * subblocks)
-    pairs = _sorted_pairs(
-        passes, (planned_minor.block, major.block) if kv_major else (major.block, planned_minor.block), kv_major
-    )
+    shape = (planned_minor.block, major.block) if kv_major else (major.block, planned_minor.block)
+    pairs = _sorted_pairs(passes, shape, kv_major)
     starts = pairs.starts(kv_major)
     if subblocks == 1:
         return pairs, _static_bits(passes, major, minor, kv_major), starts
     mask_bits, states = _divided_bits(passes, major, planned_minor, kv_major, subblocks)
-    return (
-        pairs.in_parts(subblocks, kv_major, states, minor.num_blocks),
-        mask_bits,
-        None if starts is None else starts * subblocks,
-    )
+    pairs = pairs.in_parts(subblocks, kv_major, states, minor.num_blocks)
+    return pairs, mask_bits, None if starts is None else starts * subblocks
 
 
 @bounded_cache()
@@ -192,9 +188,8 @@ def _divided_bits(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the bits of divided mask tiles, those of a tile one after the other, and states for `in_parts`."""
     mask_bits = _static_bits(passes, major, planned_minor, kv_major)
-    mask_bits = mask_bits.reshape(*mask_bits.shape[:2], subblocks, -1).swapaxes(
-        1, 2
-    )  # [1 + tiles, subblocks, rows, words]
+    # [1 + tiles, subblocks, rows, words]
+    mask_bits = mask_bits.reshape(*mask_bits.shape[:2], subblocks, -1).swapaxes(1, 2)
     states = np.where((mask_bits == -1).all((2, 3)), FREE, np.where(mask_bits.any((2, 3)), MASKED, DEAD))
     return np.concatenate([mask_bits[0, :1], mask_bits[1:].reshape(-1, *mask_bits.shape[2:])]), states
 

@@ -123,9 +123,9 @@ def _scan_query_chunks(
     make_rows: Callable[..., SelectedRows],
     kernels: Any,
 ) -> Any:
-    """`jax.lax.scan` of function(carry, (rows, by_query)) over chunks of queries: the last carry, results [B, T, ...].
+    """Scans function(carry, (rows, by_query)) over chunks of queries: returns the last carry and results [B, T, ...].
 
-    The first carry is None where there is one chunk, and zeros [B, S, K, H] and [B, S, K, Hv] otherwise.
+    The first carry is None if there is one chunk, else zeros [B, S, K, H] and [B, S, K, Hv].
     """
     assert call.selection is not None and operands.chosen is not None
     (block, granularity), query = call.selection, operands.query
