@@ -15,7 +15,7 @@ import safetensors.numpy
 import sparse_layers as sl
 from sparse_layers.masks.presets import _PRESETS
 from sparse_layers.modules.loading.families import FAMILIES
-from sparse_layers.ops import attention
+from sparse_layers.ops import attention, implementations
 from tests.masks.test_masks import exact_states, rectangles
 from tests.modules.loading.test_huggingface import expected, run, tensors, write
 from tests.ops.cases import IMPLEMENTATIONS, Case, check
@@ -84,7 +84,7 @@ def test_a_mask(templates, monkeypatch):
 
 def test_an_implementation(templates, monkeypatch):
     made = types.SimpleNamespace(**templates("sparse_layers/ops/kernels/dense"))
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "dense", made)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "dense", made)
     monkeypatch.setitem(attention.TUNING, "dense", attention.TUNING["reference"])
     heads = sl.Window(8), sl.Causal() & sl.Columns(7, 5)  # of the second, the first queries see nothing
     case = Case("heads differ", heads, 41, 37, sizes=(16, 8))

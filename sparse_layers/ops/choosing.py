@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..scorers import Scorer
 from . import sharding
-from .kernels.call import Operands
+from .kernels.operands import Operands
 from .planning.selection import Selection
 
 

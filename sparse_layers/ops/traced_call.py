@@ -4,18 +4,21 @@ The call is traced as on the device, where launches are recorded in place of bei
 differ from what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..scorers import Scorer
-from .attention import IMPLEMENTATIONS, ranked
-from .kernels.call import Call, Operands
+from .implementations import IMPLEMENTATIONS, rank_implementations
+from .kernels.call import Call
 from .kernels.gpu import bridge, hardware
 from .kernels.gpu_attention import ENGINES
+from .kernels.operands import Operands
 from .planning.plan import Plan
 from .planning.platforms import assuming
+from .planning.selection import Selection
 
 
 class TracedCall(NamedTuple):
@@ -76,14 +79,13 @@ def trace_call(
     arrays: dict[str, Any] = {"query": query, "key": key, "value": key}
     if segment_ids:
         arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
-    selection = None
     if scorer is not None and scorer.chooses(plan.q_len):
-        selection, heads = (scorer.block, 1), (query if scorer.per_query_head else key).shape[2]
-        arrays["chosen"] = shaped((1, plan.q_len, heads, scorer.count), jnp.int32)
+        ids = shaped((1, plan.q_len, (query if scorer.per_query_head else key).shape[2], scorer.count), jnp.int32)
+        arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
-    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=selection)
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None)
     with assuming(device):
-        name, reasons = ranked(call, operands)
+        name, reasons = rank_implementations(call, operands)
         notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
         return TracedCall(name, reasons, *trace_launches(name, call, operands), notes)
 

@@ -17,13 +17,7 @@ from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
-from ..kernels.call import (
-    checked_array,
-    checked_scalars,
-    checked_selection,
-    checked_sinks,
-    is_floating,
-)
+from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
 from . import fused, stores, xla
 from .checks import Integers, checked_lengths, checked_positions

@@ -8,8 +8,9 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels import cudnn
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import hardware
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.planning.params import BwdParams, FwdParams
 
 T = 48

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
 from sparse_layers.ops.kernels.gpu.lists import RowTiling, _compact_lists, build_pass_lists
@@ -30,6 +30,7 @@ from sparse_layers.ops.kernels.gpu.splits import (
 )
 from sparse_layers.ops.kernels.gpu_attention import run
 from sparse_layers.ops.kernels.gpu_attention.route import route
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.kernels.triton_gpu import launch, settings
 from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
@@ -39,9 +40,9 @@ from tests.ops.cases import CHAINS, SMALL, candidates
 DEFAULTS = sl.FwdParams(), sl.BwdParams()
 
 
-def called(plan=None, chosen=None, shape=(64, 64), params=DEFAULTS):
-    """The static part of a call; ``chosen`` is a selection."""
-    return Call(plan, shape, shape, params, 1.0, None, selection=chosen and (chosen.block, chosen.granularity))
+def called(plan=None, shape=(64, 64), params=DEFAULTS):
+    """The static part of a call."""
+    return Call(plan, shape, shape, params, 1.0, None)
 
 
 def given(t, s, heads=(1, 1), **arrays):
@@ -84,8 +85,8 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
                 pairs[at] += 1
                 continue
             may = bits[tile[entry] + 1, : major.block, : minor.block] & may_meet[at]
-            if found.chosen:
-                part = np.arange((minor if dkv else major).block) // found.chosen
+            if found.granularity:
+                part = np.arange((minor if dkv else major).block) // found.granularity
                 chose = int(np.asarray(lists.chosen_by)[entry]) >> part & 1
                 may = may & (chose if dkv else chose[:, None])
             pairs[at] += may
@@ -96,11 +97,13 @@ def lists_at_run_time(call, operands, *rest):
     """`build_pass_lists`, compiled as a whole: operation by operation, each would be a program of its own."""
     found, names = [], ("spans", "block", "tile", "chosen_by")
 
-    def arrays(segments, mask, chosen):
-        found.append(build_pass_lists(call, operands._replace(segments=segments, mask=mask, chosen=chosen), *rest))
+    def arrays(segments, mask, selection):
+        found.append(
+            build_pass_lists(call, operands._replace(segments=segments, mask=mask, selection=selection), *rest)
+        )
         return found[0].bits, {name: getattr(found[0].lists, name) for name in names}
 
-    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.chosen)
+    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
     return dataclasses.replace(found[0], bits=bits, lists=dataclasses.replace(found[0].lists, **made))
 
 
@@ -231,7 +234,7 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
     plan = sl.make_plan(sl.Window(100, 20), t, s)
     q, kv = RowTiling(RowOrder(t), bq, tiles[0], pack), RowTiling(RowOrder(s), block, tiles[1])
     major, minor = (kv, q) if dkv else (q, kv)
-    found = lists_at_run_time(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
+    found = lists_at_run_time(called(plan), given(t, s, (4, 2), selection=chosen), (), major, minor, dkv)
     assert found.granularity == granularity and not found.is_partition
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
@@ -373,8 +376,8 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
             plan, chosen = sl.make_plan(sl.Causal(), CUT_T), work
         else:
             plan = candidates(work, CUT_T, None, *params)[-1]
-        call = called(plan, chosen, (16, 16), params)
-        operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, chosen=None if chosen is None else chosen.ids)
+        call = called(plan, (16, 16), params)
+        operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, selection=chosen)
         planned = route("triton", call, operands)
         works = [x.work for x in (planned.forward if kernel == "forward" else planned.backward) if x.kernel != "dkv"]
         works = [one for work in works for one in (work.unfused() if kernel == "dkv" else [work])]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call import base_2_sinks
+from ..numerics import base_2_sinks
 
 # At most: arrays of keys that a launch reads, query heads of a key head, and the head size.
 MOST_ARRAYS, MOST_GROUP, MOST_SIZE = 4, 64, 256

@@ -23,7 +23,9 @@ from ...planning.lists import (
 )
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, Operands, run_time_blocks
+from ..call import Call
+from ..operands import Operands
+from ..pass_blocks import run_time_blocks
 from . import bridge
 from .compact_kernel import CHUNK, CompactSizes, compact_kernel
 from .tiles import RowOrderConstants, TilingConstants
@@ -150,15 +152,15 @@ def build_pass_lists(
       subblocks: blocks of ``minor`` in a planned block; above 1 only where segment ids are all that is dynamic.
     """
     q, kv = (minor, major) if kv_major else (major, minor)
-    if operands.chosen is not None or operands.mask is not None:
-        pairs, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
+    if operands.selection is not None or operands.mask is not None:
+        pairs, tiles = run_time_blocks(operands, (q.block, kv.block), call.masks, True)
         mask_bits, starts = pack_mask_bits(tiles, major, minor, kv_major), pairs.starts(kv_major)
     elif operands.segments is None:
         return _static_lists(passes, major, minor, kv_major)
     else:
         pairs, mask_bits, starts = _divided_pairs(passes, major, minor, kv_major, subblocks)
     pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
-    granularity = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
+    granularity = 0 if operands.selection is None or pairs.chosen_by is None else operands.selection.granularity
     pairs = mask_overhang(pairs, minor)
     lists = pairs.lists(kv_major) if starts is None else _compact_lists(pairs, starts, kv_major)
     return PassLists(lists, mask_bits, pairs.longest(kv_major), granularity)

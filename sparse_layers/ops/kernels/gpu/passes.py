@@ -11,8 +11,11 @@ import numpy as np
 
 from ...planning.lists import DEAD, BlockPairs, StateTable, selected_block_pairs
 from ...planning.plan import Pass
+from ...planning.selection import Selection
 from ...planning.views import Axis, RowOrder
-from ..call import Call, Operands, row_orders
+from ..call import Call
+from ..operands import Operands
+from ..pass_blocks import row_orders
 from .lists import PassLists, RowTiling, mask_overhang, pack_mask_bits
 
 
@@ -92,12 +95,13 @@ class GroupPass:
 
         A few queries select fewer blocks than many do, so tiles are filled with their heads (PackGQA).
         """
-        if self.call.selection is None or self.operands.chosen is None:
+        selection = self.operands.selection
+        if selection is None:
             return 1
-        heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, self.operands.chosen))
+        heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, selection.ids))
         masks = self.operands.mask if self.call.plan is None else self.call.plan.masks
         group, same_lists = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
-        small = self.call.selection[1] <= 16 and group <= 64 and group & (group - 1) == 0
+        small = selection.granularity <= 16 and group <= 64 and group & (group - 1) == 0
         return group if same_lists and small else 1
 
     @property
@@ -206,10 +210,15 @@ class SelectedRows(GroupPass):
     may_pack: bool = True
 
     @property
+    def selection(self) -> Selection:
+        """The selection of the operands."""
+        assert self.operands.selection is not None
+        return self.operands.selection
+
+    @property
     def per_query(self) -> int:
         """Selections of a query."""
-        assert self.operands.chosen is not None
-        return self.operands.chosen.shape[-1]
+        return self.selection.ids.shape[-1]
 
     @functools.cached_property
     def pack(self) -> int:
@@ -224,8 +233,7 @@ class SelectedRows(GroupPass):
     @property
     def block(self) -> int:
         """Keys of a selected block."""
-        assert self.call.selection is not None
-        return self.call.selection[0]
+        return self.selection.block
 
     @functools.cached_property
     def live(self) -> jax.Array:
@@ -248,11 +256,10 @@ class SelectedRows(GroupPass):
 
     @functools.cached_property
     def _pairs(self) -> BlockPairs:
-        operands = self.operands
-        assert self.call.selection is not None and operands.chosen is not None and self.table is not None
-        (block, granularity), heads = self.call.selection, operands.query.shape[2]
-        table, first_query = self.table[0], self.first_query
-        pairs = selected_block_pairs(operands.chosen, granularity, (1, block), table, heads, first_query, self.sort_ids)
+        assert self.table is not None
+        operands, ids, block, granularity = self.operands, self.selection.ids, self.block, self.selection.granularity
+        table, heads, first_query = self.table[0], operands.query.shape[2], self.first_query
+        pairs = selected_block_pairs(ids, granularity, (1, block), table, heads, first_query, self.sort_ids)
         return pairs.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
 
 

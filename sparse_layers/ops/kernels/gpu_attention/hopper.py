@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands, differentiable_once
-from ..operands import Gradients
+from ..call import Call
+from ..operands import Gradients, Operands
+from ..transforms import differentiable_once
 from . import triton
 
 
@@ -23,16 +24,17 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return bridge.gluon_unsupported()
 
 
-def outdone(call: Call, operands: Operands) -> str | None:
+def not_preferred(call: Call, operands: Operands) -> str | None:
     """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
     from ..hopper_gpu import settings
     from .route import query_gather_unsupported, route
 
-    if call.selection is not None and call.selection[1] < settings.TILE_ROWS:
+    selection = operands.selection
+    if selection is not None and selection.granularity < settings.TILE_ROWS:
         if query_gather_unsupported(call, operands) is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        return f"its tiles of {settings.TILE_ROWS} queries take all that any {call.selection[1]} of them chose"
+        return f"its tiles of {settings.TILE_ROWS} queries take all that any {selection.granularity} of them chose"
     reasons = [one.forward for one in route("hopper", call, operands).passes]
     return reasons[0] if reasons and all(reasons) else None
 

@@ -9,7 +9,6 @@ no more memory than the operands.
 The same idea: Yan et al. 2025, "FSA: An Alternative Efficient Implementation of Native Sparse Attention Kernel".
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,9 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import differs
-from ..call import Call, Operands, table_of
+from ...planning.selection import Selection
+from ..call import Call
 from ..gpu.hardware import padded_size
 from ..gpu.passes import BackwardInputs, GroupPass, SelectedRows, varying_like
+from ..operands import Operands
+from ..pass_blocks import state_table_of
 from ..triton_gpu import kv_outer
 from ..triton_gpu.launch import FULL_TILE
 
@@ -43,11 +45,12 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
       operands: its arrays.
       direction: "forward" or "backward".
     """
-    assert operands.chosen is not None and call.selection is not None
-    tile_queries, columns = kv_outer.queries_per_tile(call, operands), -(-operands.key.shape[1] // call.selection[0])
-    batch, queries, lists, k = operands.chosen.shape
+    assert operands.selection is not None
+    ids, block = operands.selection.ids, operands.selection.block
+    tile_queries, columns = kv_outer.queries_per_tile(call, operands), -(-operands.key.shape[1] // block)
+    batch, queries, lists, k = ids.shape
     tiles = queries // tile_queries
-    ids = operands.chosen[:, : tiles * tile_queries].reshape(batch, tiles, tile_queries, lists, k)
+    ids = ids[:, : tiles * tile_queries].reshape(batch, tiles, tile_queries, lists, k)
     ids = jnp.moveaxis(ids, 3, 1).reshape(-1, tile_queries, k)
     # The golden ratio spreads the sample evenly over all tiles, and over those of each sequence.
     sample = np.arange(SAMPLE) * ((math.sqrt(5) - 1) / 2) % 1
@@ -58,7 +61,7 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
         max(tile_queries, FULL_TILE // GroupPass(call, operands, 0, 1, ()).pack) if forward else tile_queries
     )
     walked = _count_distinct(ids.reshape(-1, tile_queries * k), columns) * rows_computed
-    block, number = call.selection[0], divisor(call, operands)
+    number = divisor(call, operands)
     # Forward, a row takes as long with few keys. Backward, so does a tile of keys that its block does not fill.
     width = 128 if forward else max(32, padded_size(block // number))
     longer = min(2, max(1, number * width / block)) if forward else number * width / block
@@ -73,8 +76,8 @@ def _count_distinct(ids: jax.Array, columns: int) -> jax.Array:
 
 def divisor(call: Call, operands: Operands) -> int:
     """Returns the number of equal blocks into which a selected one is divided, so that a program can hold one."""
-    assert call.selection is not None
-    block, most = call.selection[0], kv_outer.max_keys(call, operands)
+    assert operands.selection is not None
+    block, most = operands.selection.block, kv_outer.max_keys(call, operands)
     return next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
 
 
@@ -127,21 +130,20 @@ def _scan_query_chunks(
 
     The first carry is None if there is one chunk, else zeros [B, S, K, H] and [B, S, K, Hv].
     """
-    assert call.selection is not None and operands.chosen is not None
-    (block, granularity), query = call.selection, operands.query
-    number = divisor(call, operands)
+    assert operands.selection is not None
+    block, query, number = operands.selection.block, operands.query, divisor(call, operands)
+    select = functools.partial(Selection, block=block // number, granularity=operands.selection.granularity)
     # Invalid ids become -1 first: multiplied by `number`, a large one may overflow to a valid block.
-    ids, columns = operands.chosen[..., None], -(-operands.key.shape[1] // block)
-    chosen = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
-    chosen = chosen.reshape(*operands.chosen.shape[:3], -1)
-    call = dataclasses.replace(call, selection=(block // number, granularity))
-    table = table_of(operands, (1, block // number), call.masks, True)
+    ids, columns = operands.selection.ids[..., None], -(-operands.key.shape[1] // block)
+    ids = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
+    ids = ids.reshape(*ids.shape[:3], -1)
+    table = state_table_of(operands, (1, block // number), call.masks, True)
     tokens = query.shape[1]
     # As many bytes as the operands and out, which is as large as q. With half of them, MoBA's passes over 131,072
     # tokens need a tenth less memory and 29 % more time, as keys are read more often: 174 ms, not 135, on an H100
     # with gradients by plain Triton.
     max_bytes = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
-    needed_bytes = kernels.bytes_needed(make_rows(call, operands._replace(chosen=chosen), 0, 1, ()))
+    needed_bytes = kernels.bytes_needed(make_rows(call, operands._replace(selection=select(ids)), 0, 1, ()))
     chunks = min(tokens, max(1, -(-needed_bytes // max_bytes)))
     # Prefer a number that divides the queries: padding copies them.
     chunks = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
@@ -152,12 +154,12 @@ def _scan_query_chunks(
         return jnp.pad(x, ends, constant_values=fill)
 
     q_segments = None if operands.segments is None else padded(operands.segments[0], -2)
-    inputs = padded(query), padded(chosen, -1), q_segments, tuple(map(padded, by_query))
+    inputs = padded(query), padded(ids, -1), q_segments, tuple(map(padded, by_query))
 
     def chunk(carry, start):
         slice_chunk = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
-        query, chosen, segments, by_query = jax.tree.map(slice_chunk, inputs)
-        chunk_operands = operands._replace(query=query, chosen=chosen)
+        query, ids, segments, by_query = jax.tree.map(slice_chunk, inputs)
+        chunk_operands = operands._replace(query=query, selection=select(ids))
         if operands.segments is not None:
             chunk_operands = chunk_operands._replace(segments=(segments, operands.segments[1]))
         return function(carry, (make_rows(call, chunk_operands, 0, 1, (), table=table, first_query=start), by_query))

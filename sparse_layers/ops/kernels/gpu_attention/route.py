@@ -8,9 +8,11 @@ import jax
 
 from ....masks.bounded_cache import bounded_cache
 from ...planning.head_groups import HeadGroup
-from ..call import Call, Operands, groups_of
+from ..call import Call
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
+from ..operands import Operands
+from ..pass_blocks import head_groups_of
 from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
@@ -89,13 +91,17 @@ def route(implementation: str, call: Call, operands: Operands) -> Route:
       call: the call, which the implementation supports.
       operands: its arrays, or their shapes.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return _route(ENGINES[implementation], call, shapes, hardware.local_gpu())
+    arrays, structure = jax.tree.flatten(operands)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    return _route(ENGINES[implementation], call, shapes, structure, hardware.local_gpu())
 
 
 @bounded_cache()
-def _route(engines: tuple[Engine, ...], call: Call, shapes: Operands, device: hardware.Device) -> Route:
-    groups = groups_of(call, shapes, merge=True)
+def _route(
+    engines: tuple[Engine, ...], call: Call, leaves: tuple[Any, ...], structure: Any, device: hardware.Device
+) -> Route:
+    shapes: Operands = jax.tree.unflatten(structure, leaves)
+    groups = head_groups_of(call, shapes, merge=True)
     works = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
     kv_outer = None, None
     if triton_kv_outer_unsupported(call, shapes) is None:
@@ -129,8 +135,8 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     reason = triton_kv_outer_unsupported(call, operands)
     if reason is not None:
         return reason
-    assert call.selection is not None
-    return query_gather.unsupported(call, operands, call.selection[0] // divisor(call, operands))
+    assert operands.selection is not None
+    return query_gather.unsupported(call, operands, operands.selection.block // divisor(call, operands))
 
 
 def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> tuple[Engine, str | None]:

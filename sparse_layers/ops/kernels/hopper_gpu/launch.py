@@ -15,11 +15,12 @@ from ....masks.bounded_cache import bounded_cache
 from ...planning.lists import MOST_PARTS, BlockLists, BlockPairs, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, merged
+from ..call import Call
 from ..gpu import bridge, hardware
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, pack_mask_bits
 from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS
+from ..numerics import merge_by_lse
 from . import settings, views
 from .backward_kernel import BackwardConstants, hopper_backward_kernel
 from .forward_kernel import ForwardConstants, hopper_forward_kernel
@@ -114,7 +115,7 @@ def unsupported(work: GroupPass, direction: str) -> str | None:
     for order, number in ((work.q_order, _tile_queries(work, direction)), (work.kv_order, settings.tile_keys(block))):
         if _box_view(work, order, number) is None:
             return f"{order} is no view of the tokens that a descriptor can say"
-    is_static = all(x is None for x in (operands.segments, operands.mask, operands.chosen))
+    is_static = all(x is None for x in (operands.segments, operands.mask, operands.selection))
     if direction == "forward" and is_static and _is_skewed(work):
         return "one list is much longer than a processor's share of all, and lists are not cut there"
     return None
@@ -134,7 +135,7 @@ def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | Non
         out, lse = earlier.by_token()
         if sinks is not None:  # queries that earlier passes lack start from their sink here
             lse = jnp.where(lse == -jnp.inf, sinks[work.first :: work.step], lse)
-        out, lse = merged((out, lse), forward(work, None, None, True).by_token())
+        out, lse = merge_by_lse((out, lse), forward(work, None, None, True).by_token())
         return PassResults(natural, (out, lse.swapaxes(1, 2)))
     prepared = _prepare(work, "forward")
     order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile)
@@ -238,9 +239,8 @@ def dqkv(
 
 def _block_shape(work: GroupPass, direction: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that these kernels walk."""
-    if work.call.selection is not None:
-        bkv, granularity = work.call.selection
-        return min(settings.TILE_ROWS, MOST_PARTS * granularity), bkv
+    if (selection := work.operands.selection) is not None:
+        return min(settings.TILE_ROWS, MOST_PARTS * selection.granularity), selection.block
     return work.block_shape(kv_major=direction == "backward")
 
 
@@ -342,7 +342,7 @@ def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
         schedule, splits = _order_backward_tiles(work, kv, lists, steps, steps_before)
     else:
         schedule, splits = build_schedule(steps, batch, processors), None
-        schedule = split_into_waves(schedule) if work.call.exchanging else schedule
+        schedule = split_into_waves(schedule) if work.call.exchanges_queries else schedule
     segments: list[Any] = [lists.spans] * 2
     if operands.segments is not None:
         pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)

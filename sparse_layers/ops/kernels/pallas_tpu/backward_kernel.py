@@ -109,7 +109,7 @@ def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
         s, slope = scores(pass_run, dot(k, q, (1, 1)))
         s = masked_scores(pass_run, refs, position, s, masked, limited, flipped=True)
-        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
+        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
         ds = (ds if slope is None else ds * slope).astype(q.dtype)

@@ -14,9 +14,13 @@ from ...planning.head_groups import HeadGroup, head_groups
 from ...planning.lists import MOST_PARTS
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
+from ...planning.selection import Selection
 from ...planning.views import Reordered
-from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches, pass_blocks, row_orders
-from ..operands import Gradients
+from ..call import Call
+from ..numerics import base_2_sinks, merge_by_lse
+from ..operands import Gradients, Operands
+from ..pass_blocks import blocks_of_pass, head_groups_of, join_heads, row_orders
+from ..transforms import vmap_as_batch
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .kernel_masks import pack_bits
@@ -28,19 +32,19 @@ _TUNED = TUNING["pallas_tpu"]
 # forward step of 1024 x 128 takes 1085 cycles, one of 128 x 128 takes 824: if neighbours agree, one step does the work
 # of eight. If each group selects 16 of 128 blocks at random, 84 steps do the work of 128. Backward, at 1611 and 1020
 # cycles, nothing is lost either.
-_CHOOSING_ROWS = 1024
+_SELECTING_ROWS = 1024
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns out and lse, see `pallas_tpu.forward`."""
     function = functools.partial(_split_unless_it_fits, functools.partial(_forward, call), call)
-    return over_batches(function, math.inf, operands)
+    return vmap_as_batch(function, math.inf, operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> Gradients:
     """Returns gradients, see `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
     function = functools.partial(_split_unless_it_fits, functools.partial(_backward, call), call)
-    return over_batches(function, math.inf, operands, *by_query)
+    return vmap_as_batch(function, math.inf, operands, *by_query)
 
 
 def _split_unless_it_fits(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
@@ -48,30 +52,31 @@ def _split_unless_it_fits(function: Callable[..., Any], call: Call, operands: Op
 
     Lists that the device builds differ by batch entry, those of a selection also by key head.
     """
-    batch, chosen = len(operands.query), operands.chosen
+    batch, selection = len(operands.query), operands.selection
     several_masks = len(call.chains if operands.mask is None else operands.mask) > 1
-    num_splits = operands.key.shape[2] if chosen is not None and chosen.shape[2] > 1 and not several_masks else 1
+    several_lists = selection is not None and selection.ids.shape[2] > 1
+    num_splits = operands.key.shape[2] if several_lists and not several_masks else 1
     try:
         return function(operands, *by_query)
     except TooLong:
         if batch * num_splits == 1:
             raise
 
-    def split_heads(x):  # [B, T, heads, ..] -> [B * num_splits, 1, T, heads / num_splits, ..]
+    def slice_heads(x):  # [B, T, heads, ..] -> [B * num_splits, 1, T, heads / num_splits, ..]
         x = jnp.moveaxis(x.reshape(*x.shape[:2], num_splits, -1, *x.shape[3:]), 2, 1)
         return x.reshape(batch * num_splits, 1, *x.shape[2:])
 
-    def join_heads(x):
+    def join_slices(x):
         return jnp.moveaxis(x.reshape(batch, num_splits, *x.shape[2:]), 1, 2).reshape(
             batch, x.shape[2], -1, *x.shape[4:]
         )
 
     segments, sinks = operands.segments, operands.sinks
     slices = operands._replace(
-        **{name: split_heads(getattr(operands, name)) for name in ("query", "key", "value")},
+        **{name: slice_heads(getattr(operands, name)) for name in ("query", "key", "value")},
         segments=None if segments is None else tuple(x[:, None].repeat(num_splits, axis=0) for x in segments),
         sinks=None if sinks is None else jnp.tile(sinks.reshape(num_splits, -1), (batch, 1)),
-        chosen=None if chosen is None else split_heads(chosen),
+        selection=jax.tree.map(slice_heads, selection),
         mask=None,
     )
 
@@ -79,7 +84,7 @@ def _split_unless_it_fits(function: Callable[..., Any], call: Call, operands: Op
         slice_operands, *rest = arguments
         return function(slice_operands._replace(mask=operands.mask), *rest)
 
-    return jax.tree.map(join_heads, jax.lax.map(run_slice, (slices, *map(split_heads, by_query))))
+    return jax.tree.map(join_slices, jax.lax.map(run_slice, (slices, *map(slice_heads, by_query))))
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -97,14 +102,14 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
                 result = heads.forward(passes, jnp.float32, None, None)
                 if lse is not None:
-                    result = merged((jnp.zeros_like(result[0]) if out is None else out, lse), result)
+                    result = merge_by_lse((jnp.zeros_like(result[0]) if out is None else out, lse), result)
                 out, lse = result
         zeros = jnp.zeros_like(heads.query[..., 0], jnp.float32)
         if out is None:
             out = jnp.broadcast_to(zeros[..., None], (*zeros.shape, operands.value.shape[-1]))
         outs.append(out.astype(dtype))
         lses.append(zeros - jnp.inf if lse is None else lse)
-    return joined(outs), joined(lses)
+    return join_heads(outs), join_heads(lses)
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
@@ -118,7 +123,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
             pass_dq, pass_dk, pass_dv = heads.backward(passes, *map(heads.group.select, by_query))
             dq, dk, dv = dq + pass_dq, dk + pass_dk, dv + pass_dv
         dqs.append(dq)
-    return Gradients(joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
+    return Gradients(join_heads(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,10 +174,10 @@ class _Heads:
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[PassRun, Steps, PassArrays]:
         """Builds the arguments of a kernel, forward or backward."""
         operands, rows = self.operands, 0
-        if operands.chosen is not None:
-            rows = _choosing_rows(self.call, backward, operands.chosen.shape[1])
-            operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
-        blocks = pass_blocks(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
+        if operands.selection is not None:
+            rows = _selecting_rows(self.call, operands.selection, backward)
+            operands = operands._replace(query=self.query, selection=jax.tree.map(self._ids, operands.selection))
+        blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
         ids = (None, None)
         if blocks.segments is not None:
@@ -190,7 +195,7 @@ class _Heads:
         limited = blocks.segments is not None or pairs.chosen_by is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         heads = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return PassRun(self.call, *heads, blocks.shape, blocks.rule, limited), steps, arrays
+        return PassRun(self.call, *heads, blocks.shape, blocks.granularity, blocks.rule, limited), steps, arrays
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """Returns the selections of these heads, int32 [B, Tq, G, k], where G divides the number of heads."""
@@ -205,16 +210,17 @@ def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
     return in_tiles(masks[0], shape, _TUNED)
 
 
-def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
-    """Returns the queries of a block with a selection: the requested number or `_CHOOSING_ROWS`, in whole groups."""
-    assert call.selection is not None
-    granularity, wanted = call.selection[1], call.params[backward].q_blocksize or _CHOOSING_ROWS
-    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
+def _selecting_rows(call: Call, selection: Selection, backward: bool) -> int:
+    """Returns the queries of a block with a selection: the requested number or `_SELECTING_ROWS`, in whole groups."""
+    granularity, requested = selection.granularity, call.params[backward].q_blocksize or _SELECTING_ROWS
+    return granularity * min(
+        max(1, requested // granularity), MOST_PARTS, 1 << (selection.ids.shape[1] - 1).bit_length()
+    )
 
 
 def _groups(call: Call, operands: Operands) -> list[_Heads]:
     """Returns the heads by chain; without batch entries they have no passes."""
-    groups = groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
+    groups = head_groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
     return [_Heads(call, operands, group, group.select(operands.query)) for group in groups]
 
 

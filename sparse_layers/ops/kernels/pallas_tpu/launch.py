@@ -40,6 +40,7 @@ class PassRun:
       head_step: from one to the next.
       group: query heads that share a key head.
       shape: (bq, bkv).
+      granularity: queries of a block that select together; 1 without a selection.
       mask: computes a partial block from row indices; None if kernels read tiles, or if there are no partial blocks.
       limited: True if segment ids, or selections of groups within a block of queries, limit blocks, too.
     """
@@ -50,6 +51,7 @@ class PassRun:
     head_step: int
     group: int
     shape: tuple[int, int]
+    granularity: int
     mask: Callable[[Any, Any], Any] | None
     limited: bool
 
@@ -306,10 +308,8 @@ def masked_scores(
     elif masked and refs.tile is not None:
         allowed.append(unpack_bits(refs.tile[...], s.shape[0]))
     if limited and position.rows_mask is not None:
-        assert pass_run.call.selection is not None
-        query_group = (
-            lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> pass_run.call.selection[1].bit_length() - 1
-        )
+        row = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped))
+        query_group = row >> pass_run.granularity.bit_length() - 1
         allowed.append((position.rows_mask >> query_group) & 1 != 0)
     if limited and refs.q_ids is not None:
         q, k = refs.q_ids[...], refs.kv_ids[...]

@@ -143,9 +143,9 @@ def each_key_once(work: GroupPass) -> bool:
 
 def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that a kernel walks."""
-    if work.call.selection is not None:
-        block, granularity = work.call.selection
-        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), block
+    if (selection := work.operands.selection) is not None:
+        granularity = selection.granularity
+        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), selection.block
     bq, bkv = work.block_shape(kv_major=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv
