@@ -77,7 +77,7 @@ def test_a_mask(templates, monkeypatch):
     run_examples(lag)
     corners = rectangles(np.random.default_rng(0), 400, 32)
     for made in (lag(0), lag(5)):
-        np.testing.assert_array_equal(made.bounds(*corners), exact_states(made.dense(32), corners))
+        np.testing.assert_array_equal(made.block_state(*corners), exact_states(made.dense(32), corners))
     with pytest.raises(ValueError, match="Lag: distance must be an integer >= 0, got -1"):
         lag(-1)
 

@@ -19,8 +19,8 @@ from .decoding.cache import KVCache
 from .decoding.layout import Heads
 from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
 from .kernels.numerics import merge_by_lse
+from .planning.row_orders import Reordered, RowOrder
 from .planning.selection import Selection
-from .planning.views import Reordered, RowOrder
 
 
 def attend_chunk(

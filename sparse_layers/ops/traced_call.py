@@ -79,7 +79,7 @@ def trace_call(
     arrays: dict[str, Any] = {"query": query, "key": key, "value": key}
     if segment_ids:
         arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
-    if scorer is not None and scorer.chooses(plan.q_len):
+    if scorer is not None and scorer.selects(plan.q_len):
         ids = shaped((1, plan.q_len, (query if scorer.per_query_head else key).shape[2], scorer.count), jnp.int32)
         arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)

@@ -21,7 +21,7 @@ from ..ops.kernels.validation import (
     checked_segments,
     describe_value,
 )
-from ..ops.planning.platforms import candidates, own_arrays, platform
+from ..ops.planning.platforms import has_local_arrays, implementation_order, platform
 from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
@@ -166,14 +166,14 @@ class Scorer(abc.ABC):
 
     # --- what all methods share -----------------------------------------------------------------------------------
 
-    def chooses(self, length: int) -> bool:
+    def selects(self, length: int) -> bool:
         """Whether there is anything to choose among so many tokens: not all blocks are looked at."""
         return length > max(self.count * self.block, self.dense_below)
 
     def pairs(self, length: int) -> int:
         """(query, key) pairs that a head attends to in so many tokens, under a causal mask."""
         position = np.arange(length)
-        if not self.chooses(length):
+        if not self.selects(length):
             return int((position + 1).sum())
         own = position % self.block + 1
         return int(np.minimum(position + 1, (self.count - 1) * self.block + own).sum())
@@ -318,7 +318,7 @@ class Scorer(abc.ABC):
             begin = jnp.minimum(number * rows, asking - rows)  # the last ones are done with some before them
             args = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, at[None], start))
             some, places, starts = args
-            found = self.choice(some, pooled, places, starts, length, scale, fused)
+            found = self.select_rows(some, pooled, places, starts, length, scale, fused)
             return jax.lax.dynamic_update_slice_in_dim(ids, found, begin, axis=1)
 
         empty = jnp.zeros((batch, asking, groups, self.count), jnp.int32)
@@ -326,7 +326,7 @@ class Scorer(abc.ABC):
         ids = jax.lax.fori_loop(1, -(-asking // rows), turn, turn(jnp.int32(0), empty))
         return Selection(ids, block=self.block)
 
-    def choice(
+    def select_rows(
         self,
         query: jax.Array,
         pooled: jax.Array,
@@ -387,7 +387,11 @@ class Scorer(abc.ABC):
 
 def _has_kernels(batch: int, blocks: int) -> bool:
     """Whether there are kernels that choose among so many blocks, and arrays are a device's own, as these need."""
-    return own_arrays() and "triton" in candidates(platform()) and choose.unsupported(blocks, batch) is None
+    return (
+        has_local_arrays()
+        and "triton" in implementation_order(platform())
+        and choose.unsupported(blocks, batch) is None
+    )
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:

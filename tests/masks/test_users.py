@@ -14,7 +14,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.ops.decoding.reads import parts
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 from tests.masks.test_masks import COMPUTABLE
 from tests.ops.cases import SMALL, candidates
 
@@ -31,10 +31,10 @@ def attend(mask, implementation="xla"):
 def allowed(plan):
     """What the passes of a plan of one mask allow, in token space, from their masks and their lists."""
     total = np.zeros((plan.q_len, plan.kv_len), int)
-    for link in plan.chains[0]:
-        rows, columns = link.padded(link.fwd_shape)
-        q, k = link.q_order.token(np.arange(rows)), link.kv_order.token(np.arange(columns))
-        dense = link.mask.dense(rows, columns)
+    for block_pass in plan.chains[0]:
+        rows, columns = block_pass.padded(block_pass.fwd_shape)
+        q, k = block_pass.q_order.token(np.arange(rows)), block_pass.kv_order.token(np.arange(columns))
+        dense = block_pass.mask.dense(rows, columns)
         assert not dense[q >= plan.q_len].any() and not dense[:, k >= plan.kv_len].any()
         total[np.ix_(q[q < plan.q_len], k[k < plan.kv_len])] += dense[np.ix_(q < plan.q_len, k < plan.kv_len)]
     return total
@@ -139,12 +139,12 @@ def test_rules_answer_in_bools(name):
             sl.make_plan(mask, 24)
 
 
-def test_bounds_answer_in_states():
+def test_closed_forms_answer_in_states():
     class Wrong(Ruled):
-        def bounds(self, q0, q1, k0, k1):
-            return 3 * (q1 >= k0)
+        def block_state(self, q0, q1, k0, k1):
+            return 4 * (q1 >= k0)
 
-    with pytest.raises(TypeError, match=r"Wrong.bounds must return integers 0, 1 or 2, got array"):
+    with pytest.raises(TypeError, match=r"Wrong.block_state must return integers 0, 1, 2 or 3, got array"):
         sl.make_plan(Wrong(lambda q, k: q >= k), 24)
 
 
@@ -159,7 +159,7 @@ class Documents(sl.Mask):
     def __call__(self, q, k):
         return DOCUMENTS[q] == DOCUMENTS[k]
 
-    def bounds(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         apart = (DOCUMENTS[q0] > DOCUMENTS[k1]) | (DOCUMENTS[k0] > DOCUMENTS[q1])
         alike = (DOCUMENTS[q0] == DOCUMENTS[q1]) & (DOCUMENTS[k0] == DOCUMENTS[k1]) & (DOCUMENTS[q0] == DOCUMENTS[k0])
         return np.where(apart, 0, np.where(alike, 2, 1))
@@ -168,13 +168,13 @@ class Documents(sl.Mask):
 class Looked(Documents):
     """The same by its rule alone."""
 
-    bounds = sl.Mask.bounds
+    block_state = sl.Mask.block_state
 
 
 table_of_jax = jnp.asarray(DOCUMENTS)
 TABLES = {
     "class": Documents(),
-    "class without bounds": Looked(),
+    "class without block_state": Looked(),
     "mask_mod": sl.from_mask_mod(lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]),
     "mask_mod of jax": sl.from_mask_mod(lambda b, h, q, k: table_of_jax[q] == table_of_jax[k]),
     "traceable mask_mod of jax": sl.from_mask_mod(
@@ -198,7 +198,7 @@ def test_padding_is_never_asked(name):
     lines, expected = (sl.describe(x, T).split("\n") for x in (causal, sl.Array(np.tril(SAME))))
     end = next(i for i, line in enumerate(expected) if line.startswith("expected saving"))
     assert lines[1:end] == expected[1:end]
-    assert sl.make_plan(causal, T).sees_itself
+    assert sl.make_plan(causal, T).allows_diagonal
 
 
 def test_tables_in_the_op_and_in_the_cache():

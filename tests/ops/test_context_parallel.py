@@ -22,13 +22,14 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.ops.choosing import choose
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import context_parallel, plan
 from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
-from tests.ops.cases import COMPILER, TINY, oracle
+from sparse_layers.ops.select import select_blocks
+from sparse_layers.tools.oracle import DenseAttention, same_segment
+from tests.ops.cases import COMPILER, TINY
 from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
 
@@ -183,7 +184,7 @@ def check_case(case):
     allowed = np.asarray(mask) if mask is not None else np.stack([m.dense(t, s) for m in sl.as_masks(case.mask)])
     allowed = np.tile(allowed, (n // len(allowed), 1, 1))[None]
     if ids is not None:
-        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+        allowed = allowed & same_segment(ids, ids)
     chosen = None
     if case.chosen:
         blocks = -(-s // 16)
@@ -191,7 +192,7 @@ def check_case(case):
         pairs = (chosen[:, :, 0, :, None] == np.arange(blocks)).any(2).repeat(case.chosen, 1).repeat(16, 2)[..., :s]
         allowed = allowed & pairs[:, None]
     *qkv, dout, dlse = args
-    right, _ = oracle(*qkv, allowed, dout, dlse, scale=H**-0.5, soft_cap=3.0 if case.extras else None, sinks=sinks)
+    right = DenseAttention(*qkv, allowed, dout, dlse, soft_cap=3.0 if case.extras else None, sinks=sinks).answers
     names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
 
     def program(q, k, v, sinks, ids, mask, chosen, dout, dlse):
@@ -312,9 +313,9 @@ def check_choices():
     scorer = sl.InfLLM(block=32, count=3, local=1, dense_below=0, pool_size=16, pool_stride=8)
     q, k, *_ = arrays(Case(sl.Causal(), 197, batch=2))
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 197)), axis=1).astype(np.int32)
-    want = choose(scorer, q, k, ids).ids
+    want = select_blocks(scorer, q, k, ids).ids
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda q, k: choose(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
+        found = jax.jit(lambda q, k: select_blocks(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
     np.testing.assert_array_equal(np.sort(found, -1), np.sort(want, -1))
 
 
@@ -381,7 +382,7 @@ def main(which):
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
         context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
-        TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
+        TUNING["xla"] = dataclasses.replace(tuned, block_shapes=((8, 8),), step_cost=0) if free else tuned
         plan_exchanges.cache_clear()
         padded_length.cache_clear()
         try:
@@ -466,7 +467,9 @@ def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices
     looked_at[0] = 0
     for rank in range(devices):
         found = exchange.local_plan(masks, rank, implementation="xla")
-        assert all(f"residue-major order, stride {stride}" in link.orders for link in found.chains[0]), found
+        assert all(
+            f"residue-major order, stride {stride}" in block_pass.order_text for block_pass in found.chains[0]
+        ), found
     assert 0 < looked_at[0] < 1024 * length
 
 
@@ -474,10 +477,13 @@ def test_devices_compute_no_longer_rules_than_one():
     """What a part leaves to other parts is said of tokens once, not in each of its terms."""
     terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
     mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
-    alone = max(plan.operations(link.mask) for link in sl.make_plan(mask, 7680, implementation="triton").chains[0])
+    alone = max(
+        plan.count_operations(block_pass.mask)
+        for block_pass in sl.make_plan(mask, 7680, implementation="triton").chains[0]
+    )
     for exchange, masks in plan_exchanges((mask,), 7680, 5, "triton"):
         (chain,) = exchange.local_plan(masks, 4, implementation="triton").chains
-        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, exchange
+        assert max(plan.count_operations(block_pass.mask) for block_pass in chain) <= alone + 4, exchange
 
 
 def test_halos_are_joined_if_rows_keep_their_residues():

@@ -14,7 +14,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ..kernels.decode_gpu import decode
-from ..planning.platforms import candidates, own_arrays, platform
+from ..planning.platforms import has_local_arrays, implementation_order, platform
 from .reads import Part
 from .stores import all_heads, rows_of, some_heads
 
@@ -27,8 +27,8 @@ def attends(cache: "KVCache", query: jax.Array, chosen: bool) -> bool:
     """Whether `attend` serves queries [B, N, H] or [B, S, N, H], to blocks that are chosen or not."""
     if (
         cache.implementation != "triton"
-        or not own_arrays()
-        or "triton" not in candidates(platform())
+        or not has_local_arrays()
+        or "triton" not in implementation_order(platform())
         or (chosen and len(cache.masks) > 1)
     ):
         return False

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
-from ..planning.views import RowOrder
+from ..planning.row_orders import RowOrder
 from .reads import Part, parts
 from .stores import Store
 

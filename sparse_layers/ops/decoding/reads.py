@@ -22,14 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Empty
+from ...masks.states import FULL, PARTIAL
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.causality import check_causal
 from ..planning.mask_info import bind, process_mask
-from ..planning.plan import MAX_CELLS, splits
-from ..planning.views import Reordered, RowOrder
+from ..planning.plan import MAX_CELLS, decompositions
+from ..planning.row_orders import Reordered, RowOrder
 from .stores import Store
 
 # Elements of a mask that are evaluated, at most, to find out how far back a part reaches; beyond, its blocks tell.
@@ -127,7 +128,7 @@ def parts(mask: Mask, length: int, max_step: int = 1) -> tuple[Part, ...]:
     """
     check_causal(mask, length, "pattern", "decoding needs a causal one")
     weighed = []
-    for _, groups in splits(mask, length, length):
+    for _, groups in decompositions(mask, length, length):
         if not mask.computable:  # its pairs are known in natural order only, from a table
             groups = [((RowOrder(length), RowOrder(length)), mask)]
         found = [part for (_, order), term in groups for part in _part(term, order, length, max_step)]

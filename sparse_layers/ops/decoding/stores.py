@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..planning.views import RowOrder
+from ..planning.row_orders import RowOrder
 
 
 @dataclasses.dataclass(frozen=True)

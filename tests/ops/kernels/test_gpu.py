@@ -209,7 +209,7 @@ def test_steps_of_decoding(name, batch, heads, dtype, monkeypatch):
 
     assert fused.steps(cache, q[:, 0])
     after, out = jax.jit(run)(cache, q, k, v)
-    monkeypatch.setattr(fused, "candidates", lambda _: ())
+    monkeypatch.setattr(fused, "implementation_order", lambda _: ())
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (cache, q, k, v))
     with jax.default_matmul_precision("highest"):
         _, right = jax.jit(lambda *args: run(*args))(*wide)

@@ -12,17 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
-from ...planning.lists import (
-    DEAD,
-    FREE,
-    MASKED,
-    BlockLists,
-    BlockPairs,
-    planned_block_pairs,
-    unpacked_tiles,
-)
+from ....masks.states import EMPTY, FULL, PARTIAL
+from ...planning.block_lists import BlockLists, BlockPairs, planned_block_pairs, unpack_tiles
 from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..operands import Operands
 from ..pass_blocks import run_time_blocks
@@ -160,7 +153,7 @@ def build_pass_lists(
     else:
         pairs, mask_bits, starts = _divided_pairs(passes, major, minor, kv_major, subblocks)
     pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
-    granularity = 0 if operands.selection is None or pairs.chosen_by is None else operands.selection.granularity
+    granularity = 0 if operands.selection is None or pairs.active_rows_mask is None else operands.selection.granularity
     pairs = mask_overhang(pairs, minor)
     lists = pairs.lists(kv_major) if starts is None else _compact_lists(pairs, starts, kv_major)
     return PassLists(lists, mask_bits, pairs.longest(kv_major), granularity)
@@ -180,7 +173,7 @@ def _divided_pairs(
     if subblocks == 1:
         return pairs, _static_bits(passes, major, minor, kv_major), starts
     mask_bits, states = _divided_bits(passes, major, planned_minor, kv_major, subblocks)
-    pairs = pairs.in_parts(subblocks, kv_major, states, minor.num_blocks)
+    pairs = pairs.cut_minor_blocks(subblocks, kv_major, states, minor.num_blocks)
     return pairs, mask_bits, None if starts is None else starts * subblocks
 
 
@@ -188,11 +181,11 @@ def _divided_pairs(
 def _divided_bits(
     passes: tuple[Pass, ...], major: RowTiling, planned_minor: RowTiling, kv_major: bool, subblocks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bits of divided mask tiles, those of a tile one after the other, and states for `in_parts`."""
+    """Returns bits of divided mask tiles, those of a tile one after the other, and states for `cut_minor_blocks`."""
     mask_bits = _static_bits(passes, major, planned_minor, kv_major)
     # [1 + tiles, subblocks, rows, words]
     mask_bits = mask_bits.reshape(*mask_bits.shape[:2], subblocks, -1).swapaxes(1, 2)
-    states = np.where((mask_bits == -1).all((2, 3)), FREE, np.where(mask_bits.any((2, 3)), MASKED, DEAD))
+    states = np.where((mask_bits == -1).all((2, 3)), FULL, np.where(mask_bits.any((2, 3)), PARTIAL, EMPTY))
     return np.concatenate([mask_bits[0, :1], mask_bits[1:].reshape(-1, *mask_bits.shape[2:])]), states
 
 
@@ -203,17 +196,17 @@ def _compact_lists(pairs: BlockPairs, starts: np.ndarray, kv_major: bool) -> Blo
     """
     batches, heads, n = pairs.kind.shape
     minor, blocks = pairs.row if kv_major else pairs.column, pairs.blocks[kv_major]
-    tile, chosen_by = pairs.tile, pairs.chosen_by
-    arrays = starts, pairs.kind, minor, tile, starts if chosen_by is None else chosen_by
+    tile, active_rows_mask = pairs.tile, pairs.active_rows_mask
+    arrays = starts, pairs.kind, minor, tile, starts if active_rows_mask is None else active_rows_mask
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
     outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
-    outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    sizes = CompactSizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE)
+    outputs[3] = outputs[3] if active_rows_mask is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
+    sizes = CompactSizes(n, heads, blocks, len(minor), len(tile), CHUNK, active_rows_mask is not None, FULL)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
     spans, block, tile, selected_by = bridge.call_triton(
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
-    selected_by = None if chosen_by is None else selected_by
+    selected_by = None if active_rows_mask is None else selected_by
     return BlockLists(spans, block, tile, selected_by, pairs.blocks[not kv_major], pairs.group)
 
 
@@ -236,11 +229,11 @@ def mask_overhang(pairs: BlockPairs, minor: RowTiling) -> BlockPairs:
     if minor.tiles_fill_block:
         return pairs
     xp: Any = np if isinstance(pairs.kind, np.ndarray) else jnp
-    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FREE, MASKED, pairs.kind))
+    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FULL, PARTIAL, pairs.kind))
 
 
 def pack_mask_bits(tiles: Any, major: RowTiling, minor: RowTiling, kv_major: bool) -> Any:
-    """Packs mask tiles, bool [n, bq, bkv] of JAX or numpy's `packed_tiles`, into `PassLists.mask_bits`."""
+    """Packs mask tiles, bool [n, bq, bkv] of JAX or numpy's `pack_tiles`, into `PassLists.mask_bits`."""
     # Packed heads share a bit, so the bits of a block of queries fit a word.
     rows = 1 if major.gathers_rows else major.tiles_per_block * major.tile // major.pack
     words = minor.tiles_per_block * minor.tile if minor.pack == 1 else 32
@@ -249,7 +242,7 @@ def pack_mask_bits(tiles: Any, major: RowTiling, minor: RowTiling, kv_major: boo
         everything = np.ones((1, major.block, minor.block), bool)
         columns, chunks = (major if kv_major else minor).block, [everything]
         for start in range(0, len(tiles), 256):
-            chunk = unpacked_tiles(tiles[start : start + 256], columns)
+            chunk = unpack_tiles(tiles[start : start + 256], columns)
             chunks.append(chunk.swapaxes(1, 2) if kv_major else chunk)
         words = [np.packbits(np.pad(x, [(0, 0), *padding]), axis=2, bitorder="little") for x in chunks]
         return np.concatenate(words).view(np.int32)

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, BlockPairs, StateTable, selected_block_pairs
+from ....masks.states import EMPTY
+from ...planning.block_lists import BlockPairs, StateTable, selected_block_pairs
 from ...planning.plan import Pass
+from ...planning.row_orders import Axis, RowOrder
 from ...planning.selection import Selection
-from ...planning.views import Axis, RowOrder
 from ..call import Call
 from ..operands import Operands
 from ..pass_blocks import row_orders
@@ -117,7 +118,7 @@ class GroupPass:
     @property
     def orders(self) -> str:
         """Both row orders in words."""
-        return self.passes[0].orders if self.passes else "natural order"
+        return self.passes[0].order_text if self.passes else "natural order"
 
     def block_shape(self, *, kv_major: bool) -> tuple[int, int]:
         """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``kv_major``."""
@@ -239,7 +240,7 @@ class SelectedRows(GroupPass):
     def live(self) -> jax.Array:
         """Selections that attend to a block, bool [B, T, k, N]; the others are -1, masked or repeated."""
         kind, group = self._pairs.kind, self._pairs.group
-        live = jnp.repeat(kind != DEAD, group, axis=1)
+        live = jnp.repeat(kind != EMPTY, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
     def by_token(self, x: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class ArrayShapes(NamedTuple):
 
 
 class RowOrderConstants(NamedTuple):
-    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.views.Axis`."""
+    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.row_orders.Axis`."""
 
     START: int
     AXES: tuple  # none in natural order
@@ -116,7 +116,7 @@ class BlockListPointers(NamedTuple):
     spans: Any
     entries: Any
     mask_tiles: Any
-    chosen_by: Any
+    active_rows_mask: Any
     mask_bits: Any
     q_segments: Any
     kv_segments: Any
@@ -239,7 +239,7 @@ def move_to_list(lists, span):
         lists.spans,
         lists.entries + first,
         lists.mask_tiles + first,
-        lists.chosen_by + first,
+        lists.active_rows_mask + first,
         lists.mask_bits,
         lists.q_segments,
         lists.kv_segments,
@@ -426,7 +426,7 @@ def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINO
 @triton.jit
 def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
     """True where the queries of rows selected an entry; bit i is that of queries GRANULARITY * i and following."""
-    return ((tl.load(lists.chosen_by + entry) >> (row_in_block // Q.PACK // L.GRANULARITY)) & 1) != 0
+    return ((tl.load(lists.active_rows_mask + entry) >> (row_in_block // Q.PACK // L.GRANULARITY)) & 1) != 0
 
 
 @triton.jit

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
-from ...planning.lists import MOST_PARTS, BlockLists, BlockPairs, planned_block_pairs
+from ...planning.block_lists import MAX_QUERY_GROUPS, BlockLists, BlockPairs, planned_block_pairs
 from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..gpu import bridge, hardware
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, pack_mask_bits
@@ -84,7 +84,7 @@ def _fused_lists(passes: tuple[Pass, ...], second_passes: tuple[Pass, ...], q: R
     row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in joined)
     fused = BlockPairs(row, column, kind, tile, None, (pairs.blocks[0], pairs.blocks[1] + second_pairs.blocks[1]))
     mask_bits = pack_mask_bits(np.concatenate([tiles, second_tiles]), q, kv, kv_major=False)
-    return PassLists(fused.lists(by_key=False), mask_bits, fused.longest(by_key=False))
+    return PassLists(fused.lists(kv_major=False), mask_bits, fused.longest(kv_major=False))
 
 
 def unsupported(work: GroupPass, direction: str) -> str | None:
@@ -96,7 +96,7 @@ def unsupported(work: GroupPass, direction: str) -> str | None:
     operands, sizes = work.operands, (work.operands.query.shape[-1], work.operands.value.shape[-1])
     if _padded_head_size(work) is None or any(size % 8 for size in sizes):
         return f"head sizes are multiples of 8 up to {settings.HEAD_SIZES[-1]} there, and these are {sizes}"
-    if work.call.params[direction != "forward"].for_kernels:
+    if work.call.params[direction != "forward"].has_kernel_settings:
         return "they take no settings"
     if direction == "backward" and work.call.params[1].deterministic:
         return "they add to dq in the order in which blocks are done"
@@ -240,7 +240,7 @@ def dqkv(
 def _block_shape(work: GroupPass, direction: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that these kernels walk."""
     if (selection := work.operands.selection) is not None:
-        return min(settings.TILE_ROWS, MOST_PARTS * selection.granularity), selection.block
+        return min(settings.TILE_ROWS, MAX_QUERY_GROUPS * selection.granularity), selection.block
     return work.block_shape(kv_major=direction == "backward")
 
 
@@ -347,8 +347,8 @@ def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     if operands.segments is not None:
         pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
         segments = [side.order.gather(ids, side.num_blocks * side.block, fill) for ids, side, fill in pairs]
-    chosen_by = lists.block if lists.chosen_by is None else lists.chosen_by
-    list_arrays: list[Any] = [schedule, lists.spans, lists.block, lists.tile, chosen_by, pass_lists.mask_bits]
+    active_rows_mask = lists.block if lists.active_rows_mask is None else lists.active_rows_mask
+    list_arrays: list[Any] = [schedule, lists.spans, lists.block, lists.tile, active_rows_mask, pass_lists.mask_bits]
     list_arrays += segments
     list_arrays += [lists.spans if splits is None else splits] if kv_major else []
     batches, list_heads = lists.spans.shape[:2]

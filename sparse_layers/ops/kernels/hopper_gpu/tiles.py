@@ -37,7 +37,7 @@ class RowsView(NamedTuple):
 
     ROWS: int  # rounded up to whole blocks
     BLOCK: int  # rows of a block of the lists
-    AXES: tuple  # (phase, digits) of each axis of the view, see `planning.views.Axis`; empty in natural order
+    AXES: tuple  # (phase, digits) of each axis of the view, see `planning.row_orders.Axis`; empty in natural order
 
 
 class ListShapes(NamedTuple):
@@ -87,7 +87,7 @@ class HopperBlockLists(NamedTuple):
     spans: Any = None
     entries: Any = None
     mask_tiles: Any = None
-    chosen_by: Any = None
+    active_rows_mask: Any = None
     mask_bits: Any = None
     q_segments: Any = None
     kv_segments: Any = None

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....masks.states import EMPTY
 from .launch import (
     LOG2E,
     GridPosition,
@@ -41,7 +42,7 @@ from .launch import (
     masked_scores,
     scores,
 )
-from .schedule import DEAD, Steps
+from .schedule import Steps
 
 
 def backward_pass(
@@ -158,7 +159,7 @@ class _Accumulator:
         pl.when(pending == 1)(self._store(1 - slot).wait)
         head, step = self.position.next_step()
         next_differs = (head != self.position.head) | (step.minor != self.position.step.minor)
-        ahead = next_differs & (step.kind != DEAD) & ~self.position.is_last_step
+        ahead = next_differs & (step.kind != EMPTY) & ~self.position.is_last_step
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
         self._load(self.position.head, self.position.step, slot).wait()
         self.refs.dq_tiles[slot] += update

@@ -18,10 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...planning.views import RowOrder
+from ....masks.states import FULL, PARTIAL
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from .kernel_masks import LANES, allowed_pairs, to_column, unpack_bits
-from .schedule import FREE, LIMITED, MASKED, Step, Steps
+from .schedule import LIMITED, Step, Steps
 
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
 LOG2E = math.log2(math.e)
@@ -279,8 +280,8 @@ def padded(n: int, block: int) -> int:
 
 def by_kind(step: Step, pass_run: PassRun, compute: Callable[[bool, bool], None]) -> None:
     """Calls compute(masked, limited) by the kind of a step; not in a dead step."""
-    pl.when(step.kind == FREE)(lambda: compute(False, False))
-    pl.when(step.kind == MASKED)(lambda: compute(True, pass_run.limited))
+    pl.when(step.kind == FULL)(lambda: compute(False, False))
+    pl.when(step.kind == PARTIAL)(lambda: compute(True, pass_run.limited))
     if pass_run.limited:
         pl.when(step.kind == LIMITED)(lambda: compute(False, True))
 

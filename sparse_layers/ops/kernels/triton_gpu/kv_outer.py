@@ -28,7 +28,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if selection is None or not selection.ids.shape[-1]:
         return "nothing is selected"
     # What the user asks of kernels is meant for those that hold queries.
-    if any(params.for_kernels for params in call.params):
+    if any(params.has_kernel_settings for params in call.params):
         return "settings are for kernels that hold queries"
     queries = queries_per_tile(call, operands)
     if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:

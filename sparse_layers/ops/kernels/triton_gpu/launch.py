@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, planned_block_pairs
-from ...planning.views import RowOrder
+from ...planning.block_lists import MAX_QUERY_GROUPS, planned_block_pairs
+from ...planning.row_orders import RowOrder
 from ..gpu import bridge, hardware, tiles
 from ..gpu.hardware import padded_size
 from ..gpu.lists import PassLists, RowTiling, build_pass_lists, row_order_constants
@@ -145,7 +145,7 @@ def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """Returns (bq, bkv), the block shape of the lists that a kernel walks."""
     if (selection := work.operands.selection) is not None:
         granularity = selection.granularity
-        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), selection.block
+        return max(granularity, min(FULL_TILE // work.pack, MAX_QUERY_GROUPS * granularity)), selection.block
     bq, bkv = work.block_shape(kv_major=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv
@@ -402,7 +402,7 @@ def _result_order(order: RowOrder) -> RowOrder:
 
 def _list_arrays(lists: PassLists) -> list[Any]:
     block_lists = lists.block_lists
-    return [block_lists.spans, block_lists.block, block_lists.tile, block_lists.chosen_by, lists.mask_bits]
+    return [block_lists.spans, block_lists.block, block_lists.tile, block_lists.active_rows_mask, lists.mask_bits]
 
 
 def _list_shapes(lists: PassLists) -> tiles.BlockListShapes:
