@@ -78,7 +78,7 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
     pairs = np.zeros(may_meet.shape, int)
     for number, (first, masked, end) in enumerate(spans[batch % len(spans), head // lists.group % spans.shape[1]]):
         assert first <= masked <= end <= first + found.longest
-        assert (found.any_free or first == masked) and (found.any_masked or masked == end)
+        assert (found.any_full or first == masked) and (found.any_partial or masked == end)
         for entry in range(first, end):
             at = tuple(slice(i * x.block, (i + 1) * x.block) for i, x in ((number, major), (block[entry], minor)))
             if entry < masked:
@@ -151,7 +151,7 @@ def test_lists_are_the_mask(name, shape, tiles, dkv):
         counts = np.stack([(whole & minor.tiles_fill_block).sum(1), active.sum(1)], axis=-1)
         np.testing.assert_array_equal(found.block_lists.counts[0, 0], counts)  # every block that can be free is
         assert found.block_lists.static and found.longest == counts[:, 1].max()
-        assert found.any_free == counts[:, 0].any() and found.any_masked == (counts[:, 0] < counts[:, 1]).any()
+        assert found.any_full == counts[:, 0].any() and found.any_partial == (counts[:, 0] < counts[:, 1]).any()
         assert found.is_partition == bool((active.sum(0) == 1).all())
 
 
@@ -166,7 +166,7 @@ def test_lists_of_heads_that_differ(dkv):
     for head in range(8):
         wanted = dense(passes[head % 4].mask, major, minor, dkv)
         np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
-    assert found.any_free and found.any_masked and not found.is_partition
+    assert found.any_full and found.any_partial and not found.is_partition
     # Each key block once, but only if heads are looked at one by one.
     passes = tuple(sl.make_plan(mask, 150).chains[0][0] for mask in (sl.BlockDiagonal(32), sl.BlockDiagonal(32)))
     assert build_pass_lists(called(), given(150, 150), passes, major, minor, dkv).is_partition
@@ -183,7 +183,7 @@ def test_segments_drop_and_mask_blocks(name, dkv):
 
         operands = given(150, 160, segments=(jnp.asarray(q_ids), jnp.asarray(kv_ids)))
         found = lists_at_run_time(called(), operands, (one,), major, minor, dkv)
-        assert found.any_masked and not found.is_partition
+        assert found.any_partial and not found.is_partition
         rows = [
             np.stack([np.append(x, -1)[np.minimum(side.order.token(padded_rows(side)), x.size)] for x in side_ids])
             for side, side_ids in zip((major, minor), (kv_ids, q_ids) if dkv else (q_ids, kv_ids), strict=True)

@@ -143,7 +143,7 @@ OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "GRANULARITY": 0, "TILES": 1, "PAC
 # keys gathered; kernels whose programs hold queries have all of a block, and that by key has only choices.
 ALWAYS = {"OUT.EXISTS", "KV.PACK", "KV.GATHERED"}
 OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "TILES")} | {
-    f"L.{x}" for x in ("ANY_FREE", "ANY_MASKED", "GRANULARITY")
+    f"L.{x}" for x in ("ANY_FULL", "ANY_PARTIAL", "GRANULARITY")
 }
 OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.TILES", "OUT.BY_TOKEN", "W.MERGED"}
 NO_SWITCHES = {

@@ -98,13 +98,13 @@ class PassLists:
     granularity: int = 0
 
     @functools.cached_property
-    def any_free(self) -> bool:
-        """True if there may be free entries."""
+    def any_full(self) -> bool:
+        """True if there may be full entries."""
         return not self.block_lists.static or bool(self.block_lists.counts[..., 0].any())
 
     @functools.cached_property
-    def any_masked(self) -> bool:
-        """True if there may be masked entries."""
+    def any_partial(self) -> bool:
+        """True if there may be partial entries."""
         counts = self.block_lists.counts
         return not self.block_lists.static or bool((counts[..., 1] > counts[..., 0]).any())
 
@@ -225,7 +225,7 @@ def _static_bits(passes: tuple[Pass, ...], major: RowTiling, minor: RowTiling, k
 
 
 def mask_overhang(pairs: BlockPairs, minor: RowTiling) -> BlockPairs:
-    """Returns the pairs, free ones as masked ones if tiles of the minor side reach beyond their block."""
+    """Returns the pairs, full ones as partial ones if tiles of the minor side reach beyond their block."""
     if minor.tiles_fill_block:
         return pairs
     xp: Any = np if isinstance(pairs.kind, np.ndarray) else jnp

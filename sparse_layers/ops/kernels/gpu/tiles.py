@@ -2,8 +2,8 @@
 
 **A program holds a tile of its major side.** These are queries in the forward and dq kernels, keys in the others.
 
-**It walks a list of the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Entries
-without masked pairs come first.
+**It walks a list of the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Full
+blocks come first.
 
 **A step is one minor tile.** A block has one or more tiles. If the minor side is gathered, an entry is a single row,
 and a tile has many entries.
@@ -83,8 +83,8 @@ class BlockListShapes(NamedTuple):
     BATCHES: int  # batch entries and heads with lists
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
-    ANY_FREE: bool
-    ANY_MASKED: bool
+    ANY_FULL: bool
+    ANY_PARTIAL: bool
     GRANULARITY: int  # neighbouring queries that select blocks together; 0 without a selection
 
 
@@ -155,7 +155,7 @@ class Span(NamedTuple):
     """The span of a list."""
 
     first_entry: Any
-    num_free_steps: Any  # steps without masked pairs, which come first
+    num_full_steps: Any  # steps of full blocks, which come first
     num_steps: Any
     num_entries: Any
 
@@ -213,22 +213,22 @@ def load_span(spans, batch, head, block, X: tl.constexpr, L: tl.constexpr, W: tl
     """Loads the `Span` of the list of a query head and a major block."""
     line = ((batch % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
     first = tl.load(spans + line * 3)
-    num_free, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
-    if X.GATHERED:  # a tile with any masked entry is masked
-        return Span(first, num_free * X.PACK // X.TILE, tl.cdiv(num_entries * X.PACK, X.TILE), num_entries)
+    num_full, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+    if X.GATHERED:  # a tile with any partial entry is partial
+        return Span(first, num_full * X.PACK // X.TILE, tl.cdiv(num_entries * X.PACK, X.TILE), num_entries)
     else:
-        return Span(first, num_free * X.TILES, num_entries * X.TILES, num_entries)
+        return Span(first, num_full * X.TILES, num_entries * X.TILES, num_entries)
 
 
 @triton.jit
 def clip_steps(work_tile, steps_before, span):
-    """Returns the steps of a list that belong to a work tile: (first, first masked, end).
+    """Returns the steps of a list that belong to a work tile: (first, first partial, end).
 
     ``steps_before`` is the number of steps in the earlier lists of the work tile.
     """
     first = tl.minimum(tl.maximum(work_tile.first_step - steps_before, 0), span.num_steps)
     end = tl.minimum(tl.maximum(work_tile.end_step - steps_before, 0), span.num_steps)
-    return first, tl.minimum(tl.maximum(span.num_free_steps, first), end), end
+    return first, tl.minimum(tl.maximum(span.num_full_steps, first), end), end
 
 
 @triton.jit
@@ -442,7 +442,7 @@ def may_attend(
     KV: tl.constexpr,
     L: tl.constexpr,
 ):
-    """True where a query of a program's tile may attend to a key of a masked step, [Q.TILE, KV.TILE]."""
+    """True where a query of a program's tile may attend to a key of a partial step, [Q.TILE, KV.TILE]."""
     allowed = load_mask(lists, kv_rows.entry, kv_rows.tile, q_row_in_block, Q, KV)
     if L.GRANULARITY > 0:
         allowed = allowed & has_selected(lists, kv_rows.entry, q_row_in_block, Q, L)[:, None]

@@ -140,14 +140,14 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
 
 @gluon.jit
 def _entries(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
-    """Entries of a work tile in the list of a query head: (first entry, first masked one, end)."""
+    """Entries of a work tile in the list of a query head: (first entry, first partial one, end)."""
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
-    first, first_masked, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
+    first, first_partial, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
     if L.NUM_SPLITS > 0:
         end = gl.where(pass_head + 1 == work_tile.end_head, first + work_tile.end_entry, end)
         first = gl.where(pass_head == work_tile.first_head, first + work_tile.first_entry, first)
-        first_masked = gl.minimum(gl.maximum(first_masked, first), end)
-    return first, first_masked, end
+        first_partial = gl.minimum(gl.maximum(first_partial, first), end)
+    return first, first_partial, end
 
 
 @gluon.jit
@@ -219,7 +219,7 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
 @gluon.jit
 def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A: gl.constexpr, Q: gl.constexpr,
                 L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, M] of a masked entry to -inf where the mask, selection or segments exclude the pair."""
+    """Sets scores [64, M] of a partial entry to -inf where the mask, selection or segments exclude the pair."""
     M: gl.constexpr = F.M
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
@@ -366,12 +366,12 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
-        first, first_masked, end = _entries(lists.spans, work_tile, pass_head, A, L)
-        step, dk, dv = _backward_steps(first, first_masked, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+        first, first_partial, end = _entries(lists.spans, work_tile, pass_head, A, L)
+        step, dk, dv = _backward_steps(first, first_partial, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
                                        batch, pass_head, kv_segment, A, Q, KV, L, F, False, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
-        _, first_masked, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
-        step, dk, dv = _backward_steps(first_masked, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+        _, first_partial, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
+        step, dk, dv = _backward_steps(first_partial, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
                                        batch, pass_head, kv_segment, A, Q, KV, L, F, True, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
     _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)

@@ -135,7 +135,7 @@ def unravel_work_tile(work_tile, HEADS: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_span(spans, batch, head, block, L: gl.constexpr):
-    """Loads the list of a query head and a block: (first entry, first masked entry, end)."""
+    """Loads the list of a query head and a block: (first entry, first partial entry, end)."""
     span = spans + (((batch % L.BATCHES) * L.HEADS + head // L.HEADS_PER_LIST % L.HEADS) * L.NUM_BLOCKS + block) * 3
     return gl.load(span), gl.load(span + 1), gl.load(span + 2)
 

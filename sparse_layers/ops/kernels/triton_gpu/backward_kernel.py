@@ -176,13 +176,13 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
 def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
              KV: tl.constexpr, L: tl.constexpr, EARLIER_KV: tl.constexpr, WITH_DKV: tl.constexpr):  # fmt: skip
     """Adds the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     lists = move_to_list(lists, span)
-    if L.ANY_FREE:
-        dq = _dq_steps(first, first_masked, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+    if L.ANY_FULL:
+        dq = _dq_steps(first, first_partial, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
                        EARLIER_KV, False, WITH_DKV)  # fmt: skip
-    if L.ANY_MASKED:
-        dq = _dq_steps(first_masked, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+    if L.ANY_PARTIAL:
+        dq = _dq_steps(first_partial, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
                        EARLIER_KV, True, WITH_DKV)  # fmt: skip
     return dq
 
@@ -356,17 +356,17 @@ def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits
     if W.SPLITS:
         pack = ((batch % W.BATCHES) * A.PASS_HEADS + pass_head) // Q.PACK
         steps_before = tl.load(splits + pack * W.BLOCKS + work_tile.block)
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     vector, number = batch * A.T * A.HEADS + head, (batch * A.HEADS + head) * A.T
     q, dout = pointers.q + vector * A.H, pointers.dout + vector * A.HV
     pointers = QueryPointers(q, dout, pointers.lse + number, pointers.delta + number)
     lists = move_to_list(lists, span)
     dq += (batch * Q.ROWS * A.PASS_HEADS + pass_head) * A.H
-    if L.ANY_FREE:
-        dk, dv = _dkv_steps(first, first_masked, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+    if L.ANY_FULL:
+        dk, dv = _dkv_steps(first, first_partial, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
                             False, WITH_DQ)  # fmt: skip
-    if L.ANY_MASKED:
-        dk, dv = _dkv_steps(first_masked, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+    if L.ANY_PARTIAL:
+        dk, dv = _dkv_steps(first_partial, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
                             True, WITH_DQ)  # fmt: skip
     return dk, dv
 

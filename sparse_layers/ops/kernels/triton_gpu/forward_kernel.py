@@ -2,8 +2,8 @@
 
 **One work tile a program.** It is a tile of a block of queries, for one query head or PACK heads of a key head.
 
-**Lists, not patterns.** A program walks over the list of key blocks of its queries. Blocks without masked pairs come
-first, so that the loop over them evaluates no mask.
+**Lists, not patterns.** A program walks over the list of key blocks of its queries. Full blocks come first, so that
+the loop over them evaluates no mask.
 
 **Two passes share a softmax.** A second pass with the same query rows has lists of its own. Its steps follow those of
 the first pass.
@@ -16,7 +16,7 @@ merges them in their order, so that results are the same from run to run.
 A work tile, with time to the right. Triton loads k_tile and v_tile of num_stages steps ahead::
 
     begin    list, q_tile, segment ids, then acc, m_i, l_i of sinks, earlier passes and splits
-    steps    free ones of pass 1, masked ones of pass 1, free ones of pass 2, masked ones of pass 2
+    steps    full ones of pass 1, partial ones of pass 1, full ones of pass 2, partial ones of pass 2
     end      out = acc / l_i, lse = (m_i + log2(l_i)) * ln 2
 
     a step   load k_tile    load v_tile
@@ -121,12 +121,12 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
 def _attend_pass(work_tile, steps_before, span, state, queries, kv, lists, A: tl.constexpr, Q: tl.constexpr,
                  KV: tl.constexpr, L: tl.constexpr):  # fmt: skip
     """Computes the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     lists = move_to_list(lists, span)
-    if L.ANY_FREE:
-        state = _attend_steps(first, first_masked, span.num_entries, state, queries, kv, lists, A, Q, KV, L, False)
-    if L.ANY_MASKED:
-        state = _attend_steps(first_masked, end, span.num_entries, state, queries, kv, lists, A, Q, KV, L, True)
+    if L.ANY_FULL:
+        state = _attend_steps(first, first_partial, span.num_entries, state, queries, kv, lists, A, Q, KV, L, False)
+    if L.ANY_PARTIAL:
+        state = _attend_steps(first_partial, end, span.num_entries, state, queries, kv, lists, A, Q, KV, L, True)
     return state
 
 

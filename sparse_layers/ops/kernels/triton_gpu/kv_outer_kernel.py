@@ -114,7 +114,7 @@ def kv_outer_kernel(
     exists = (row_in_block < KV.BLOCK) & (token < A.S)
 
     span = load_span(spans, batch, head, kv_block, Q, L, W)
-    first, first_masked, end = clip_steps(work_tile, 0, span)
+    first, first_partial, end = clip_steps(work_tile, 0, span)
     vector = batch * A.S * A.KV_HEADS + kv_head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
@@ -128,5 +128,5 @@ def kv_outer_kernel(
     q += (batch * A.T * A.HEADS + head) * A.H
     row = batch * Q.ROWS * A.PASS_HEADS
     results = ResultPointers(out + (row + pass_head) * A.HV, lse + row + pass_head * Q.ROWS)
-    _attend_steps(first, first_masked, span.num_entries, keys, q, lists, results, A, Q, KV, False)
-    _attend_steps(first_masked, end, span.num_entries, keys, q, lists, results, A, Q, KV, True)
+    _attend_steps(first, first_partial, span.num_entries, keys, q, lists, results, A, Q, KV, False)
+    _attend_steps(first_partial, end, span.num_entries, keys, q, lists, results, A, Q, KV, True)

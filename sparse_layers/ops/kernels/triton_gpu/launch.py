@@ -408,7 +408,7 @@ def _list_arrays(lists: PassLists) -> list[Any]:
 def _list_shapes(lists: PassLists) -> tiles.BlockListShapes:
     batches, heads = lists.block_lists.spans.shape[:2]
     return tiles.BlockListShapes(
-        batches, heads, lists.block_lists.group, lists.any_free, lists.any_masked, lists.granularity
+        batches, heads, lists.block_lists.group, lists.any_full, lists.any_partial, lists.granularity
     )
 
 
