@@ -78,7 +78,7 @@ from .tiles import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-# Integers of a work tile in the queue: its number, its first step, its first partial step, the end of its steps, and the
+# Integers of a work tile in the queue: its number, first step, first partial step, the end of its steps, and the
 # mask tile of its first step. `_consumer` reads them by these indices.
 QUEUE_INTS = gl.constexpr(5)
 WORK_TILE, FIRST, FIRST_PARTIAL, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
