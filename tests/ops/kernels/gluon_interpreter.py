@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
     array: Any
     shape: tuple
-    box: tuple
+    block_shape: tuple
     strides: Any = None  # in elements, by default row-major
 
 
@@ -56,7 +56,7 @@ def call(kernel, programs, inputs, outputs, constants, aliases=None, seed=0):
       aliases: of inputs that become outputs: number of the input to number of the output.
     """
     everything = [*inputs, *outputs]
-    arrays = [value.array if hasattr(value, "box") else value for value in everything]
+    arrays = [value.array if hasattr(value, "block_shape") else value for value in everything]
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[len(inputs) :]]
 
     def launch(*given):
@@ -68,7 +68,13 @@ def call(kernel, programs, inputs, outputs, constants, aliases=None, seed=0):
             results[target][...] = given[source]
             given[source] = results[target]
         pairs = zip(everything, given + results, strict=True)
-        run(kernel, (programs,), [x._replace(array=a) if hasattr(x, "box") else a for x, a in pairs], constants, seed)
+        run(
+            kernel,
+            (programs,),
+            [x._replace(array=a) if hasattr(x, "block_shape") else a for x, a in pairs],
+            constants,
+            seed,
+        )
         return tuple(results)
 
     return jax.pure_callback(launch, tuple(shapes), *arrays[: len(inputs)], vmap_method="sequential")

@@ -102,10 +102,11 @@ def lists_at_run_time(call, operands, *rest):
         found.append(
             build_pass_lists(call, operands._replace(segments=segments, mask=mask, selection=selection), *rest)
         )
-        return found[0].bits, {name: getattr(found[0].lists, name) for name in names}
+        return found[0].mask_bits, {name: getattr(found[0].block_lists, name) for name in names}
 
-    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
-    return dataclasses.replace(found[0], bits=bits, lists=dataclasses.replace(found[0].lists, **made))
+    mask_bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
+    block_lists = dataclasses.replace(found[0].block_lists, **made)
+    return dataclasses.replace(found[0], mask_bits=mask_bits, block_lists=block_lists)
 
 
 def padded_rows(side):
