@@ -382,7 +382,8 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
     @jax.jit
     def run(query, key, value):
         cache = KVCache.empty(check.mask, check.length, dtype=check.dtype, implementation=implementation, **sizes)
-        if implementation == "triton" and not fused.attends(cache, query[:, 0], False):
+        arrays = cache.keys, cache.values
+        if implementation == "triton" and not fused.can_attend(cache.layout, arrays, query[:, 0], False):
             raise RuntimeError("the kernel does not serve a step, which XLA would compute")
         cache, outs = cache.filled(key[:, :first], value[:, :first]), []
         for at in range(first, check.length):

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.ops.decoding.reads import parts
+from sparse_layers.ops.decoding.cache_parts import plan_cache_parts
 from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 from tests.masks.test_masks import COMPUTABLE
 from tests.ops.cases import SMALL, candidates
@@ -204,10 +204,10 @@ def test_padding_is_never_asked(name):
 def test_tables_in_the_op_and_in_the_cache():
     masks = [sl.Causal() & TABLES[name] for name in ("class", "traceable mask_mod of jax")]
     np.testing.assert_allclose(attend(masks), attend(np.tril(SAME), "reference"), atol=1e-5)
-    for part in parts(masks[0], T):
-        tokens = np.asarray(part.store.token(jnp.arange(part.store.runs * part.store.run), jnp.array(T - 1)))
-        pieces, seen = part.places(jnp.array([T - 1]))
-        rows = tokens.reshape(part.store.runs, -1)[np.asarray(pieces)[0]].ravel()
+    for part in plan_cache_parts(masks[0], T):
+        tokens = np.asarray(part.store.token(jnp.arange(part.store.num_pages * part.store.page_size), jnp.array(T - 1)))
+        pieces, seen = part.visible_pages(jnp.array([T - 1]))
+        rows = tokens.reshape(part.store.num_pages, -1)[np.asarray(pieces)[0]].ravel()
         np.testing.assert_array_equal(np.sort(rows[np.asarray(seen)[0]]), np.flatnonzero(SAME[-1]))
 
 

@@ -43,7 +43,7 @@ class CacheRead:
     classes: int = 0
 
 
-class LogitOptions(NamedTuple):
+class LogitScaling(NamedTuple):
     """Turns products into logits: times ``scale``, then ``cap * tanh(x / cap)`` if there is a cap."""
 
     scale: float
@@ -79,7 +79,7 @@ def attend(
     query: jax.Array,
     reads: Sequence[CacheRead],
     positions: jax.Array,
-    options: LogitOptions,
+    options: LogitScaling,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention of single queries to rows of a cache.
@@ -103,7 +103,7 @@ def step(
     reads: Sequence[CacheRead],
     slots: jax.Array,
     positions: jax.Array,
-    options: LogitOptions,
+    options: LogitScaling,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Computes attention of one query a sequence (S = 1) to rows of a cache and to a new token, and writes the token.
@@ -126,7 +126,7 @@ def _launch_step(
     query: jax.Array,
     reads: Sequence[CacheRead],
     positions: jax.Array,
-    options: LogitOptions,
+    options: LogitScaling,
     sinks: jax.Array | None,
     token: tuple[jax.Array, jax.Array, jax.Array] | None,
 ) -> Sequence[jax.Array]:
