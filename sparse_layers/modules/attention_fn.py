@@ -23,7 +23,8 @@ from ..ops.decoding.ring_cache import join_pages
 from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import default_implementation
 from ..ops.planning.selection import Selection
 from ..ops.select import select_blocks

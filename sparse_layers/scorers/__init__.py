@@ -8,8 +8,8 @@ from ..arguments.foreign import PRESETS
 from ..masks.algebra import Mask
 from ..masks.presets import presets
 from ..masks.primitives import Causal
+from ..ops.planning.binding import masks_for_lengths
 from ..ops.planning.causality import check_causal
-from ..ops.planning.mask_info import masks_for_lengths
 from .base import Scorer as Scorer
 from .methods import MSA as MSA
 from .methods import NSA as NSA

@@ -1,10 +1,10 @@
-"""Block-sparse flash attention for TPUs in Pallas. On other platforms the same kernels run interpreted, for tests.
+"""The implementation "pallas_tpu": block-sparse flash attention kernels in Pallas. Other platforms interpret them.
 
-Grid steps follow compacted lists of active blocks (`schedule.py`), so only these take time. The kernels are in
-`forward_kernel.py` and `backward_kernel.py`. `launch.py` has their operands and the launch, `kernel_masks.py` masks
-inside kernels. `chain.py` runs the passes of a chain.
+A grid step computes one entry of a block list (`schedule.py`), so the time is proportional to the active blocks. The
+kernels are `forward_kernel.py` and `backward_kernel.py`. Both use `launch.py` and, for masks, `kernel_masks.py`.
+`chain.py` computes the passes of a chain.
 
-Only this file is imported with the package. Pallas, which takes a while to import, is imported at the first call.
+Importing the package imports this file only; the first call imports Pallas, which takes a while.
 """
 
 import jax
@@ -19,7 +19,7 @@ LEAST_GRANULARITY = 16
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Returns why this implementation cannot compute the call, or None."""
+    """Returns the reason why TPU kernels cannot compute the call, or None."""
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     selection = operands.selection
@@ -34,7 +34,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 @differentiable_once("pallas_tpu")
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns attention out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
+    """Returns out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
     from . import chain
 
     return chain.forward(call, operands)
@@ -42,7 +42,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("pallas_tpu")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns the gradients of query, key and value in their dtypes; see `call` for the arguments."""
     from . import chain
 
     return chain.backward(call, operands, lse, delta, dout)

@@ -31,27 +31,33 @@ from jax.experimental.pallas import tpu as pltpu
 from ....masks.states import EMPTY
 from .launch import (
     LOG2E,
+    BlockOperand,
+    BlockOperands,
     GridPosition,
-    OperandBlock,
-    OperandBlocks,
     PassArrays,
-    PassRun,
-    by_kind,
+    PassConfig,
+    compute_by_kind,
     dot,
     launch,
-    masked_scores,
-    scores,
+    mask_logits,
+    to_logits,
 )
 from .schedule import Steps
 
 
 def backward_pass(
-    pass_run: PassRun, steps: Steps, arrays: PassArrays, lse: jax.Array, delta: jax.Array, dout: jax.Array, members: int
+    config: PassConfig,
+    steps: Steps,
+    arrays: PassArrays,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    members: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
-      pass_run: the pass.
+      config: the pass.
       steps: its active blocks by key block.
       arrays: its operands; tiles are those of [bkv, bq].
       lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows without keys.
@@ -62,26 +68,22 @@ def backward_pass(
     Returns:
       dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv].
     """
-    blocks = OperandBlocks(pass_run, flipped=True)
+    blocks = BlockOperands(config, transposed=True)
     batch, heads = arrays.query.shape[:2]
-    bq, bkv = pass_run.shape
+    bq, bkv = config.shape
     dq = jnp.zeros_like(arrays.query, jnp.float32)
-    outputs = {"dq": OperandBlock(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
+    outputs = {"dq": BlockOperand(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
     for name, like in (("dk", arrays.key), ("dv", arrays.value)):
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)
         block = None, None, bkv, like.shape[-1]
-        outputs[name] = OperandBlock(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
-    by_row = {
-        "lse": blocks.query_vector_block(lse),
-        "delta": blocks.query_vector_block(delta),
-        "dout": blocks.query_block(dout),
-    }
+        outputs[name] = BlockOperand(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
+    by_query = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
     dq, dk, dv = launch(
-        functools.partial(_kernel, pass_run),
+        functools.partial(_kernel, config),
         "sparse_bwd",
         steps,
         (batch, heads // members, members),
-        blocks.operands(arrays) | by_row | {"dq_start": OperandBlock(dq, None, None)},
+        blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
         outputs,
         {
             "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
@@ -96,9 +98,9 @@ def backward_pass(
     return dq, dk, dv
 
 
-def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
+def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
     # s, p, ds: [N, M]. dk_acc: [N, H]. dv_acc: [N, Hv].
-    step, dq = position.step, _Accumulator(pass_run, refs, position)
+    step, dq = position.step, _Accumulator(config, refs, position)
 
     @pl.when(position.is_first_visit)
     def _():
@@ -108,8 +110,8 @@ def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
     def compute(masked, limited):
         dq.start_load()
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
-        s, slope = scores(pass_run, dot(k, q, (1, 1)))
-        s = masked_scores(pass_run, refs, position, s, masked, limited, flipped=True)
+        s, slope = to_logits(config, dot(k, q, (1, 1)))
+        s = mask_logits(config, refs, position, s, masked, limited, transposed=True)
         p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
@@ -119,25 +121,25 @@ def _kernel(pass_run: PassRun, refs: Any, position: GridPosition) -> None:
         dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
-    by_kind(step, pass_run, compute)
+    compute_by_kind(step, config, compute)
     dq.end()
 
     @pl.when(position.is_last_visit)
     def _():
-        refs.dk[...] = refs.dk_acc[...] * pass_run.call.scale
+        refs.dk[...] = refs.dk_acc[...] * config.call.scale
         refs.dv[...] = refs.dv_acc[...]
 
 
 class _Accumulator:
     """Adds to dq in HBM, as all of dq may not fit VMEM, through two buffers [M, H] in VMEM that alternate.
 
-    While this step computes, the block of the next step is loaded, and that of the step before is stored. A block is
+    While a step computes, the block of the next step is loaded, and that of the step before is stored. A block is
     loaded ahead only if it differs from this step's, and only after the last store. So a sum is never loaded before it
     is complete.
     """
 
-    def __init__(self, pass_run: PassRun, refs: Any, position: GridPosition):
-        self.refs, self.position, self.rows = refs, position, pass_run.shape[0]
+    def __init__(self, config: PassConfig, refs: Any, position: GridPosition):
+        self.refs, self.position, self.rows = refs, position, config.shape[0]
 
     def begin(self) -> None:
         """Resets the state in the first step of a batch entry and group of heads; every step calls it first."""

@@ -1,8 +1,8 @@
-"""Masks inside kernels: computed from positions, or read as bits.
+"""Masks inside TPU kernels: computed from positions, or read as the bits of a mask tile.
 
-A mask is called with positions [n, 1] and [1, m]. On a TPU, an [n, 1] array fills one lane in 128 of its registers, so
-a draw of random numbers by query costs 16 times what it costs as [1, n]. A mask with many operations on rows alone
-computes them on [1, n], and transposes only their results to combine them with columns.
+A mask is called with positions [n, 1] and [1, m]. On a TPU an [n, 1] array, a column, fills one lane in 128 of its
+registers, so random numbers by query cost 16 times what they cost as [1, n]. A mask with many operations on the column
+alone therefore computes them along lanes, as a row, and only the results become columns, to broadcast against [1, m].
 """
 
 import math
@@ -15,67 +15,67 @@ import numpy as np
 from jax import lax
 
 LANES = 128  # of a vector register
-# Operations on rows from which masks compute them on [1, n]. To transpose a result costs as much as some 20 operations
-# on a column, by the compiler's estimates. Masks have either up to 40 of these (strides, groups, windows) or, if they
-# draw random keys, hundreds.
-MIN_ROW_OPERATIONS = 64
+# Turning a row into a column takes as long as 20 operations on a column, by the compiler's estimates. Masks have either
+# up to 40 of these (strides, groups, windows) or, where they draw random keys, hundreds.
+MIN_COLUMN_OPERATIONS = 64
 
 
 def allowed_pairs(
-    mask: Callable[[Any, Any], Any], starts: tuple[Any, Any], shape: tuple[int, int], flipped: bool
+    mask: Callable[[Any, Any], Any], first_rows: tuple[Any, Any], shape: tuple[int, int], transposed: bool
 ) -> jax.Array:
-    """Evaluates a mask for a block: bool ``shape`` (bq, bkv), or (bkv, bq) if ``flipped``.
+    """Returns bools [bq, bkv], or [bkv, bq] if ``transposed``: the pairs of a block that a mask allows.
 
     Args:
       mask: a function of positions, by elementwise operators.
-      starts: first query row and first key row of the block.
+      first_rows: first query row and first key row of the block.
       shape: (bq, bkv).
-      flipped: True if queries run along lanes.
+      transposed: True if queries run along lanes.
     """
 
-    def function(a, b):
-        return mask(b, a) if flipped else mask(a, b)
+    def function(column, row):
+        return mask(row, column) if transposed else mask(column, row)
 
-    (start, along_start), (n, m) = (starts[::-1], shape[::-1]) if flipped else (starts, shape)
-    along = along_start + lax.broadcasted_iota(jnp.int32, (1, m), 1)
-    traced = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((n, 1), jnp.int32), along)
-    if _operations(traced.jaxpr, (n, 1)) < MIN_ROW_OPERATIONS:
-        return function(start + lax.broadcasted_iota(jnp.int32, (n, 1), 0), along)
-    (allowed,) = _evaluate(traced, [_RowColumn(start + lax.broadcasted_iota(jnp.int32, (1, n), 1)), along], (n, 1))
+    (column_start, row_start), (n, m) = (first_rows[::-1], shape[::-1]) if transposed else (first_rows, shape)
+    row = row_start + lax.broadcasted_iota(jnp.int32, (1, m), 1)
+    traced = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((n, 1), jnp.int32), row)
+    if _operations(traced.jaxpr, (n, 1)) < MIN_COLUMN_OPERATIONS:
+        return function(column_start + lax.broadcasted_iota(jnp.int32, (n, 1), 0), row)
+    column = _ColumnAsRow(column_start + lax.broadcasted_iota(jnp.int32, (1, n), 1))
+    (allowed,) = _evaluate(traced, [column, row], (n, 1))
     return _as_column(allowed)
 
 
-def pack_bits(tiles: Any) -> Any:
-    """Packs bools [n, rows, columns] into int32 [n, rows / p, columns].
+def as_bits(tiles: Any) -> Any:
+    """Returns bools [n, rows, columns] as int32 [n, rows / p, columns]: bit i is from the i-th of p ranges of the rows.
 
-    Bit i of row r is that of row i * rows / p + r. So a kernel unpacks words without moving rows across registers.
+    So a kernel reads all bits of a word in their place, without shuffles.
     """
-    num_bits = math.gcd(tiles.shape[1] // 8, 32)
-    tiles = tiles.reshape(len(tiles), num_bits, -1, tiles.shape[2])
+    ranges = math.gcd(tiles.shape[1] // 8, 32)
+    tiles = tiles.reshape(len(tiles), ranges, -1, tiles.shape[2])
     words = tiles[:, 0].astype(np.int32)
-    for i in range(1, num_bits):
+    for i in range(1, ranges):
         words |= tiles[:, i].astype(np.int32) << i
     return words
 
 
-def unpack_bits(words: jax.Array, rows: int) -> jax.Array:
-    """Unpacks one tile of `pack_bits` in a kernel: bool [rows, columns]."""
+def from_bits(words: jax.Array, rows: int) -> jax.Array:
+    """Returns the bools [rows, columns] of one tile in a kernel: the inverse of `as_bits`."""
     bits = np.left_shift(np.int32(1), np.arange(rows // words.shape[0], dtype=np.int32))
     return jnp.concatenate([words & bit for bit in bits], axis=0) != 0
 
 
 def to_column(row: jax.Array) -> jax.Array:
-    """Transposes [1, n] to [n, 1]."""
-    return fill_lanes(row)[:, :1]
+    """Returns [n, 1] from [1, n]."""
+    return to_lanes(row)[:, :1]
 
 
-def fill_lanes(row: jax.Array) -> jax.Array:
-    """Transposes [1, n] to [n, LANES], the same in every lane."""
+def to_lanes(row: jax.Array) -> jax.Array:
+    """Returns [n, LANES], equal in every lane, from [1, n]."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-class _RowColumn:
-    """A column [n, 1] that is kept as a row [1, n] until it meets an array of another shape."""
+class _ColumnAsRow:
+    """A column [n, 1] as a row [1, n], until an operation needs it as a column."""
 
     def __init__(self, row: jax.Array):
         self.row = row
@@ -83,7 +83,7 @@ class _RowColumn:
 
 
 def _as_column(x: Any) -> Any:
-    if not isinstance(x, _RowColumn):
+    if not isinstance(x, _ColumnAsRow):
         return x
     if x.column is None:
         x.column = to_column(x.row.astype(jnp.int32)) != 0 if x.row.dtype == bool else to_column(x.row)
@@ -91,7 +91,7 @@ def _as_column(x: Any) -> Any:
 
 
 def _evaluate(traced: Any, arguments: list[Any], column_shape: tuple[int, int]) -> list[Any]:
-    """Evaluates a closed, elementwise jaxpr; every array of the column's shape is a `_RowColumn`."""
+    """Evaluates a closed jaxpr of elementwise operations, with every array of the column's shape as a row."""
     jaxpr = traced.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *arguments], strict=True))
 
@@ -104,19 +104,19 @@ def _evaluate(traced: Any, arguments: list[Any], column_shape: tuple[int, int]) 
         if inner is not None:
             outputs = _evaluate(inner, inputs, column_shape)
         elif equation.primitive.name == "broadcast_in_dim" and equation.outvars[0].aval.shape == column_shape:
-            outputs = [_RowColumn(jnp.broadcast_to(inputs[0], column_shape[::-1]))]  # a constant of the column's shape
+            outputs = [_ColumnAsRow(jnp.broadcast_to(inputs[0], column_shape[::-1]))]  # a constant
         else:
             is_column = equation.outvars[0].aval.shape == column_shape
-            operands = [x.row if is_column and isinstance(x, _RowColumn) else _as_column(x) for x in inputs]
+            operands = [x.row if is_column and isinstance(x, _ColumnAsRow) else _as_column(x) for x in inputs]
             outputs = equation.primitive.bind(*operands, **equation.params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
-            outputs = [_RowColumn(x) for x in outputs] if is_column else outputs
+            outputs = [_ColumnAsRow(x) for x in outputs] if is_column else outputs
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _operations(jaxpr: Any, shape: tuple[int, int]) -> int:
-    """Counts the equations whose result has the shape."""
+    """Returns the number of equations whose result has a shape."""
     inner = [x.params["jaxpr"].jaxpr for x in jaxpr.eqns if "jaxpr" in x.params]
-    count = sum(x.outvars[0].aval.shape == shape for x in jaxpr.eqns if "jaxpr" not in x.params)
-    return count + sum(_operations(x, shape) for x in inner)
+    outer = sum(x.outvars[0].aval.shape == shape for x in jaxpr.eqns if "jaxpr" not in x.params)
+    return outer + sum(_operations(x, shape) for x in inner)
