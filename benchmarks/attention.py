@@ -41,7 +41,7 @@ def attend(plan: sl.Plan, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array
 
 
 def seconds_in_turns(functions: list, args: tuple, rounds: int) -> list[list[tuple[float, float]]]:
-    """Of each function and round the seconds of a call, by the clock and of the processor."""
+    """Returns the seconds of a call for each function and round, by the clock and of the processor."""
     calls = []
     for function in functions:
         jax.block_until_ready(function(*args))
@@ -77,10 +77,10 @@ def compare(record: Record, seq_len: int, heads: int, size: int, rounds: int) ->
     rng = np.random.default_rng(0)
     q, k, v, weight = (jnp.asarray(rng.standard_normal((1, seq_len, heads, size)), jnp.float32) for _ in range(4))
 
-    def both(attention):
+    def compiled_pair(attention):
         return jax.jit(attention), jax.jit(jax.grad(lambda q, k, v: (attention(q, k, v) * weight).sum(), (0, 1, 2)))
 
-    dense = both(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"))
+    dense = compiled_pair(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla"))
     record.say(
         f"B=1 T={seq_len} N={heads} H={size} float32; dense is jax.nn.dot_product_attention(implementation='xla')\n"
         f"{'pattern':20}{'kept':>7}"
@@ -90,16 +90,16 @@ def compare(record: Record, seq_len: int, heads: int, size: int, rounds: int) ->
     for name, mask in PATTERNS.items():
         plan = sl.make_plan(mask, seq_len)
         kept = sum(p.fwd_blocks * p.fwd_shape[0] * p.fwd_shape[1] for p in plan.chains[0]) / seq_len**2
-        sparse = both(functools.partial(attend, plan))
-        line, found = f"{name:20}{kept:7.1%}", {}
+        sparse = compiled_pair(functools.partial(attend, plan))
+        line, seconds = f"{name:20}{kept:7.1%}", {}
         for direction, *pair in zip(("forward", "both"), sparse, dense, strict=True):
             times = dict(zip(("ours", "dense"), seconds_in_turns(pair, (q, k, v), rounds), strict=True))
-            mine, other = (np.min(times[side], axis=0) for side in ("ours", "dense"))
-            faster, by_cpu = other / mine
+            mine, dense_time = (np.min(times[side], axis=0) for side in ("ours", "dense"))
+            faster, by_cpu = dense_time / mine
             line += f"  {mine[0] * 1e3:7.1f} ms{faster:7.3g}x{by_cpu:7.3g}x{1 / faster / kept:10.2f}"
-            found[direction] = times
+            seconds[direction] = times
         deviation = error(mask, q, k, v, sparse[0](q, k, v), rng.integers(0, seq_len, 8))
-        record.add(pattern=name, kept=kept, clock_and_cpu_seconds=found, error=deviation)
+        record.add(pattern=name, kept=kept, clock_and_cpu_seconds=seconds, error=deviation)
         record.say(f"{line}  {deviation:8.1e}")
 
 

@@ -36,8 +36,8 @@ def loop(caches: list[sl.KVCache], tokens: jax.Array) -> tuple[tuple[jax.Array, 
     """Steps over the last positions: tokens [n, 3, B, N, H] -> out [n, B, N, H] of each layer."""
     count, _, batch = tokens.shape[:3]
 
-    def step(caches, each):
-        position, (query, key, value) = each
+    def step(caches, token):
+        position, (query, key, value) = token
         outs, caches = zip(*(x.step(query, key, value, jnp.full(batch, position)) for x in caches), strict=True)
         return list(caches), outs
 

@@ -44,7 +44,7 @@ Timing = argparse.Namespace(groups=3, calls=10)
 LONG = 2.0  # seconds of a call beyond which one is timed, not groups of them
 
 
-class Place:
+class DeviceGroup:
     """Some devices with a sequence, and what they compute.
 
     Args:
@@ -61,14 +61,14 @@ class Place:
         shapes = [(1, length, n, size) for n in (heads, kv_heads, kv_heads, heads)]
         self.lies = NamedSharding(self.mesh, spec)
 
-        def made() -> list[jax.Array]:
+        def random_arrays() -> list[jax.Array]:
             keys = jax.random.split(jax.random.key(length), 4)
             return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
         attend = functools.partial(sl.block_sparse_attention, plan_or_mask=mask, query_sharding=spec)
         arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=self.lies) for x in shapes]
         with jax.set_mesh(self.mesh):
-            self.make = jax.jit(made, out_shardings=[self.lies] * 4)
+            self.make = jax.jit(random_arrays, out_shardings=[self.lies] * 4)
             program = jax.jit(functools.partial(gpu.gradients, attend), out_shardings=(self.lies,) * 4)
             self.program = program.lower(*arrays).compile()
         plan: Any = self.program.memory_analysis()
@@ -76,7 +76,7 @@ class Place:
 
     @property
     def fits(self) -> bool:
-        """Whether a device has the memory, as far as it tells."""
+        """True if a device has the memory, or does not say how much it has."""
         limit = (self.mesh.devices[0].memory_stats() or {}).get("bytes_limit")
         return limit is None or self.bytes <= limit
 
@@ -113,8 +113,8 @@ def exchange(call: Any, calls: int) -> tuple[float, float]:
         spans = {True: [], False: []}
         for event in events:
             spans["nccl" in event.name.lower()].append((event.start_ns, event.start_ns + event.duration_ns))
-        told, computed, both = (union(x) for x in (spans[True], spans[False], spans[True] + spans[False]))
-        most = max(most, (told / calls / 1e6, (told + computed - both) / max(1.0, told)))
+        exchanged, computed, covered = (union(x) for x in (spans[True], spans[False], spans[True] + spans[False]))
+        most = max(most, (exchanged / calls / 1e6, (exchanged + computed - covered) / max(1.0, exchanged)))
     return most
 
 
@@ -142,8 +142,8 @@ def received(mask: sl.Mask, shape: tuple[int, ...], size: int, devices: int) -> 
 
 
 @jax.jit
-def apart(ours: jax.Array, right: jax.Array) -> jax.Array:
-    """The largest difference, over the largest value."""
+def relative_difference(ours: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns the largest difference divided by the largest value."""
     difference = jnp.abs(ours.astype(jnp.float32) - right.astype(jnp.float32))
     return difference.max() / jnp.abs(right.astype(jnp.float32)).max()
 
@@ -155,22 +155,24 @@ def measured(record: Record, name: str, shape: tuple[int, ...], dtype: Any) -> N
       ArithmeticError: results of one device and of all differ by more than rounding.
     """
     (mask,), devices = sl.as_masks(PATTERNS[name]), jax.devices()
-    one = Place(mask, shape, dtype, devices[:1])
+    one = DeviceGroup(mask, shape, dtype, devices[:1])
     result, before = None, None
     if one.fits:
         result, before, _ = one.run(profiled=False, keep=True)
-    every = Place(mask, shape, dtype, devices)
-    ours, ms, (told, hidden) = every.run(devices[0].platform == "gpu", result is not None)
+    every = DeviceGroup(mask, shape, dtype, devices)
+    ours, ms, (exchange_ms, hidden) = every.run(devices[0].platform == "gpu", result is not None)
     if result is not None:
-        errors = [float(apart(jax.device_put(x, devices[0]), y)) for x, y in zip(ours, result, strict=True)]
+        errors = [
+            float(relative_difference(jax.device_put(x, devices[0]), y)) for x, y in zip(ours, result, strict=True)
+        ]
         if not max(errors) <= 4 * float(jnp.finfo(dtype).eps):
             raise ArithmeticError(f"{name}, T={shape[0]}: out, dq, dk, dv differ by {errors}")
     moved = received(mask, shape, jnp.dtype(dtype).itemsize, len(devices))
     facts = {"ms_one": before, "bytes_one": one.bytes, "ms_all": ms, "bytes_all": every.bytes}
-    record.add(pattern=name, seq_len=shape[0], **facts, received=moved, exchange_ms=told, hidden=hidden)
+    record.add(pattern=name, seq_len=shape[0], **facts, received=moved, exchange_ms=exchange_ms, hidden=hidden)
     cells = [str(shape[0]), name, "no room" if before is None else gpu.digits(before), f"{one.bytes / 1e9:.1f}"]
     cells += [gpu.digits(ms), f"{every.bytes / 1e9:.1f}", gpu.ratio(before, ms), f"{moved / 1e6:.1f}"]
-    record.say(f"| {' | '.join([*cells, f'{told:.2f}', f'{hidden:.0%}'])} |")
+    record.say(f"| {' | '.join([*cells, f'{exchange_ms:.2f}', f'{hidden:.0%}'])} |")
 
 
 def main() -> int:

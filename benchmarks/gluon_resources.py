@@ -30,7 +30,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What ptxas makes of PTX.
+    """The registers, memory and products of a kernel that ptxas assembled.
 
     Attributes:
       registers: registers of a thread at entry, before partitions take or give some.
@@ -70,7 +70,7 @@ class Hazard(NamedTuple):
 
 
 def resources(ptx: str) -> Resources:
-    """What ptxas makes of PTX for its target: the ptxas that Triton uses, without the options that Triton adds."""
+    """Returns the resources of PTX, assembled for its target by Triton's ptxas without the options that Triton adds."""
     ((arch, number),) = re.findall(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -102,29 +102,31 @@ def hazards(sass: str) -> list[Hazard]:
     """
     code, labels = _parsed(sass)
     joins = {labels[name] for one in code for name in one.targets}
-    found = []
+    hazards_in_order = []
     for i, (one, ages) in enumerate(zip(code, _in_flight(code, labels), strict=True)):
-        for other in (code[j] for j in sorted(ages)):
-            others = other.accumulators if one.accumulators != other.accumulators else frozenset()
+        for product in (code[j] for j in sorted(ages)):
+            busy = product.accumulators if one.accumulators != product.accumulators else frozenset()
             reasons = {
-                "writes the left side": one.writes & other.left,
-                "writes accumulators": one.writes & others,
-                "reads accumulators": one.reads & others,
+                "writes the left side": one.writes & product.left,
+                "writes accumulators": one.writes & busy,
+                "reads accumulators": one.reads & busy,
             }
-            found += [
-                Hazard(one.line, one.text, f"{reason} R{min(common)} of the product of line {other.line}")
+            hazards_in_order += [
+                Hazard(one.line, one.text, f"{reason} R{min(common)} of the product of line {product.line}")
                 for reason, common in reasons.items()
                 if common
             ]
         left = [code[j].line for j in sorted(ages) if code[j].left]
         if left and (one.leaves or (i in joins and not code[i - 1].leaves)):
             reason = "ends a basic block" if one.leaves else "begins a basic block"
-            found.append(Hazard(one.line, one.text, f"{reason} before the wait for the product of line {left[-1]}"))
-    return found
+            hazards_in_order.append(
+                Hazard(one.line, one.text, f"{reason} before the wait for the product of line {left[-1]}")
+            )
+    return hazards_in_order
 
 
 def overlap(sass: str) -> list[tuple[str, ...]]:
-    """What each innermost loop that has products does, in the order of the code.
+    """Returns the products and waits of each innermost loop that has products, in the order of the code.
 
     A product is the number of its HGMMAs and where its left side is, in shared memory (ss) or registers (rs); a wait is
     the number of products that may still be in flight. ``("8 ss", "8 rs", "wait 1", "wait 0")`` has two products in
@@ -185,7 +187,7 @@ _NO_RESULT = {"BAR", "WARPSYNC", "NANOSLEEP"}
 
 
 def _output(*command: Any) -> str:
-    """What a command writes; raises with it if the command fails."""
+    """Returns the output of a command; the error of a command that fails has its output, too."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed: {done.stdout}{done.stderr}")
@@ -210,12 +212,12 @@ def _parsed(sass: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _instruction(line: int, text: str, guard: str | None, name: str, suffixes: str, rest: str) -> _Instruction:
-    """A line in parts; `rest` is its operands."""
-    parts = suffixes.split(".")[1:]
+    """Returns the instruction of a line; `rest` is its operands."""
+    modifiers = suffixes.split(".")[1:]
     operands = re.split(r",\s*", rest)
     if name.endswith("GMMA"):
-        return _product(line, text, parts, operands)
-    if name == "WARPGROUP" and parts[0] == "DEPBAR":
+        return _product(line, text, modifiers, operands)
+    if name == "WARPGROUP" and modifiers[0] == "DEPBAR":
         return _Instruction(line, text, wait=int(operands[1], 16))
     if name in _JUMPS:
         targets = re.findall(r"`\(([^)]+)\)", rest) or re.findall(r"[.]L\w+", rest)
@@ -224,19 +226,19 @@ def _instruction(line: int, text: str, guard: str | None, name: str, suffixes: s
         return _Instruction(line, text, _registers(operands), targets=tuple(targets), leaves=True, ends=ends)
     if name in _TWO_RESULTS:
         operands = [one for one in operands if not one.startswith("P")]
-    width = _width(name, parts)
+    width = _width(name, modifiers)
     results = 1 if operands[0].startswith("R") and name not in _NO_RESULT else 0
     addresses = [one for one in operands if "[" in one]
     values = [one for one in operands[results:] if "[" not in one]
     reads = _registers(addresses) | _registers(values, width if name.startswith("ST") else 1)
-    if "WIDE" in parts:
+    if "WIDE" in modifiers:
         reads |= _registers(operands[-1:], width)
     return _Instruction(line, text, reads, _registers(operands[:results], width))
 
 
-def _product(line: int, text: str, parts: list[str], operands: list[str]) -> _Instruction:
+def _product(line: int, text: str, modifiers: list[str], operands: list[str]) -> _Instruction:
     """An HGMMA: of 64 x N accumulators each of 128 threads holds N / 2, in pairs if they are of 16 bits."""
-    width = int(parts[0].split("x")[1]) // (4 if parts[1] == "F16" else 2)
+    width = int(modifiers[0].split("x")[1]) // (4 if modifiers[1] == "F16" else 2)
     to, first, *others = operands
     accumulators = _registers([to, *others], width)
     # Whatever its type, a left side has 64 rows of 32 bytes: 4 registers of each thread.
@@ -244,13 +246,13 @@ def _product(line: int, text: str, parts: list[str], operands: list[str]) -> _In
     return _Instruction(line, text, left, accumulators, left, accumulators, commits="gsb0" in operands)
 
 
-def _width(name: str, parts: list[str]) -> int:
+def _width(name: str, modifiers: list[str]) -> int:
     """The registers that an instruction loads, stores or computes."""
     if name in ("LDSM", "STSM"):
-        return int(parts[-1]) if parts[-1].isdigit() else 1
-    if "128" in parts:
+        return int(modifiers[-1]) if modifiers[-1].isdigit() else 1
+    if "128" in modifiers:
         return 4
-    return 2 if "64" in parts or "WIDE" in parts or (name == "CS2R" and "32" not in parts) else 1
+    return 2 if "64" in modifiers or "WIDE" in modifiers or (name == "CS2R" and "32" not in modifiers) else 1
 
 
 def _registers(operands: Iterable[str], width: int = 1) -> frozenset[int]:
@@ -287,11 +289,11 @@ def _in_flight(code: list[_Instruction], labels: Mapping[str, int]) -> list[dict
 
 def _events(code: Iterable[_Instruction]) -> Iterable[str]:
     """The products and waits of a stretch of code, as `overlap` writes them."""
-    parts = 0
+    instructions = 0
     for one in code:
-        parts += bool(one.accumulators)
+        instructions += bool(one.accumulators)
         if one.commits:
-            yield f"{parts} {'rs' if one.left else 'ss'}"
-            parts = 0
+            yield f"{instructions} {'rs' if one.left else 'ss'}"
+            instructions = 0
         if one.wait is not None:
             yield f"wait {one.wait}"

@@ -155,27 +155,31 @@ class Exact:
         positions, chunk = jnp.arange(seq_len, dtype=jnp.int32), math.gcd(seq_len, CHUNK)
         sample = [x[-1][:, np.array([0, -1])] for x in arrays]
         results: dict[Any, list[np.ndarray]] = {}
-        own = arrays[0].dtype.name
-        for dtype in ("float64", own):
-            parts = []
+        dtype_of_call = arrays[0].dtype.name
+        for dtype in ("float64", dtype_of_call):
+            chunks = []
             with jax.enable_x64(True):
                 dk = dv = jnp.zeros((), dtype if dtype == "float64" else "float32")
                 for start in range(self.first, seq_len, chunk):
                     rows = slice(start, start + chunk)
                     q, dout = sample[0][rows], sample[3][rows]
                     allowed = rule(positions[rows], positions, table)
-                    *part, one_dk, one_dv = attention_of_rows(q, *sample[1:3], dout, allowed, dtype)
-                    parts.append(part)
+                    *out_and_dq, one_dk, one_dv = attention_of_rows(q, *sample[1:3], dout, allowed, dtype)
+                    chunks.append(out_and_dq)
                     dk, dv = dk + one_dk, dv + one_dv
-                out, dq = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+                out, dq = (jnp.concatenate(x) for x in zip(*chunks, strict=True))
                 answers = [out, dq, *(x.astype(dtype)[self.first :] for x in (dk, dv))]
                 results[dtype] = [np.asarray(x).astype(np.float64) for x in answers]
-        self.right, rough = results["float64"], results[own]
-        eps = float(jnp.finfo(own).eps)
+        self.right, rough = results["float64"], results[dtype_of_call]
+        eps = float(jnp.finfo(dtype_of_call).eps)
         self.budgets = [2 * (_largest(a - b) + eps * _largest(b)) for a, b in zip(rough, self.right, strict=True)]
 
     def check(self, answers: Iterable[np.ndarray]) -> str:
-        """How right out, or out, dq, dk and dv [T, 2, H] are; ArithmeticError if they are not."""
+        """Returns the errors of out, or of out, dq, dk and dv [T, 2, H], in words.
+
+        Raises:
+          ArithmeticError: one is too large.
+        """
         text, fine = [], True
         for name, answer, right, budget in zip(("out", "dq", "dk", "dv"), answers, self.right, self.budgets):  # noqa: B905
             errors = _largest(answer[self.first :] - right)
@@ -214,20 +218,20 @@ class Contender:
     fetch: Callable[[Any], np.ndarray]
 
 
-def in_jax(attention: Callable, arrays: list[jax.Array], *more: Any) -> Contender:
-    """A function of q, k, v and more."""
+def in_jax(attention: Callable, arrays: list[jax.Array], *operands: Any) -> Contender:
+    """Returns a function of q, k, v and further operands, and its gradients."""
     q, k, v, dout = arrays
-    forward, both = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
+    forward, forward_backward = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
     return Contender(
-        {"fwd": lambda: forward(q, k, v, *more), "fwd+bwd": lambda: both(q, k, v, dout, *more)},
+        {"fwd": lambda: forward(q, k, v, *operands), "fwd+bwd": lambda: forward_backward(q, k, v, dout, *operands)},
         jax.block_until_ready,
         lambda x: np.asarray(x[-1][:, np.array([0, -1])]).astype(np.float64),
     )
 
 
-def gradients(attention: Callable, q, k, v, dout, *more) -> tuple[jax.Array, ...]:
+def gradients(attention: Callable, q, k, v, dout, *operands) -> tuple[jax.Array, ...]:
     """out, dq, dk and dv."""
-    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, *more), q, k, v)
+    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, *operands), q, k, v)
     return out, *pullback(dout)
 
 
@@ -292,12 +296,12 @@ def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
         with torch.no_grad():
             return attention(q, k, v, block_mask=block_mask)
 
-    def both():
+    def forward_backward():
         out = attention(q, k, v, block_mask=block_mask)
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     return Contender(
-        {"fwd": forward, "fwd+bwd": both},
+        {"fwd": forward, "fwd+bwd": forward_backward},
         lambda _: torch.cuda.synchronize() if on_gpu else None,
         lambda x: x.detach()[-1, [0, -1]].transpose(0, 1).double().cpu().numpy(),
     )
@@ -307,7 +311,7 @@ def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
 
 
 class Report:
-    """What was found so far: printed as it comes, and written to a folder if there is one."""
+    """The results so far: printed as they come, and written to a file if there is one."""
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.failures, self.section = options, 0, ""
@@ -332,7 +336,7 @@ class Report:
         self.say(f"{what}: FAILED: {kind}{' '.join(str(error).split())[:800]}")
 
     def attempt(self, what: str, function: Callable, *args: Any) -> Any:
-        """What a function returns, or None and a line about why it failed."""
+        """Returns the result of a function, or None and prints why it failed."""
         try:
             return function(*args)
         except Exception as error:
@@ -340,7 +344,7 @@ class Report:
             return None
 
     def over(self, what: str) -> bool:
-        """Whether the section has used up its time; says so."""
+        """True, with a line that says so, if the section has used up its time."""
         if time.monotonic() - self.section_start < self.options.seconds:
             return False
         self.say(f"{what}: skipped, {self.section} has used its {self.options.seconds} s")
@@ -382,21 +386,21 @@ class Case:
         self.exact: Any = None if skip else report.attempt(f"{self.name}, reference", Exact, pattern, arrays)
 
     def run(
-        self, who: str, build: Callable[..., Contender], *more: Any, wanted: Iterable = DIRECTIONS
+        self, contender_name: str, build: Callable[..., Contender], *options: Any, wanted: Iterable = DIRECTIONS
     ) -> dict[str, float]:
         """Milliseconds by direction, of those whose result is right."""
-        name, found = f"{self.name}, {who}", dict[str, float]()
+        name, times = f"{self.name}, {contender_name}", dict[str, float]()
         if self.exact is None or self.report.over(name):
-            return found
-        contender = self.report.attempt(name, build, self.pattern, self.arrays, *more)
+            return times
+        contender = self.report.attempt(name, build, self.pattern, self.arrays, *options)
         for direction in wanted if contender else ():
             record = self.report.attempt(f"{name}, {direction}", self.time, contender, direction)
             if record:
-                found[direction] = record["ms"]
-                self.report.add(**self.labels, who=who, direction=direction, **record)
+                times[direction] = record["ms"]
+                self.report.add(**self.labels, who=contender_name, direction=direction, **record)
                 about = f"first call {record['first_call_s']:.1f} s; {record['errors']}"
                 self.report.say(f"{name}, {direction}: {record['ms']:.3f} ms ({about})")
-        return found
+        return times
 
     def time(self, contender: Contender, direction: str) -> dict[str, Any]:
         """Milliseconds of a call whose result is right; of a wrong one, an error."""
@@ -448,12 +452,12 @@ def speed(report: Report, options: argparse.Namespace) -> None:
             for label, times in mine.items():
                 rows.append([label])
                 for direction, factor in DIRECTIONS.items():
-                    found = [x.get(direction) for x in (times, theirs, library)]
-                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in found]
-                    rows[-1].append(ratio(found[1], found[0]))
+                    three_times = [x.get(direction) for x in (times, theirs, library)]
+                    rows[-1] += [f"{digits(x)} ({factor * scale / x:.0f})" if x else "-" for x in three_times]
+                    rows[-1].append(ratio(three_times[1], three_times[0]))
         heads = f"{options.heads}:{options.key_heads or options.heads}"
         shape = f"B={options.batch}, T={options.seq_len}, H={heads}, D={head_size}, {options.dtype}"
-        columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "Flex", "cuDNN", "Flex / ours")]
+        columns = [f"{contender} {x}" for x in DIRECTIONS for contender in ("ours", "Flex", "cuDNN", "Flex / ours")]
         title = f"{shape}; ms (TFLOP/s); ours is {options.implementation!r}"
         report.table(title, [f"D={head_size}", *columns], rows)
 
@@ -467,23 +471,25 @@ def lengths(report: Report, options: argparse.Namespace) -> None:
     data = functools.cache(lambda seq_len: inputs(seq_len, *LONG))
     cases = functools.cache(lambda name, n: Case(report, patterns(n)[name], data(n), {"pattern": name, "T": n}))
     points: dict[str, dict[str, dict[int, float]]] = {x: {f"{a} {b}": {} for a, b in curves} for x in DIRECTIONS}
-    for who, name in curves:
+    for contender, name in curves:
         for seq_len in sorted(options.lengths):
-            if who == "Flex" and seq_len not in FLEX_LENGTHS:
+            if contender == "Flex" and seq_len not in FLEX_LENGTHS:
                 continue
             wanted = []
             for direction in DIRECTIONS:
-                known = list(points[direction][f"{who} {name}"].items())[-1:]
+                known = list(points[direction][f"{contender} {name}"].items())[-1:]
                 predicted = sum(ms * (seq_len / n) ** 2 for n, ms in known)  # it grows no faster than that
                 if predicted > 1000:
-                    report.say(f"{who}, {name}, {seq_len}, {direction}: skipped, may take {predicted:.0f} ms")
+                    report.say(f"{contender}, {name}, {seq_len}, {direction}: skipped, may take {predicted:.0f} ms")
                 else:
                     wanted.append(direction)
-            for direction, ms in cases(name, seq_len).run(who, *builds[who], wanted=wanted).items():
-                points[direction][f"{who} {name}"][seq_len] = ms
+            for direction, ms in cases(name, seq_len).run(contender, *builds[contender], wanted=wanted).items():
+                points[direction][f"{contender} {name}"][seq_len] = ms
     shape = "B={}, H={}, D={}, bfloat16".format(*LONG)
-    for direction, found in points.items():
-        rows = [[curve, *(digits(times.get(n)) for n in sorted(options.lengths))] for curve, times in found.items()]
+    for direction, times_by_curve in points.items():
+        rows = [
+            [curve, *(digits(times.get(n)) for n in sorted(options.lengths))] for curve, times in times_by_curve.items()
+        ]
         title = f"{direction}, {shape}; ms; ours is {options.implementation!r}"
         report.table(title, ["T", *map(str, sorted(options.lengths))], rows)
 
@@ -506,8 +512,8 @@ def grouped(report: Report, options: argparse.Namespace) -> None:
         for key_heads in (options.heads, options.heads // 4, 1):
             arrays = [q, k[:, :, :key_heads], v[:, :, :key_heads], dout]
             case = Case(report, pattern, arrays, {"D": head_size, "pattern": name, "key_heads": key_heads})
-            found = case.run(options.implementation, ours, options.implementation)
-            rows.append([name, f"{options.heads}:{key_heads}", *(digits(found.get(x)) for x in DIRECTIONS)])
+            times = case.run(options.implementation, ours, options.implementation)
+            rows.append([name, f"{options.heads}:{key_heads}", *(digits(times.get(x)) for x in DIRECTIONS)])
     shape = f"B={options.batch}, T={options.seq_len}, D={head_size}, bfloat16"
     report.table(f"{shape}; ms; {options.implementation!r}", ["pattern", "query:key heads", *DIRECTIONS], rows)
 
@@ -553,20 +559,20 @@ def density(report: Report, options: argparse.Namespace) -> None:
     shares = sorted(x / 100 for x in options.densities)
     for seq_len in options.density_lengths:
         arrays = inputs(seq_len, options.batch, options.heads, options.head_size[0])
-        found: dict[str, dict[float, float]] = {direction: {} for direction in DIRECTIONS}
+        points: dict[str, dict[float, float]] = {direction: {} for direction in DIRECTIONS}
         dense = Case(report, patterns(seq_len)["causal"], arrays, {"T": seq_len, "density": 1.0}).run("cuDNN", cudnn)
         for share in shares:
             case = Case(report, block_pattern(seq_len, share), arrays, {"T": seq_len, "density": share})
             for direction, ms in case.run(options.implementation, ours, options.implementation).items():
-                found[direction][share] = ms
+                points[direction][share] = ms
         rows = [[f"{share:.0%}"] for share in shares] + [["break-even"]]
-        for direction, times in found.items():
-            other = dense.get(direction)
+        for direction, times in points.items():
+            dense_ms = dense.get(direction)
             for row, share in zip(rows, shares, strict=False):
-                row += [digits(times.get(share)), digits(other), ratio(other, times.get(share))]
-            rows[-1] += [break_even(times, other), "", ""]
+                row += [digits(times.get(share)), digits(dense_ms), ratio(dense_ms, times.get(share))]
+            rows[-1] += [break_even(times, dense_ms), "", ""]
         shape = f"B={options.batch}, T={seq_len}, H={options.heads}, D={options.head_size[0]}, bfloat16"
-        columns = [f"{who} {x}" for x in DIRECTIONS for who in ("ours", "cuDNN causal", "cuDNN / ours")]
+        columns = [f"{contender} {x}" for x in DIRECTIONS for contender in ("ours", "cuDNN causal", "cuDNN / ours")]
         title = f"block-random, {shape}; ms; ours is {options.implementation!r}"
         report.table(title, ["causal blocks kept", *columns], rows)
 

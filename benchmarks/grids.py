@@ -50,7 +50,7 @@ def neighbourhood(shape: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[i
 
 
 def patterns(shape: tuple[int, ...]) -> dict[str, gpu.Pattern]:
-    """What is measured on a grid."""
+    """Returns the patterns that are measured on a grid."""
     if shape == VIDEO:
         return {
             "window of 6 x 18 x 24 tokens": neighbourhood(VIDEO, (6, 18, 24), (1, 1, 1)),
@@ -79,10 +79,13 @@ def of_grid(record: Record, options: argparse.Namespace, shape: tuple[int, ...],
     full = gpu.inputs(seq_len, batch, heads[0], SIZE)
     arrays = [full[0], *(x[:, :, : heads[1]] for x in full[1:3]), full[3]]
     dense = gpu.cudnn(gpu.Pattern(sl.Full(), lambda q, k, _: q == q), arrays)
-    whole = {x: gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
+    dense_ms_by_direction = {x: gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
     size = " x ".join(map(str, shape))
-    record.add(shape=size, pattern="dense", who="cuDNN", **whole)
-    columns = ["pairs", *(f"{who} {x}" for x in gpu.DIRECTIONS for who in ("ours", "of dense", "Flex", "cuDNN, dense"))]
+    record.add(shape=size, pattern="dense", who="cuDNN", **dense_ms_by_direction)
+    columns = [
+        "pairs",
+        *(f"{contender} {x}" for x in gpu.DIRECTIONS for contender in ("ours", "of dense", "Flex", "cuDNN, dense")),
+    ]
     record.say(f"B={batch}, {size} tokens, {heads[0]} query and {heads[1]} key heads of {SIZE}, bfloat16; ms (TFLOP/s)")
     record.say(f"\n| {' | '.join(['', *columns])} |\n| {' | '.join(['---'] * (len(columns) + 1))} |")
     for name, pattern in patterns(shape).items():
@@ -91,15 +94,15 @@ def of_grid(record: Record, options: argparse.Namespace, shape: tuple[int, ...],
         contenders = {"ours": lambda p: gpu.ours(p, arrays, options.implementation)}
         if not options.no_flex:
             contenders["Flex"] = lambda p: gpu.flex(p, arrays)
-        found: dict[str, dict[str, float]] = {}
-        for who, build in contenders.items():
-            labels: dict[str, Any] = {"shape": size, "pattern": name, "who": who}
-            found[who] = times(record, f"{name}, {who}", exact, build(pattern), True, **labels)
+        times_by_contender: dict[str, dict[str, float]] = {}
+        for contender, build in contenders.items():
+            labels: dict[str, Any] = {"shape": size, "pattern": name, "who": contender}
+            times_by_contender[contender] = times(record, f"{name}, {contender}", exact, build(pattern), True, **labels)
         cells = [name, f"{100 * pairs / seq_len**2:.2f} %"]
         for direction, factor in gpu.DIRECTIONS.items():
-            ms, dense_ms = found["ours"][direction], whole[direction]
+            ms, dense_ms = times_by_contender["ours"][direction], dense_ms_by_direction[direction]
             cells += [f"{gpu.digits(ms)} ({factor * scale / ms:.0f})", f"{100 * ms / dense_ms:.1f} %"]
-            cells += [gpu.digits(found.get("Flex", {}).get(direction)), gpu.digits(dense_ms)]
+            cells += [gpu.digits(times_by_contender.get("Flex", {}).get(direction)), gpu.digits(dense_ms)]
         record.say(f"| {' | '.join(cells)} |")
     record.say()
 

@@ -68,14 +68,14 @@ def random_decoder(patterns: tuple[str, ...], options: argparse.Namespace) -> tu
 
 def caches_of(model: sl.SparseTransformer, options: argparse.Namespace) -> tuple[sl.KVCache, ...]:
     """An empty cache for each layer."""
-    found = []
+    caches = []
     for block in model.layers:
         attention: Any = block.attention
         sizes = {"num_heads": options.heads, "num_kv_heads": options.key_heads, "head_size": attention.head_dim}
         fn = attention.attention_fn.fn
-        held = {"selection": fn.selection, "batch": options.batch, "dtype": jnp.bfloat16}
-        found.append(sl.KVCache.empty(fn.masks, options.seq_len, **held, **sizes))
-    return tuple(found)
+        options_of_cache = {"selection": fn.selection, "batch": options.batch, "dtype": jnp.bfloat16}
+        caches.append(sl.KVCache.empty(fn.masks, options.seq_len, **options_of_cache, **sizes))
+    return tuple(caches)
 
 
 def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         positions = options.seq_len - options.steps + jnp.arange(options.steps)
         return jax.lax.scan(step, (caches, tokens), positions)[0]
 
-    held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
-    read = held[0] + sum(bytes_read(cache, options) for cache in caches)
+    bytes_of = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
+    read = bytes_of[0] + sum(bytes_read(cache, options) for cache in caches)
     tokens = jnp.zeros(options.batch, jnp.int32)
     run = jax.jit(loop, donate_argnums=1).lower(weights, caches, tokens).compile()
     times = []
@@ -103,11 +103,11 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         times.append((time.perf_counter() - before) / options.steps)
     ms = statistics.median(times[1:]) * 1e3
     floor = read / options.bandwidth / 1e9
-    return {"pattern": name, "ms": ms, "weights": held[0], "caches": held[1], "read": read, "floor_ms": floor}
+    return {"pattern": name, "ms": ms, "weights": bytes_of[0], "caches": bytes_of[1], "read": read, "floor_ms": floor}
 
 
 def bytes_read(cache: sl.KVCache, options: argparse.Namespace) -> int:
-    """What a step must read of a layer's cache: the rows it looks at, and what its scorer chooses them by."""
+    """Returns the bytes of a cache that a step must read: the rows it attends to, and its scorer's pooled keys."""
     row = 2 * 2 * options.features // options.heads  # bytes of a key and a value
     rows = options.batch * cache.num_reads
     if cache.selection is None or cache.pooled is None:
@@ -120,17 +120,17 @@ def read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row of the table of prompts."""
     graph, weights = random_decoder(PATTERNS[name], options)
 
-    def piece(weights: Any, caches: Any, tokens: jax.Array, start: int) -> tuple[Any, jax.Array]:
+    def prefill(weights: Any, caches: Any, tokens: jax.Array, start: int) -> tuple[Any, jax.Array]:
         logits, caches = nnx.merge(graph, weights).prefill(tokens, caches=caches, start=start, total=options.seq_len)
         return caches, logits
 
-    jitted = jax.jit(piece, static_argnames="start", donate_argnames="caches")
+    jitted = jax.jit(prefill, static_argnames="start", donate_argnames="caches")
     tokens = jax.random.randint(jax.random.key(0), (options.batch, options.seq_len), 0, options.vocabulary)
-    parts = [(x, tokens[:, x : x + options.prompt]) for x in range(0, options.seq_len, options.prompt)]
+    prompts = [(x, tokens[:, x : x + options.prompt]) for x in range(0, options.seq_len, options.prompt)]
     lowered, caches = [], None
-    for start, part in parts:
-        lowered.append(jitted.lower(weights, caches, part, start=start))
-        caches, _ = jax.eval_shape(functools.partial(piece, start=start), weights, caches, part)
+    for start, prompt in prompts:
+        lowered.append(jitted.lower(weights, caches, prompt, start=start))
+        caches, _ = jax.eval_shape(functools.partial(prefill, start=start), weights, caches, prompt)
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = list(pool.map(lambda x: x.compile(), lowered))
@@ -138,14 +138,14 @@ def read(name: str, options: argparse.Namespace) -> dict[str, Any]:
     times = []
     for _ in range(4):  # the first is not counted
         caches, began = None, time.perf_counter()
-        for program, (_, part) in zip(programs, parts, strict=True):
-            caches, logits = program(weights, caches, part)
+        for program, (_, prompt) in zip(programs, prompts, strict=True):
+            caches, logits = program(weights, caches, prompt)
         jax.block_until_ready(logits)
         times.append(time.perf_counter() - began)
-    held = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
+    bytes_of = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (weights, caches)]
     beside = max(x.memory_analysis().temp_size_in_bytes for x in programs)
     seconds = statistics.median(times[1:])
-    row = {"pattern": name, "seconds": seconds, "weights": held[0], "caches": held[1], "beside": beside}
+    row = {"pattern": name, "seconds": seconds, "weights": bytes_of[0], "caches": bytes_of[1], "beside": beside}
     return row | {"programs": len(programs), "compiling_s": compiling}
 
 

@@ -42,7 +42,7 @@ SHOWN: dict[str, tuple[str, sl.Mask]] = {
 
 
 def overview() -> Figure:
-    """What a pattern is, and what it saves: small masks, and beside each how long it takes."""
+    """Draws small masks, and beside each the time that its pattern takes."""
     rows = results("speed_hopper_128_h200", D=128, who="hopper", direction="fwd+bwd")
     ms = {name: next(row["ms"] for row in rows if row["pattern"] == name) for name in SHOWN}
     figure = Figure(figsize=(WIDTH, 5.2))
@@ -66,8 +66,8 @@ def overview() -> Figure:
 def lengths() -> Figure:
     """Time of forward and backward against the length, by the kernels for Hopper and those that other GPUs run."""
     dense, ours, others = (
-        curves(results("lengths_hopper_h200", direction="fwd+bwd", who=who), "ms")
-        for who in ("cuDNN", "ours", "triton")
+        curves(results("lengths_hopper_h200", direction="fwd+bwd", who=contender), "ms")
+        for contender in ("cuDNN", "ours", "triton")
     )
     labels = {name: label for name, (label, _) in SHOWN.items()} | {"causal": "causal, by cuDNN", "bigbird": "BigBird"}
     longest = max(dense["causal"])
@@ -95,8 +95,8 @@ def decoding() -> Figure:
     finding = f"{ratio:.0f} times less with a window, after {longest:,} tokens"
     figure.suptitle(f"A decoding step costs the keys that it reads:\n{finding}", x=0.01, ha="left")
     titles = "16 sequences of 16 heads", "one sequence of 8 heads"
-    for axes, found, title in zip(figure.subplots(2, 1, sharex=True, sharey=True), (many, one), titles, strict=True):
-        lines(axes, found)
+    for axes, points, title in zip(figure.subplots(2, 1, sharex=True, sharey=True), (many, one), titles, strict=True):
+        lines(axes, points)
         axes.set(title=title, ylabel="microseconds a step and layer")
     figure.axes[0].legend()
     figure.axes[1].set_xlabel("tokens in the cache (k is 1,024);\nheads of 64, bfloat16, one NVIDIA H200")
@@ -104,20 +104,20 @@ def decoding() -> Figure:
 
 
 def chain() -> Figure:
-    """Which blocks a stride and a window touch, in one pass and in two."""
+    """Draws the blocks that a stride and a window touch, in one pass and in two."""
     tokens, block, stride = 256, 16, 16
-    near = (sl.Causal() & sl.Window(31)).dense(tokens)
+    window = (sl.Causal() & sl.Window(31)).dense(tokens)
     mask = (sl.Causal() & (sl.Window(31) | sl.Strided(stride))).dense(tokens)
     order = np.argsort(np.arange(tokens) % stride, kind="stable")
     panels = {
         "one": ("one pass, in natural order", mask),
-        "first": ("two passes: first the window, ...", near),
-        "second": (f"... then the rest, by t mod {stride}", (mask & ~near)[np.ix_(order, order)]),
+        "first": ("two passes: first the window, ...", window),
+        "second": (f"... then the rest, by t mod {stride}", (mask & ~window)[np.ix_(order, order)]),
     }
     figure, kept = Figure(figsize=(WIDTH, 6)), []
-    places = figure.subplot_mosaic([["one", "legend"], ["first", "second"]])
-    for place, (title, allowed) in panels.items():
-        axes, blocks = places[place], allowed.reshape(tokens // block, block, -1, block).swapaxes(1, 2)
+    all_axes = figure.subplot_mosaic([["one", "legend"], ["first", "second"]])
+    for panel, (title, allowed) in panels.items():
+        axes, blocks = all_axes[panel], allowed.reshape(tokens // block, block, -1, block).swapaxes(1, 2)
         some, every = blocks.any((2, 3)), blocks.all((2, 3))
         computed, free = (np.kron(x, np.ones((block, block), int)) for x in (some, every))
         axes.imshow(computed + allowed + free, cmap=ListedColormap([*SHADES.values()]), vmin=0, vmax=3)
@@ -126,8 +126,10 @@ def chain() -> Figure:
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel(f"{some.sum()} blocks")
         kept.append(some.sum())
-    places["legend"].axis("off")
-    places["legend"].legend(handles=[Patch(color=colour, label=what) for what, colour in SHADES.items()], loc="center")
+    all_axes["legend"].axis("off")
+    all_axes["legend"].legend(
+        handles=[Patch(color=colour, label=what) for what, colour in SHADES.items()], loc="center"
+    )
     figure.suptitle(f"{kept[0]} blocks in one order of the tokens\nare {sum(kept[1:])} in two", x=0.01, ha="left")
     return figure
 
@@ -174,26 +176,26 @@ PICTURES = {
 
 def results(name: str, **wanted: Any) -> list[dict[str, Any]]:
     """The results of a record that have these values."""
-    found = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))["results"]
-    return [row for row in found if all(row[key] == value for key, value in wanted.items())]
+    rows = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
 
 
 def curves(rows: list[dict[str, Any]], what: str) -> dict[str, dict[int, float]]:
-    """What was measured, by pattern and length."""
-    found: dict[str, dict[int, float]] = {}
+    """Returns the measured numbers by pattern and length."""
+    points: dict[str, dict[int, float]] = {}
     for row in rows:
-        found.setdefault(row["pattern"], {})[row["T"]] = row[what]
-    return found
+        points.setdefault(row["pattern"], {})[row["T"]] = row[what]
+    return points
 
 
-def lines(axes: Axes, found: dict[str, dict[int, float]]) -> None:
-    """A line for each pattern against the length, both in powers."""
-    for name, points in found.items():
+def lines(axes: Axes, curves_by_name: dict[str, dict[int, float]]) -> None:
+    """Draws a line for each pattern against the length, on logarithmic axes."""
+    for name, points in curves_by_name.items():
         dense = name.startswith("causal")
         style: dict[str, Any] = {"color": DENSE, "linestyle": "--", "marker": "^"} if dense else {"marker": "o"}
         axes.plot([*points], [*points.values()], label=name, **style)
     axes.set(xscale="log", yscale="log")
-    ticks = sorted({length for points in found.values() for length in points})
+    ticks = sorted({length for points in curves_by_name.values() for length in points})
     axes.set_xticks(ticks, [f"{n // 1024}k" for n in ticks])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

@@ -27,8 +27,8 @@ def listed(plan: sl.Plan) -> int:
     size = 0
     for block_pass in itertools.chain.from_iterable(plan.chains):
         for shape, kv_major in (block_pass.fwd_shape, False), (block_pass.bwd_shape, True):
-            found = lists.planned_block_pairs([block_pass.mask], shape, False)[0].lists(kv_major)
-            size += found.spans.nbytes + found.block.nbytes + found.tile.nbytes
+            block_lists = lists.planned_block_pairs([block_pass.mask], shape, False)[0].lists(kv_major)
+            size += block_lists.spans.nbytes + block_lists.block.nbytes + block_lists.tile.nbytes
     return size
 
 

@@ -166,11 +166,11 @@ def main() -> None:
         if options.only in (None, name):
             # The dense attention names nothing that a policy could keep.
             for recomputed in RECOMPUTED if name == "sparse" else RECOMPUTED[:3]:
-                found = [measured(name, pattern, layers, recomputed, options) for layers in options.layers]
-                for row in found:
+                results = [measured(name, pattern, layers, recomputed, options) for layers in options.layers]
+                for row in results:
                     record.add(**row)
-                record.say(table_line(found))
-                rows += found
+                record.say(table_line(results))
+                rows += results
     skipped = [f"{r['attention']}, {r['layers']}, {r['recomputed']} ({r['skipped']})" for r in rows if "skipped" in r]
     record.say(f"\nnot run: {'; '.join(skipped) or 'none'}")
     record.write()

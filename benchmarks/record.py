@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Record:
-    """What one run of a benchmark finds, printed as it comes and kept for a file.
+    """The results of one run of a benchmark, printed as they come and kept for a file.
 
     Args:
       path: the new file that `write` makes; None for none.
@@ -35,12 +35,12 @@ class Record:
 
     def __init__(self, path: pathlib.Path | None, device: str = "cpu"):
         self.path, self.lines, self.results = path, [], []
-        found = {name: [x.version for x in importlib.metadata.distributions(name=name)] for name in PACKAGES}
+        installed = {name: [x.version for x in importlib.metadata.distributions(name=name)] for name in PACKAGES}
         self.facts: dict[str, Any] = {
             "command": _command(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": _commit(),
-            "versions": {"python": platform.python_version()} | {name: x[0] for name, x in found.items() if x},
+            "versions": {"python": platform.python_version()} | {name: x[0] for name, x in installed.items() if x},
             "device": device,
             "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} host cores",
             "load_before": os.getloadavg()[0],
@@ -66,9 +66,9 @@ class Record:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = self.facts | {"load_after": os.getloadavg()[0], "lines": self.lines, "results": self.results}
+        content = self.facts | {"load_after": os.getloadavg()[0], "lines": self.lines, "results": self.results}
         with self.path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         print(f"recorded in {self.path}", file=sys.stderr)
 
 
@@ -93,8 +93,8 @@ def _command() -> str:
     module = script.relative_to(ROOT).with_suffix("").parts if script.is_relative_to(ROOT) else [script.name]
     arguments = sys.argv[1:]
     if "--record" in arguments:  # where the record goes says nothing of what is measured
-        place = arguments.index("--record")
-        del arguments[place : place + 2]
+        index = arguments.index("--record")
+        del arguments[index : index + 2]
     return shlex.join(["python", "-m", ".".join(module), *arguments])
 
 

@@ -48,7 +48,7 @@ Timing = argparse.Namespace(groups=3, calls=10)
 
 
 def measured(function: Callable[..., Any], *arrays: jax.Array) -> tuple[Any, float, int]:
-    """What a function returns, its milliseconds, and the bytes that its program plans for."""
+    """Returns the result of a function, its milliseconds, and the bytes that its program plans for."""
     program = jax.jit(function).lower(*arrays).compile()
     plan: Any = program.memory_analysis()
     bytes_planned = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
@@ -62,21 +62,21 @@ def different(scorer: sl.Scorer, query: jax.Array, key: jax.Array, ids: jax.Arra
     Raises:
       ArithmeticError: there are too many of them.
     """
-    length, pooled, found = query.shape[1], scorer.pool(key[:1]), []
-    choice = jax.jit(lambda q, pooled, at: scorer.select_rows(q, pooled, at, at * 0, length, None))
+    length, pooled, shares = query.shape[1], scorer.pool(key[:1]), []
+    choice = jax.jit(lambda q, pooled, rows_at: scorer.select_rows(q, pooled, rows_at, rows_at * 0, length, None))
     for first in {0, (length - ROWS) // 2, length - ROWS}:
         rows = slice(first, first + ROWS)
         right = np.asarray(choice(query[:1, rows], pooled, jnp.arange(length)[None, rows]))
         ours = np.asarray(ids[:1, rows])
-        found.append(1 - (ours[..., None] == right[..., None, :]).any(-1).mean())
-    share = float(np.mean(found))
+        shares.append(1 - (ours[..., None] == right[..., None, :]).any(-1).mean())
+    share = float(np.mean(shares))
     if not share <= MOST_DIFFERENT:
         raise ArithmeticError(f"{share:.1%} of the chosen blocks are not those that XLA chooses")
     return share
 
 
 class Run:
-    """What is measured of one length and one number of key heads.
+    """The measurements of one length and one number of key heads.
 
     Args:
       record: where it goes.
@@ -99,7 +99,7 @@ class Run:
             self.dense = self.both_ways("cuDNN", "cuDNN", attend)
 
     def attempt(self, method: str, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function returns, or None and a line about why it failed."""
+        """Returns the result of a function, or None and says why it failed."""
         try:
             return function(*arguments)
         except Exception as error:  # whatever it is, the others can still be measured
@@ -107,11 +107,11 @@ class Run:
             return None
 
     def in_time(self, method: str) -> bool:
-        """Whether there is time for more; says so if not."""
-        late = time.monotonic() > self.deadline
-        if late:
+        """True if there is time for another measurement; says so if not."""
+        is_over = time.monotonic() > self.deadline
+        if is_over:
             self.fail(method, "left out: no time")
-        return not late
+        return not is_over
 
     def fail(self, method: str, why: str) -> None:
         """Keeps why something is missing."""
@@ -119,13 +119,15 @@ class Run:
         self.record.add(seq_len=self.length, heads=self.heads, method=method, failed=why)
         print(self.failures[-1], file=sys.stderr, flush=True)
 
-    def both_ways(self, method: str, name: str, attend: Callable, *more: Any) -> dict[str, tuple[Any, float, int]]:
-        """What `measured` says of attention forward, and of both directions, as far as it succeeds."""
+    def both_ways(self, method: str, name: str, attend: Callable, *operands: Any) -> dict[str, tuple[Any, float, int]]:
+        """Returns the results of `measured` for attention forward, and forward and backward, as far as they succeed."""
         q, k, v, dout = self.arrays
-        both = functools.partial(gpu.gradients, attend)
-        calls = {"fwd+bwd": (both, q, k, v, dout, *more), "fwd": (attend, q, k, v, *more)}
-        found = {f"{name} {way}": self.attempt(method, f"{name} {way}", measured, *call) for way, call in calls.items()}
-        return {way: (None, *result[1:]) for way, result in found.items() if result}  # results take memory
+        forward_backward = functools.partial(gpu.gradients, attend)
+        calls = {"fwd+bwd": (forward_backward, q, k, v, dout, *operands), "fwd": (attend, q, k, v, *operands)}
+        results = {
+            f"{name} {way}": self.attempt(method, f"{name} {way}", measured, *call) for way, call in calls.items()
+        }
+        return {way: (None, *result[1:]) for way, result in results.items() if result}  # results take memory
 
     def of(self, method: str) -> None:
         """One row of the table."""
@@ -137,25 +139,25 @@ class Run:
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *index: jax.Array) -> jax.Array:
             scored_query, scored_key = index or (q, k)
-            chosen = scorer.select(scored_query, scored_key)
-            return sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen)
+            selection = scorer.select(scored_query, scored_key)
+            return sl.block_sparse_attention(q, k, v, sl.Causal(), selection=selection)
 
-        found: dict[str, Any] = {}
-        found["choose"] = self.attempt(method, "choose", measured, lambda q, k: scorer.select(q, k).ids, *scored)
+        results: dict[str, Any] = {}
+        results["choose"] = self.attempt(method, "choose", measured, lambda q, k: scorer.select(q, k).ids, *scored)
         wrong = None
-        if found["choose"]:
-            wrong = self.attempt(method, "check", different, scorer, *scored, found["choose"][0])
-            found["choose"] = None, *found["choose"][1:]
+        if results["choose"]:
+            wrong = self.attempt(method, "check", different, scorer, *scored, results["choose"][0])
+            results["choose"] = None, *results["choose"][1:]
         if scorer.formula not in (None, score.Formula.PRODUCT):
             with mock.patch.object(
                 choose, "select_by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)
             ):
-                found["scores"] = self.attempt(
+                results["scores"] = self.attempt(
                     method, "scores", measured, lambda q, k: scorer.select(q, k).ids, *scored
                 )
-        found |= self.dense | self.both_ways(method, "all", attend, *(scored if scorer.indexed else ()))
-        ms = {name: result[1] for name, result in found.items() if result}
-        sizes = {name: result[2] for name, result in found.items() if result}
+        results |= self.dense | self.both_ways(method, "all", attend, *(scored if scorer.indexed else ()))
+        ms = {name: result[1] for name, result in results.items() if result}
+        sizes = {name: result[2] for name, result in results.items() if result}
         memory = sizes.get("all fwd+bwd", 0) / sizes.get("cuDNN fwd+bwd", np.inf)
         self.record.add(
             seq_len=self.length,

@@ -40,8 +40,8 @@ def chosen_by_queries(seq_len: int, agree: bool, block: int = BLOCK) -> np.ndarr
         keys = jax.random.split(jax.random.key(seq_len), 2)
         noise = jax.random.normal(keys[0], (seq_len, blocks))
         slow = jax.random.normal(keys[1], (anchors, blocks))
-        place, share = np.divmod(np.arange(seq_len), 64)
-        between = slow[place] + (share / 64)[:, None] * (slow[place + 1] - slow[place])
+        stretch, share = np.divmod(np.arange(seq_len), 64)
+        between = slow[stretch] + (share / 64)[:, None] * (slow[stretch + 1] - slow[stretch])
         scores = between + 0.12 * noise if agree else noise
         return sl.top_k_blocks(scores[None, :, None], CHOSEN, block=block, forced=sl.Window(0)).ids[0, :, 0]
 
@@ -49,24 +49,24 @@ def chosen_by_queries(seq_len: int, agree: bool, block: int = BLOCK) -> np.ndarr
 
 
 def union(ids: np.ndarray, neighbours: int) -> float:
-    """How many blocks neighbours choose together, as a multiple of what one does, at the end of the sequence."""
+    """Returns the blocks that neighbours select together, as a multiple of those of one, at the end of the sequence."""
     rows = ids[-4096:].reshape(-1, neighbours * ids.shape[1])
     return float(np.mean([len(np.unique(row)) for row in rows])) / ids.shape[1]
 
 
 def times(report: Any, name: str, exact: gpu.Exact, contender: gpu.Contender, grouped: bool, **labels: Any) -> dict:
     """Milliseconds by direction of results that are right."""
-    found = {}
+    ms = {}
     for direction, call in contender.calls.items():
         result = call()
         contender.wait(result)
         answers = result[:2] if grouped and direction != "fwd" else result
         errors = exact.check(map(contender.fetch, answers if direction != "fwd" else (answers,)))
         del result, answers
-        found[direction] = gpu.median_ms(call, contender.wait, Timing)
-        report.add(**labels, direction=direction, ms=found[direction], errors=errors)
-        print(f"{name}, {direction}: {found[direction]:.3f} ms ({errors})", flush=True)
-    return found
+        ms[direction] = gpu.median_ms(call, contender.wait, Timing)
+        report.add(**labels, direction=direction, ms=ms[direction], errors=errors)
+        print(f"{name}, {direction}: {ms[direction]:.3f} ms ({errors})", flush=True)
+    return ms
 
 
 def selection_of(ids: np.ndarray, batch: int, heads: int, granularity: int, block: int = BLOCK) -> sl.Selection:
@@ -74,7 +74,7 @@ def selection_of(ids: np.ndarray, batch: int, heads: int, granularity: int, bloc
     return sl.Selection(np.tile(ids[None, :, None], (batch, 1, heads, 1)), block=block, granularity=granularity)
 
 
-def chosen(mask: sl.Mask, arrays: list[jax.Array], selection: sl.Selection, implementation: str) -> gpu.Contender:
+def selected(mask: sl.Mask, arrays: list[jax.Array], selection: sl.Selection, implementation: str) -> gpu.Contender:
     """Our op with a selection."""
 
     def attend(q, k, v, selection):
@@ -93,12 +93,12 @@ def of_blocks(record: Record, options: argparse.Namespace) -> None:
     selection = selection_of(ids.astype(np.int32), 2, HEADS, BLOCK)
     ways = {
         "mask": gpu.ours(pattern, arrays, options.implementation),
-        "selection": chosen(sl.Full(), arrays, selection, options.implementation),
+        "selection": selected(sl.Full(), arrays, selection, options.implementation),
     }
-    found = {way: times(record, way, exact, ways[way], False, table="blocks", way=way) for way in ways}
+    ms_by_way = {way: times(record, way, exact, ways[way], False, table="blocks", way=way) for way in ways}
     lines = ["| | fwd | fwd+bwd |", "| --- | --- | --- |"]
-    lines += [f"| {way} | {gpu.digits(x['fwd'])} | {gpu.digits(x['fwd+bwd'])} |" for way, x in found.items()]
-    shares = [gpu.ratio(found["selection"][x], found["mask"][x]) for x in gpu.DIRECTIONS]
+    lines += [f"| {way} | {gpu.digits(x['fwd'])} | {gpu.digits(x['fwd+bwd'])} |" for way, x in ms_by_way.items()]
+    shares = [gpu.ratio(ms_by_way["selection"][x], ms_by_way["mask"][x]) for x in gpu.DIRECTIONS]
     record.say("\n".join([*lines, f"| selection / mask | {shares[0]} | {shares[1]} |", ""]))
 
 
@@ -131,14 +131,14 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
                     sl.Causal(), lambda q, k, table, n=block: (k <= q) & (table[q, k // n] == 1), table[:, :-1]
                 )
                 selection = selection_of(ids, 1, HEADS // group, 1, block)
-                contender = chosen(sl.Causal(), arrays, selection, options.implementation)
+                contender = selected(sl.Causal(), arrays, selection, options.implementation)
                 labels = {"table": "queries", "seq_len": seq_len, "group": group, "block": block, "choices": choices}
                 name = f"T={seq_len}, {group} to a key head, blocks of {block}, {choices}"
-                own = times(record, name, gpu.Exact(pattern, arrays), contender, group > 1, **labels)
+                ms = times(record, name, gpu.Exact(pattern, arrays), contender, group > 1, **labels)
                 record.add(**labels, who="cuDNN", **dense_ms)
                 scale = 4 * SIZE * HEADS / 1e9 * gpu.pairs_of(pattern, seq_len)
                 cells = [str(seq_len), str(group), str(block), choices, *(f"{union(ids, n):.2f}" for n in (4, 32))]
-                rates = zip(own.values(), gpu.DIRECTIONS.values(), strict=True)
+                rates = zip(ms.values(), gpu.DIRECTIONS.values(), strict=True)
                 cells += [f"{gpu.digits(x)} ({factor * scale / x:.0f})" for x, factor in rates]
                 record.say(f"| {' | '.join([*cells, *map(gpu.digits, dense_ms.values())])} |")
 

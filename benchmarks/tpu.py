@@ -148,8 +148,8 @@ class Arithmetic:
 
     def __init__(self, steps: Steps, count: int):
         words, self.scalars, self.count = np.asarray(steps.words), [], count
-        self.minors = within((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
-        self.tiles = None if steps.tiles is None else within(np.asarray(steps.tiles))
+        self.minors = largest_bit_mask((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
+        self.tiles = None if steps.tiles is None else largest_bit_mask(np.asarray(steps.tiles))
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == PARTIAL))
 
     def read(self, scalars, batch, head, step):
@@ -166,8 +166,8 @@ class Arithmetic:
         return None
 
 
-def within(numbers: np.ndarray) -> int:
-    """The most bits that are all set in a number up to the largest: what it is masked with is one of the numbers."""
+def largest_bit_mask(numbers: np.ndarray) -> int:
+    """Returns the largest 2**n - 1 that is no larger than the largest number: masked numbers stay in range."""
     return (1 << ((int(numbers.max()) + 1).bit_length() - 1)) - 1
 
 
@@ -294,14 +294,14 @@ def splash_kernel(name: str, block: int, mask: Any, info: MaskInfo) -> Callable:
             return splash._splash_attention_forward(info, q, k, v, None, None, **forward)
         if name == "dq":
             return splash._splash_attention_bwd_dq(q, k, v, None, None, lse, dout, di, **backward)
-        more: dict[str, Any] = {"bkv_compute": block, "use_fused_bwd_kernel": False} | backward
-        return splash._splash_attention_bwd_dkv(q, k, v, None, None, lse, dout, di, **more)
+        options: dict[str, Any] = {"bkv_compute": block, "use_fused_bwd_kernel": False} | backward
+        return splash._splash_attention_bwd_dkv(q, k, v, None, None, lse, dout, di, **options)
 
     return function
 
 
 def arithmetic_blocks(active: int, rows: int, row_step: float, slot_step: float) -> Callable:
-    """What replaces the look-up of a block in the lists."""
+    """Returns arithmetic in place of the look-up of a block in the lists."""
     # Row i has min(i + 1, most) active blocks; only every so-manieth row and slot is in the grid.
     most = (2 * rows + 1 - math.sqrt(max(1, (2 * rows + 1) ** 2 - 8 * active))) / 2
     most, row_step, slot_step = (round(x * 256) for x in (most, row_step, slot_step))
@@ -315,11 +315,11 @@ def arithmetic_blocks(active: int, rows: int, row_step: float, slot_step: float)
     return next_nonzero
 
 
-def spawn(timeout: int, **job: Any) -> dict:
+def spawn(timeout: int, **case: Any) -> dict:
     """Measures in a process of its own, for the compiler may crash: what it found, or the reason why not."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if job["limit"] else {}
-        command = [sys.executable, "-m", "benchmarks.tpu", "--one", json.dumps(job)]
+        flags = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_static_llo_profile_to={folder}"} if case["limit"] else {}
+        command = [sys.executable, "-m", "benchmarks.tpu", "--one", json.dumps(case)]
         environment = os.environ | ENVIRONMENT | flags | {"PYTHONPATH": str(ROOT)}
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -333,12 +333,12 @@ def spawn(timeout: int, **job: Any) -> dict:
     return {"failed": reasons[-1][:90] if reasons else f"exit status {done.returncode}"}
 
 
-def measured(side: str, job: dict[str, Any], options: argparse.Namespace, record: Record) -> dict[str, Any]:
-    """What one side takes and needs for one pattern, length and chip."""
+def measured(side: str, case: dict[str, Any], options: argparse.Namespace, record: Record) -> dict[str, Any]:
+    """Returns the cycles and memory of one side for one pattern, length and chip."""
     blocks = [options.block] if side == "ours" else options.splash_blocks
-    measure = functools.partial(spawn, **job) if side == "ours" else functools.partial(splash_once, job)
+    measure = functools.partial(spawn, **case) if side == "ours" else functools.partial(splash_once, case)
     tried = [measure(side=side, block=block, limit=options.steps) for block in blocks]
-    record.add(**job, side=side, tried=dict(zip(map(str, blocks), tried, strict=True)))
+    record.add(**case, side=side, tried=dict(zip(map(str, blocks), tried, strict=True)))
     if side == "ours":
         return tried[0] | {"asked": measure(side=side, block=options.block, limit=None)}
     fine = {block: cycles for block, cycles in zip(blocks, tried, strict=True) if "failed" not in cycles}
@@ -357,42 +357,42 @@ def measured(side: str, job: dict[str, Any], options: argparse.Namespace, record
     }
 
 
-def splash_once(job: dict[str, Any], **options: Any) -> dict:
-    """What `spawn` finds, once for all patterns of which splash lists the same blocks, or where it takes too long."""
+def splash_once(case: dict[str, Any], **options: Any) -> dict:
+    """Returns the result of `spawn`, once for all patterns with the same blocks in splash, unless it takes too long."""
     block, known = options["block"], FOUND
     blocks = block if isinstance(block, dict) else {"": block}
-    grids = [splash_grid(job["pattern"], job["seq_len"], size) for size in blocks.values()]
+    grids = [splash_grid(case["pattern"], case["seq_len"], size) for size in blocks.values()]
     listed = [(hash(x.rows.tobytes()), hash(x.columns.tobytes())) for x in grids]
-    size = job["chip"], json.dumps(options)
-    key = *size, splash_mask(job["pattern"]), job["seq_len"], *listed
+    size = case["chip"], json.dumps(options)
+    key = *size, splash_mask(case["pattern"]), case["seq_len"], *listed
     if size not in known and key not in known:
-        known[key] = spawn(**job, **options)
+        known[key] = spawn(**case, **options)
         if known[key].get("failed", "").startswith("more than"):  # a compiler that hangs does so at any length
             known[size] = known[key]
     return known.get(size) or known[key]
 
 
-def cell(job: dict[str, Any], options: argparse.Namespace, record: Record) -> tuple[str, str, str]:
+def cell(case: dict[str, Any], options: argparse.Namespace, record: Record) -> tuple[str, str, str]:
     """Says the lines of one pattern, length and chip: ours, our cycles and splash's, as a table's cells."""
     sums: list[list[float]] = []
     blocks = ""
     for side in ("ours", "splash"):
-        found = measured(side, job, options, record)
-        blocks = blocks or str(found.get("blocks", "-"))
-        line = f"{job['pattern']:12}{job['seq_len']:8}  {job['chip']:6}{side:8}{found.get('blocks', '-'):>16}"
-        needed = "{failed:>33}" if "failed" in found["asked"] else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
-        line += needed.format(**found["asked"])
-        if "failed" in found:
-            line += f"  no estimate: {found['failed']}"
+        row = measured(side, case, options, record)
+        blocks = blocks or str(row.get("blocks", "-"))
+        line = f"{case['pattern']:12}{case['seq_len']:8}  {case['chip']:6}{side:8}{row.get('blocks', '-'):>16}"
+        needed = "{failed:>33}" if "failed" in row["asked"] else "{compile:9.1f} s{smem:8.1f} KiB{vmem:6.1f} MiB"
+        line += needed.format(**row["asked"])
+        if "failed" in row:
+            line += f"  no estimate: {row['failed']}"
         else:
-            sums.append([sum(found[x]) for x in ("fwd", "bwd")])
+            sums.append([sum(row[x]) for x in ("fwd", "bwd")])
             for direction, total in zip(("fwd", "bwd"), sums[-1], strict=True):
-                text = " + ".join(f"{x / 1e3:.0f}" for x in found[direction]) + f" = {total / 1e3:.0f}"
-                line += f"{text:>32}{total / found[direction + '_area'] * AREA:7.0f}"
+                text = " + ".join(f"{x / 1e3:.0f}" for x in row[direction]) + f" = {total / 1e3:.0f}"
+                line += f"{text:>32}{total / row[direction + '_area'] * AREA:7.0f}"
         record.say(line)
     cycles = [" / ".join(f"{x / 1e3:.0f}" for x in pair) for pair in sums] + ["-"] * (2 - len(sums))
     if len(sums) == 2:
-        ratios = " / ".join(f"{mine / other:.2f}" for mine, other in zip(*sums, strict=True))
+        ratios = " / ".join(f"{mine / theirs:.2f}" for mine, theirs in zip(*sums, strict=True))
         record.say(f"{'ours / splash, fwd / bwd:':>40} {ratios}\n")
         cycles[0] += f" ({ratios})"
     return blocks, cycles[0], cycles[1]
@@ -412,8 +412,8 @@ def main() -> None:
     add_option(parser)
     options = parser.parse_args()
     if options.one:
-        job = json.loads(options.one)
-        return print(json.dumps({"ours": ours, "splash": theirs}[job.pop("side")](**job)))
+        case = json.loads(options.one)
+        return print(json.dumps({"ours": ours, "splash": theirs}[case.pop("side")](**case)))
     print(str(__doc__).partition("\n\n")[2])
     record = Record(options.record, f"TPUs by libtpu {importlib.metadata.version('libtpu')}, compiled for only")
     record.say(record.heading)

@@ -6,12 +6,12 @@ Needs triton, which compiles for any NVIDIA GPU and brings ptxas; jax-triton is 
 no times. Settings are those that the library chooses for the target unless --fwd and --bwd give others, such as
 ``--fwd num_stages=3 blocksize_n=64``; forward and backward are traced as for a gradient.
 
-Columns. kernel: "dq_with_dkv" is the dq kernel that stores dk and dv, too; "+" computes two passes. M, N: rows of a
-tile of q, and of k. regs: registers of a thread, of 255. stack: bytes of each thread in local memory, mostly spilled
-registers. shared: bytes of shared memory. estimate: the library's upper one, by which it shrinks tiles that do not fit.
-at once: programs that a multiprocessor can run together. cp.async: instructions that load ahead of use; where there are
-none, loops are not pipelined. tensor core: instructions that multiply; where there are none, as for float32, ordinary
-ones do. seconds: to compile; Triton keeps what it has compiled.
+Columns. kernel: "dq_with_dkv" is the dq kernel that gives dk and dv, too; "+" does two passes. M, N: rows of a tile of
+q, and of k. regs: registers of a thread, of 255. stack: bytes of each thread in local memory, mostly spilled registers.
+shared: bytes of shared memory. estimate: the library's upper one, by which it shrinks tiles that do not fit. at once:
+programs that a multiprocessor can run together. cp.async: instructions that load ahead of use; where there are none,
+loops are not pipelined. tensor core: instructions that multiply; where there are none, as for float32, ordinary ones
+do. seconds: to compile; Triton keeps what it has compiled.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def by_keys(self) -> bool:
-        """Whether a program holds keys."""
+        """True if a program holds keys."""
         return self.name in ("dkv", "dkv_with_dq", "kv_outer")
 
     @property
@@ -103,14 +103,14 @@ class Launch:
             return 0
         major, minor = reversed(self.tiles) if self.by_keys else self.tiles
         sizes = self.constants["A"].D, self.constants["A"].DV
-        chosen = settings.Settings(major, minor, self.num_warps, self.num_stages)
+        launch_settings = settings.Settings(major, minor, self.num_warps, self.num_stages)
         itemsize = jnp.dtype(self.dtypes[0]).itemsize
-        return settings.shared_memory(self.name, chosen, itemsize, sizes, self.device.capability)
+        return settings.shared_memory(self.name, launch_settings, itemsize, sizes, self.device.capability)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel asks for.
+    """The registers and memory that a compiled kernel asks for.
 
     Attributes:
       registers: registers of a thread.
@@ -163,7 +163,7 @@ def launches(
       selection: a `Selection`, with a `jax.ShapeDtypeStruct` for its ids; or None.
       **options: of `block_sparse_attention`.
     """
-    found: dict[tuple, Launch] = {}
+    launches_by_key: dict[tuple, Launch] = {}
 
     def attend(implementation, call, query_sharding, operands):
         with bridge.record_launches() as launches:
@@ -171,14 +171,14 @@ def launches(
             plain_triton.backward(call, operands, lse, lse, out)
         for x in launches:
             one = Launch(x.kernel, x.dtypes, x.constants, **x.options, device=device)
-            found.setdefault(one.key, one)
+            launches_by_key.setdefault(one.key, one)
         return out, lse
 
     dynamic = isinstance(mask, jax.ShapeDtypeStruct)
 
-    def op(query, key, value, mask_array, ids, sink_logits, chosen):
+    def op(query, key, value, mask_array, ids, sink_logits, selection):
         plan_or_mask = mask_array if dynamic else mask
-        arrays = {"segment_ids": ids, "sinks": sink_logits, "selection": chosen}
+        arrays = {"segment_ids": ids, "sinks": sink_logits, "selection": selection}
         call_options: dict[str, Any] = {"implementation": "triton"} | arrays | options
         return attention.block_sparse_attention(query, key, value, plan_or_mask, **call_options)
 
@@ -195,7 +195,7 @@ def launches(
         mock.patch.object(attention, "jitted_attend", attend),  # what jit keeps would lack launches, or have these
     ):
         jax.eval_shape(op, *operands)
-    return list(found.values())
+    return list(launches_by_key.values())
 
 
 def compiled(one: Launch) -> Any:
@@ -206,7 +206,7 @@ def compiled(one: Launch) -> Any:
 
 
 def resources(kernel: Any) -> Resources:
-    """What a compiled kernel asks for."""
+    """Returns the resources that a compiled kernel asks for."""
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -228,12 +228,12 @@ def line(one: Launch) -> str:
     """The line of one launch."""
     start = time.perf_counter()
     kernel = compiled(one)
-    seconds, found = time.perf_counter() - start, resources(kernel)
+    seconds, needs = time.perf_counter() - start, resources(kernel)
     name = one.name + (" +" if "KV2" in one.constants and one.constants["KV2"].ROWS else "")
-    products = ", ".join(f"{count} {product}" for product, count in found.products.items()) or "none"
+    products = ", ".join(f"{count} {product}" for product, count in needs.products.items()) or "none"
     return (
         f"{name:14}{one.tiles[0]:4}{one.tiles[1]:4}{one.num_warps:6}{one.num_stages:7}"
-        f"{found.registers:6}{found.stack:6}{found.shared:8}{one.estimate:9}{found.at_once(one):8}{found.copies:9}"
+        f"{needs.registers:6}{needs.stack:6}{needs.shared:8}{one.estimate:9}{needs.at_once(one):8}{needs.copies:9}"
         f"  {products:22}{seconds:8.1f}"
     )
 

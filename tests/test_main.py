@@ -27,7 +27,7 @@ def test_show_prints_the_description(capsys):
     assert capsys.readouterr().out == expected + "\n"
 
 
-def test_show_says_so_where_planning_takes_a_while(capsys):
+def test_show_warns_before_planning_long_sequences(capsys):
     main(["show", "local:local_attn_ctx=8", "--seq-len", "200000"])
     output = capsys.readouterr()
     assert output.err == "planning for 200000 tokens, which may take half a minute\n" and "200000" not in output.out
@@ -73,7 +73,7 @@ def test_errors_are_one_line_and_code_2(argv, message, capsys):
     assert len(lines) == 1 and message in lines[0] and ": error: " in lines[0]
 
 
-def test_the_doctor_comes_when_called():
+def test_the_doctor_is_imported_by_its_command_only():
     code = "import sys, sparse_layers.__main__; assert 'sparse_layers.tools.doctor' not in sys.modules"
     root = pathlib.Path(sl.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(root)}, check=True)

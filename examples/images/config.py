@@ -113,5 +113,5 @@ class Config(shared.Config):
     def write_sample(self, model: Any, heldout: Batch, out: pathlib.Path) -> None:
         if self.samples:
             crops = self.crops(heldout)
-            chosen = np.linspace(0, len(crops) - 1, self.samples).astype(int)
-            write_grid(pictures([model], crops[chosen], seed=self.seed), out / "samples.png")
+            crop_ids = np.linspace(0, len(crops) - 1, self.samples).astype(int)
+            write_grid(pictures([model], crops[crop_ids], seed=self.seed), out / "samples.png")

@@ -27,24 +27,24 @@ class Crops:
     Args:
       photographs: uint8 [height, width, channels] each, no side shorter than ``size``.
       size: rows and columns of a crop.
-      apart: rows and columns from a crop to the next.
+      stride: rows and columns from a crop to the next.
 
     Example:
       >>> photograph = np.arange(12, dtype=np.uint8).reshape(3, 4, 1)
-      >>> crops = Crops([photograph], size=2, apart=1)
+      >>> crops = Crops([photograph], size=2, stride=1)
       >>> crops.count, crops.take([0, 5]).tokens.tolist()
       (6, [[0, 0, 1, 4, 5], [0, 6, 7, 10, 11]])
     """
 
     photographs: Sequence[np.ndarray]
     size: int
-    apart: int
+    stride: int
 
     @functools.cached_property
     def _grids(self) -> np.ndarray:
         """Rows and columns of crops of each photograph."""
         shapes = np.array([photograph.shape[:2] for photograph in self.photographs], np.int64)
-        return (shapes - self.size) // self.apart + 1
+        return (shapes - self.size) // self.stride + 1
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
@@ -60,8 +60,8 @@ class Crops:
         for number in np.asarray(numbers).tolist():
             index = int(np.searchsorted(self._ends, number, "right"))
             rows, columns = self._grids[index].tolist()
-            place = number - int(self._ends[index]) + rows * columns  # in its photograph
-            top, left = (self.apart * step for step in divmod(place, columns))
+            crop_id = number - int(self._ends[index]) + rows * columns  # in its photograph
+            top, left = (self.stride * step for step in divmod(crop_id, columns))
             crop = self.photographs[index][top : top + self.size, left : left + self.size]
             sequences.append(np.concatenate([[0], crop.reshape(-1)]))
         return Batch(np.stack(sequences).astype(np.int32), None)
@@ -103,13 +103,13 @@ def load(path: str, size: int, channels: int, shrink: int) -> tuple[Crops, Crops
 
 def _shipped() -> pathlib.Path:
     """The folder of scikit-image's data, which need not be imported."""
-    found = importlib.util.find_spec("skimage")
-    if found is None or not found.submodule_search_locations:
+    package = importlib.util.find_spec("skimage")
+    if package is None or not package.submodule_search_locations:
         raise Refusal(
             "without --data, photographs of scikit-image are learnt, which is not installed: "
             "pip install '.[images]', or name a folder of PNG and JPEG files"
         )
-    return pathlib.Path(found.submodule_search_locations[0], "data")
+    return pathlib.Path(package.submodule_search_locations[0], "data")
 
 
 def _decoded(path: pathlib.Path, size: int, channels: int, shrink: int) -> np.ndarray:
@@ -128,7 +128,7 @@ def _decoded(path: pathlib.Path, size: int, channels: int, shrink: int) -> np.nd
 
 
 def source(path: str, size: int, channels: int, shrink: int, seed: int, batch_size: int) -> Source:
-    """What a run learns: each crop once, in an order drawn from the seed, and then again.
+    """Returns the data of a run: each crop once, in an order drawn from the seed, and then again.
 
     Raises:
       Refusal: as `load`.

@@ -15,12 +15,14 @@ _ZOOM = 3  # pixels of a picture, up and across, for one of a crop
 _GAP = 4  # pixels between crops
 
 
-def complete(model: sl.SparseTransformer, given: np.ndarray, temperature: float = 1.0, seed: int = 0) -> np.ndarray:
+def complete(
+    model: sl.SparseTransformer, first_bytes: np.ndarray, temperature: float = 1.0, seed: int = 0
+) -> np.ndarray:
     """Crops that begin with given bytes and go on with sampled ones.
 
     Args:
       model: of a `Config` of this example.
-      given: uint8 [B, P], the first bytes of crops; P is at most two less than the T bytes of a crop.
+      first_bytes: uint8 [B, P], the first bytes of crops; P is at most two less than the T bytes of a crop.
       temperature: 0 takes the likeliest byte each time, 1 samples from the model as it is.
       seed: of the samples.
 
@@ -28,10 +30,10 @@ def complete(model: sl.SparseTransformer, given: np.ndarray, temperature: float 
       uint8 [B, T].
     """
     keys = jax.random.split(jax.random.key(seed))
-    read = np.concatenate([np.zeros((len(given), 1), np.int32), given], axis=1)
-    made = sl.generate(model, read, model.seq_len - read.shape[1], temperature=temperature, key=keys[0])
+    read = np.concatenate([np.zeros((len(first_bytes), 1), np.int32), first_bytes], axis=1)
+    sampled = sl.generate(model, read, model.seq_len - read.shape[1], temperature=temperature, key=keys[0])
     # The last byte is never read, so it has no position of its own, for which `generate` would ask.
-    read = jnp.concatenate([read, made], axis=1)
+    read = jnp.concatenate([read, sampled], axis=1)
     logits = _after(model, read)
     last = jax.random.categorical(keys[1], logits / temperature) if temperature else logits.argmax(-1)
     return np.concatenate([read[:, 1:], last[:, None]], axis=1).astype(np.uint8)
@@ -61,8 +63,10 @@ def pictures(
     upper = crops[:, : crops.shape[1] // 2].reshape(len(crops), -1)
     shown = np.full_like(flat, 255)
     shown[:, : upper.shape[1]] = upper
-    made = [complete(model, given, temperature, seed) for given in (upper, upper[:, :0]) for model in models]
-    return [row.reshape(crops.shape) for row in (flat, shown, *made)]
+    completed = [
+        complete(model, first_bytes, temperature, seed) for first_bytes in (upper, upper[:, :0]) for model in models
+    ]
+    return [row.reshape(crops.shape) for row in (flat, shown, *completed)]
 
 
 def write_grid(rows: Sequence[np.ndarray], path: pathlib.Path) -> None:

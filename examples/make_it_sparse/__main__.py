@@ -20,11 +20,11 @@ from .training import train
 
 def models(pattern: str, seq_len: int) -> dict[str, Decoder]:
     """The decoder as it is, with plain causal attention by this library ("all"), and with the pattern."""
-    found = {"dense": DecoderConfig(max_len=seq_len)}
+    configs = {"dense": DecoderConfig(max_len=seq_len)}
     for name, of in (("all", "all"), ("sparse", pattern)):
         attention_fn = sl.make_attention_fn(of, seq_len)
-        found[name] = dataclasses.replace(found["dense"], attention_fn=attention_fn, causal_mask=False)
-    return {name: Decoder(config) for name, config in found.items()}
+        configs[name] = dataclasses.replace(configs["dense"], attention_fn=attention_fn, causal_mask=False)
+    return {name: Decoder(config) for name, config in configs.items()}
 
 
 def kept(pattern: str, seq_len: int) -> float:
@@ -34,18 +34,18 @@ def kept(pattern: str, seq_len: int) -> float:
 
 
 @matplotlib.rc_context(fname=STYLE)
-def draw(found: dict[str, Any], path: pathlib.Path) -> None:
+def draw(results: dict[str, Any], path: pathlib.Path) -> None:
     """Loss against seconds of training, and seconds a step against the length, dense and sparse."""
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    times, totals = found["times"], {}
-    for name, losses in found["losses"].items():
-        width, seconds = min(10, len(losses)), np.cumsum(found["seconds"][name])
+    times, totals = results["times"], {}
+    for name, losses in results["losses"].items():
+        width, seconds = min(10, len(losses)), np.cumsum(results["seconds"][name])
         mean = np.convolve(losses, np.ones(width) / width, "valid")
         totals[name] = seconds[-1]
         left.plot(seconds[width - 1 :], mean, label=name)
-        right.plot([int(n) for n in times], [each[name] for each in times.values()], "o-", label=name)
-    steps = len(found["losses"]["dense"])
+        right.plot([int(n) for n in times], [seconds_of[name] for seconds_of in times.values()], "o-", label=name)
+    steps = len(results["losses"]["dense"])
     left.set_title(f"{steps} steps take {totals['sparse']:.1f} s with the pattern, {totals['dense']:.1f} s without")
     left.set(xlabel="seconds of training", ylabel="loss, nats per byte (mean of 10 steps)", ylim=(None, 4))
     longest, last = list(times.items())[-1]
@@ -53,7 +53,7 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
     right.set(xlabel="tokens", ylabel="seconds a step", xscale="log", yscale="log")
     right.set_xticks([int(n) for n in times], [f"{int(n):,}" for n in times])
     right.minorticks_off()
-    left.legend(title=found["pattern"])
+    left.legend(title=results["pattern"])
     figure.savefig(path)
 
 
@@ -93,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         seconds = f"{dense:10.4f}{every:10.4f}{sparse:10.4f}"
         print(f"{length:<8}{seconds}{dense / sparse:8.1f}x{every / sparse:13.1f}x{share:12.1%}")
     curves = {what: {name: getattr(run, what) for name, run in runs.items()} for what in ("losses", "seconds")}
-    found = {"pattern": options.pattern, "times": times} | curves
-    options.out.with_suffix(".json").write_text(json.dumps(found) + "\n", encoding="utf-8")
-    draw(found, options.out)
+    results = {"pattern": options.pattern, "times": times} | curves
+    options.out.with_suffix(".json").write_text(json.dumps(results) + "\n", encoding="utf-8")
+    draw(results, options.out)
     print(f"\n{options.out}")
     return 0
 

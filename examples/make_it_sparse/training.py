@@ -18,7 +18,7 @@ from .decoder import Decoder
 
 @dataclasses.dataclass
 class Run:
-    """What the training of one model came to.
+    """The losses and times of the training of one model.
 
     Attributes:
       losses: of each step, nats per byte.

@@ -138,7 +138,7 @@ class Config(shared.Config):
 
     @property
     def recalls(self) -> bool:
-        """Whether sequences are made up, to be recalled from, and no text is learnt."""
+        """True if sequences are made up, to be recalled from, and no text is learnt."""
         return self.data == "recall"
 
     @property

@@ -24,7 +24,7 @@ _CHUNK = 1 << 20  # bytes read at once
 _OPEN_MAPS = 32
 
 
-class Part(NamedTuple):
+class FileSlice(NamedTuple):
     """A stretch of ``length`` bytes of a file, from ``offset`` on."""
 
     path: str
@@ -38,23 +38,23 @@ class Text:
     No byte is kept: what a process monitor counts of the maps is the system's page cache, which it takes back at need.
 
     Args:
-      parts: the stretches of files that make up the text, in order. Empty ones are left out.
-      document_starts: int64 [documents], the sorted positions at which a document begins. By default each part is one.
+      slices: the slices of files that make up the text, in order. Empty ones are left out.
+      document_starts: int64 [documents], the sorted positions at which a document begins. By default each slice is one.
 
     Example:
-      >>> text = Text([Part(__file__, 3, 5), Part(__file__, 9, 2)])
+      >>> text = Text([FileSlice(__file__, 3, 5), FileSlice(__file__, 9, 2)])
       >>> text.size, text.read(3, 4).tobytes(), text.document_starts
       (7, b't o ', array([0, 5]))
     """
 
-    def __init__(self, parts: Sequence[Part], document_starts: np.ndarray | None = None):
-        self.parts = tuple(part for part in parts if part.length)
-        ends = np.cumsum([0, *(part.length for part in self.parts)], dtype=np.int64)
+    def __init__(self, slices: Sequence[FileSlice], document_starts: np.ndarray | None = None):
+        self.slices = tuple(file_slice for file_slice in slices if file_slice.length)
+        ends = np.cumsum([0, *(file_slice.length for file_slice in self.slices)], dtype=np.int64)
         self.size = int(ends[-1])
         self._begins = ends[:-1]
         self.document_starts = self._begins if document_starts is None else document_starts
-        self._stamps = tuple(_stamp(part.path) for part in self.parts)
-        self._map = functools.lru_cache(_OPEN_MAPS)(functools.partial(_mapped, self.parts))
+        self._stamps = tuple(_stamp(file_slice.path) for file_slice in self.slices)
+        self._map = functools.lru_cache(_OPEN_MAPS)(functools.partial(_mapped, self.slices))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """A copy of ``count`` bytes from ``start`` on, across the borders of files: uint8 [count].
@@ -68,18 +68,18 @@ class Text:
         out, filled = np.empty(count, np.uint8), 0
         index = int(np.searchsorted(self._begins, start, "right")) - 1
         while filled < count:
-            within = start + filled - int(self._begins[index])
+            offset = start + filled - int(self._begins[index])
             # Also for a map that is open: where its file has shrunk, reading it would end the process.
-            if _stamp(self.parts[index].path) != self._stamps[index]:
-                raise Refusal(f"--data {self.parts[index].path} changed while it was being learnt")
-            piece = self._map(index)[within : within + count - filled]
-            out[filled : filled + piece.size] = piece
-            filled, index = filled + piece.size, index + 1
+            if _stamp(self.slices[index].path) != self._stamps[index]:
+                raise Refusal(f"--data {self.slices[index].path} changed while it was being learnt")
+            chunk = self._map(index)[offset : offset + count - filled]
+            out[filled : filled + chunk.size] = chunk
+            filled, index = filled + chunk.size, index + 1
         return out
 
 
 def _stamp(path: str) -> tuple[int, int]:
-    """What changes with a file's content: its size and its time; of one that is gone, -1."""
+    """Returns the size and time of a file, which change with its content; -1 for a file that is gone."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -87,8 +87,8 @@ def _stamp(path: str) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _mapped(parts: tuple[Part, ...], index: int) -> np.ndarray:
-    path, offset, length = parts[index]
+def _mapped(slices: tuple[FileSlice, ...], index: int) -> np.ndarray:
+    path, offset, length = slices[index]
     return np.memmap(path, np.uint8, "r", offset, (length,)).view(np.ndarray)
 
 
@@ -144,8 +144,8 @@ class Corpus:
         for epoch in np.unique(epochs).tolist():
             # Unlike the streams of a Generator, those of a SeedSequence are the same in every version of NumPy.
             phase, *keys = np.random.SeedSequence([seed, epoch]).generate_state(1 + ROUNDS, np.uint64).tolist()
-            here = epochs == epoch
-            starts[here] = phase % phases + seq_len * permuted(indices[here], windows, keys)
+            in_epoch = epochs == epoch
+            starts[in_epoch] = phase % phases + seq_len * permuted(indices[in_epoch], windows, keys)
         return text_windows(self.train, starts, seq_len, packed)
 
     def heldout_windows(self, count: int, seq_len: int, packed: bool = False) -> Batch:
@@ -171,7 +171,7 @@ def load(path: str, seq_len: int, *, glob: str = "", separator: str = "") -> Cor
     """
     root = pathlib.Path(path or sysconfig.get_path("stdlib"))
     try:
-        texts = [Text(parts) for parts in _split(root, glob or ("" if path else "*.py"), library=not path)]
+        texts = [Text(slices) for slices in _split(root, glob or ("" if path else "*.py"), library=not path)]
         for name, text in zip(("training", "held-out"), texts, strict=False):
             if text.size <= seq_len:
                 raise Refusal(
@@ -185,40 +185,40 @@ def load(path: str, seq_len: int, *, glob: str = "", separator: str = "") -> Cor
     return Corpus(train, heldout, hashlib.sha256(b"".join(digests)).hexdigest(), *test)
 
 
-def _split(root: pathlib.Path, glob: str, library: bool) -> list[list[Part]]:
+def _split(root: pathlib.Path, glob: str, library: bool) -> list[list[FileSlice]]:
     """Training and held-out parts of a folder; those and a test part of a file."""
     if root.is_dir():
         sides = split_files(file_names(root, glob or "*", _NOT_SOURCE if library else set()))
         if glob and not any(sides):
             raise Refusal(f"--glob {glob}: no file in {root} has such a name")
-        return [[Part(str(root / name), 0, (root / name).stat().st_size) for name in side] for side in sides]
+        return [[FileSlice(str(root / name), 0, (root / name).stat().st_size) for name in side] for side in sides]
     size = root.stat().st_size
     if glob:
         raise Refusal(f"--glob {glob} chooses files of a folder, --data {root} is a file")
     borders = [0, size * 90 // 100, size * 95 // 100, size]
-    return [[Part(str(root), start, end - start)] for start, end in itertools.pairwise(borders)]
+    return [[FileSlice(str(root), start, end - start)] for start, end in itertools.pairwise(borders)]
 
 
 def _scan(text: Text, separator: bytes) -> tuple[Text, bytes]:
     """Reads ``text`` once: it with its documents, and a digest of both."""
     content, starts, size = hashlib.sha256(), array.array("q"), 0
-    for part in text.parts:
+    for file_slice in text.slices:
         starts.append(size)
-        starts.extend(size + at for at in _occurrences(_chunks(part, content), separator) if at)
-        size += part.length
-    return Text(text.parts, np.array(starts, np.int64)), hashlib.sha256(content.digest() + starts.tobytes()).digest()
+        starts.extend(size + position for position in _occurrences(_chunks(file_slice, content), separator) if position)
+        size += file_slice.length
+    return Text(text.slices, np.array(starts, np.int64)), hashlib.sha256(content.digest() + starts.tobytes()).digest()
 
 
-def _chunks(part: Part, content: Any) -> Iterator[bytes]:
-    """The bytes of ``part``, of which the hash ``content`` is updated."""
+def _chunks(file_slice: FileSlice, content: Any) -> Iterator[bytes]:
+    """Yields the bytes of ``file_slice``, of which the hash ``content`` is updated."""
     # Read, not mapped: a disk that fails is then an OSError and not the end of the process.
-    with open(part.path, "rb") as file:
-        file.seek(part.offset)
-        left = part.length
+    with open(file_slice.path, "rb") as file:
+        file.seek(file_slice.offset)
+        left = file_slice.length
         while left:
             chunk = file.read(min(left, _CHUNK))
             if not chunk:
-                raise OSError(errno.EIO, "shrank while it was read", part.path)
+                raise OSError(errno.EIO, "shrank while it was read", file_slice.path)
             content.update(chunk)
             left -= len(chunk)
             yield chunk

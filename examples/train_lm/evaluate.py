@@ -46,7 +46,7 @@ def default_contexts(seq_len: int) -> list[int]:
       >>> default_contexts(12288)
       [1, 6144, 9216, 10752, 11904, 12096, 12160]
     """
-    return sorted({1, *(max(1, seq_len - seq_len // part) for part in (2, 4, 8, 32, 64, 96))})
+    return sorted({1, *(max(1, seq_len - seq_len // divisor) for divisor in (2, 4, 8, 32, 64, 96))})
 
 
 def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[int], count: int) -> Iterator[Row]:
@@ -79,20 +79,22 @@ def by_context(run: Run[Config], state: State, text: Text, contexts: Sequence[in
         began, total, bytes_scored, windows = time.perf_counter(), 0.0, 0, 0
         # A window of T inputs predicts T bytes; with c or more before them are the last T - c + 1.
         fresh = length - context + 1
-        asked = [(at, min(at + fresh, end)) for begin, end in stretches for at in range(begin, end, fresh)]
+        asked = [
+            (position, min(position + fresh, end)) for begin, end in stretches for position in range(begin, end, fresh)
+        ]
         for rows in np.array_split(asked, -(-len(asked) // run.config.batch_size)):
             batch = _windows(text, rows[:, 0] - context, rows, run.config)
-            here = int(counted(batch).sum())
-            total += here * float(step(state, run.place(batch)))
-            windows, bytes_scored = windows + len(rows), bytes_scored + here
+            counted_bytes = int(counted(batch).sum())
+            total += counted_bytes * float(step(state, run.shard(batch)))
+            windows, bytes_scored = windows + len(rows), bytes_scored + counted_bytes
         yield Row(context, bits(total / max(bytes_scored, 1)), windows, time.perf_counter() - began)
 
 
 def _windows(text: Text, starts: np.ndarray, asked: np.ndarray, config: Config) -> Batch:
     """Windows that begin at ``starts`` and are asked for some of their bytes each, int [windows, 2]: first and end."""
     # A last batch is filled up with windows that count for nothing, and those that pass the end are moved back.
-    more = config.batch_size - len(starts)
-    starts, asked = np.pad(starts, (0, more)), np.pad(asked, ((0, more), (0, 0)))
+    missing = config.batch_size - len(starts)
+    starts, asked = np.pad(starts, (0, missing)), np.pad(asked, ((0, missing), (0, 0)))
     moved = np.minimum(starts, text.size - config.seq_len - 1)
     target = moved[:, None] + 1 + np.arange(config.seq_len)
     answers = (target >= asked[:, :1]) & (target < asked[:, 1:])
@@ -132,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _numbers(text: str) -> list[int]:
     try:
-        return sorted({int(part) for part in text.split(",")})
+        return sorted({int(number) for number in text.split(",")})
     except ValueError as error:
         raise Refusal(f"--contexts must be whole numbers between commas, got {text!r}") from error
 

@@ -107,7 +107,7 @@ def _read(folder: pathlib.Path, steps: int, seconds: float, waited: float) -> Pr
 
 def _kind(name: str) -> str:
     lower = name.lower()
-    return next((kind for kind, parts in _KINDS.items() if any(part in lower for part in parts)), "other")
+    return next((kind for kind, patterns in _KINDS.items() if any(pattern in lower for pattern in patterns)), "other")
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -131,16 +131,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--top", type=int, default=12, help="kernels listed by name [12]")
     add_options(parser, Config)
-    given = vars(parser.parse_args(argv))
-    top = given.pop("top")
+    flags = vars(parser.parse_args(argv))
+    top = flags.pop("top")
     try:
-        result = profile(Config(**settings(Config, given)))
+        result = profile(Config(**settings(Config, flags)))
     except Refusal as refusal:
         print(f"profile: {refusal}", file=sys.stderr)
         return 2
     ratio = result.step / result.kernels
     print(f"step {result.step:.2f} ms, kernels {result.kernels:.2f} ms, step / kernels {ratio:.3f}")
-    for kind, spent in sorted(result.by_kind.items(), key=lambda item: -item[1]):
+    for kind, spent in sorted(result.by_kind.items(), key=lambda kind_and_ms: -kind_and_ms[1]):
         print(f"  {kind:12} {spent:8.2f} ms  {spent / result.step:6.1%}")
     print(f"  {'idle':12} {result.idle:8.2f} ms  {result.idle / result.step:6.1%}")
     print(f"the host waited {result.waited:.2f} ms a step for input")

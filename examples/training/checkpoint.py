@@ -60,8 +60,8 @@ def save(folder: pathlib.Path, step: int, state: Any, facts: dict[str, Any], kee
             os.rename(folder / str(step), folder / f"{step}.replaced")
         os.rename(partial, folder / str(step))
         _sync(folder)
-        for old in sorted(number for number in _checkpoints(folder) if number <= step)[:-keep]:
-            os.rename(folder / str(old), folder / f"{old}.partial")
+        for old_step in sorted(number for number in _checkpoints(folder) if number <= step)[:-keep]:
+            os.rename(folder / str(old_step), folder / f"{old_step}.partial")
         _tidy(folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -72,7 +72,7 @@ def save(folder: pathlib.Path, step: int, state: Any, facts: dict[str, Any], kee
 
 
 def has_any(folder: pathlib.Path) -> bool:
-    """Whether ``folder`` holds a checkpoint."""
+    """True if ``folder`` holds a checkpoint."""
     return bool(_checkpoints(folder))
 
 
@@ -118,8 +118,8 @@ def _checkpoints(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     """The complete checkpoints by their steps."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     # Backwards, so that "7" comes after "7.replaced" and takes its place.
-    found = [re.fullmatch(r"([0-9]+)(\.replaced)?", name) for name in sorted(names, reverse=True)]
-    return {int(name[1]): folder / name[0] for name in found if name}
+    matches = [re.fullmatch(r"([0-9]+)(\.replaced)?", name) for name in sorted(names, reverse=True)]
+    return {int(name[1]): folder / name[0] for name in matches if name}
 
 
 def _what_is_left(folder: pathlib.Path) -> str:

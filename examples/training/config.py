@@ -141,7 +141,7 @@ class Config:
         return sl.Scorer.named(name) or sl.preset(name)
 
     def source(self) -> Source:
-        """What a run learns.
+        """Returns the data of a run.
 
         Raises:
           Refusal: it is not there, cannot be read, or is too little.
@@ -153,8 +153,8 @@ class Config:
         raise NotImplementedError
 
     @classmethod
-    def load(cls, saved: dict[str, Any], given: dict[str, Any]) -> Self:
-        """The config of a saved run, where the flags ``given`` now may repeat it, but change no more than `MOVABLE`.
+    def load(cls, saved: dict[str, Any], flags: dict[str, Any]) -> Self:
+        """The config of a saved run, where ``flags`` may repeat it, but change no more than `MOVABLE`.
 
         Raises:
           Refusal: a flag contradicts the saved run, or the saved run has other fields.
@@ -162,16 +162,16 @@ class Config:
         if set(saved) | MOVABLE != {field.name for field in dataclasses.fields(cls)}:
             raise Refusal("the checkpoint was not written by this version of the example")
         # What this example called "dense" was made causal, as any pattern is here, and has that name now.
-        parts = ["causal" if part == "dense" else part for part in saved["pattern"].split("+")]
-        saved = {**saved, "pattern": "+".join(parts)}
-        changed = [name for name in given if name not in MOVABLE and given[name] != saved[name]]
+        patterns = ["causal" if name == "dense" else name for name in saved["pattern"].split("+")]
+        saved = {**saved, "pattern": "+".join(patterns)}
+        changed = [name for name in flags if name not in MOVABLE and flags[name] != saved[name]]
         if changed:
-            now, then = given[changed[0]], saved[changed[0]]
+            now, then = flags[changed[0]], saved[changed[0]]
             raise Refusal(
                 f"{flag(changed[0])} {now} contradicts the run to resume, which has {then}: leave the flag out"
             )
         # What says where it is computed may have been added since then.
-        return cls(**{field.name: {**saved, **given}.get(field.name, field.default) for field in options(cls)})
+        return cls(**{field.name: {**saved, **flags}.get(field.name, field.default) for field in options(cls)})
 
 
 # What may differ when a run goes on: where it lies and which devices compute it, not what it computes.
@@ -188,7 +188,7 @@ def options(kind: type[Config]) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(kind) if field.init]
 
 
-def settings(kind: type[Config], given: dict[str, Any]) -> dict[str, Any]:
+def settings(kind: type[Config], flags: dict[str, Any]) -> dict[str, Any]:
     """The settings of a command line: those of the config that its flag "config" names, changed by its other flags.
 
     Raises:
@@ -199,10 +199,10 @@ def settings(kind: type[Config], given: dict[str, Any]) -> dict[str, Any]:
       >>> settings(Config, {"config": "enwik8_paper", "layers": 2})["seq_len"]
       12288
     """
-    name = given.get("config", "cpu")
+    name = flags.get("config", "cpu")
     if name not in kind.configs:
         raise Refusal(f"--config must be one of {', '.join(kind.configs)}, got {name!r}")
-    return {**kind.configs[name], **{flag: value for flag, value in given.items() if flag != "config"}}
+    return {**kind.configs[name], **{flag: value for flag, value in flags.items() if flag != "config"}}
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Config]) -> None:

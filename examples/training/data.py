@@ -1,4 +1,4 @@
-"""What a run learns from: batches, the order and split of data, items made ahead, and what to compare losses with."""
+"""Data of a run: batches, their order and split, batches made ahead of their use, and what to compare losses with."""
 
 import dataclasses
 import fnmatch
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a run learns from, for one config.
+    """The data that a run learns from, for one config.
 
     Attributes:
       digest: hex SHA-256 of all of it, which a resumed run must find again.
@@ -132,11 +132,11 @@ class Prefetch(Iterator[T]):
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.waited = 0.0
-        self._made = queue.SimpleQueue()
+        self._ready = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._ended = threading.Event()
         # The thread does not hold this object, so that it ends with one that was dropped, too.
-        work = (make, steps, self._made, self._room, self._ended)
+        work = (make, steps, self._ready, self._room, self._ended)
         self._thread = threading.Thread(target=_make_ahead, args=work, name="prefetch", daemon=True)
         self._end = weakref.finalize(self, _end, self._room, self._ended)
         self._thread.start()
@@ -145,13 +145,13 @@ class Prefetch(Iterator[T]):
         if self._ended.is_set():
             raise StopIteration
         began = time.perf_counter()
-        item, error = self._made.get()
+        value, error = self._ready.get()
         self.waited += time.perf_counter() - began
         self._room.release()
         if error is not None:
             self.close()
             raise error
-        return item
+        return value
 
     def close(self) -> None:
         """Ends the thread; an item that is being made is waited for, but not for long."""
@@ -165,8 +165,8 @@ class Prefetch(Iterator[T]):
         self.close()
 
 
-def _make_ahead(make, steps, made: queue.SimpleQueue, room: threading.Semaphore, ended: threading.Event) -> None:
-    def items():
+def _make_ahead(make, steps, ready: queue.SimpleQueue, room: threading.Semaphore, ended: threading.Event) -> None:
+    def values():
         for step in steps:
             room.acquire()
             if ended.is_set():
@@ -175,11 +175,11 @@ def _make_ahead(make, steps, made: queue.SimpleQueue, room: threading.Semaphore,
             yield make(step)
 
     try:
-        for item in items():
-            made.put((item, None))
-        made.put((None, StopIteration()))
+        for value in values():
+            ready.put((value, None))
+        ready.put((None, StopIteration()))
     except BaseException as error:
-        made.put((None, error))
+        ready.put((None, error))
 
 
 def _end(room: threading.Semaphore, ended: threading.Event) -> None:

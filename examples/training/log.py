@@ -1,4 +1,4 @@
-"""What a run tells while it goes: one row a step, to metrics.jsonl, the progress line, and TensorBoard if asked."""
+"""The log of a run: one row a step, to metrics.jsonl, the progress line, and TensorBoard if asked."""
 
 import contextlib
 import json

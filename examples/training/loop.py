@@ -64,9 +64,9 @@ def train(config: Config, resume: bool) -> report.Result:
         asked = heldout.tokens[:, 1:][counted(heldout)].astype(np.uint8)
         tokens, gzip, order0 = config.batch_size * config.seq_len, data.gzip_bits(asked), data.order0_bits(asked)
         result = report.Result(config.pattern, run.num_params, rows, tokens, memory, gzip, order0)
-        with _writing(out), own_folder(out) as own:
-            report.draw_run(result, own / "loss.png")
-            config.write_sample(run.model(state), heldout, own)
+        with _writing(out), own_folder(out) as folder:
+            report.draw_run(result, folder / "loss.png")
+            config.write_sample(run.model(state), heldout, folder)
     return result
 
 
@@ -103,7 +103,7 @@ def _steps(
     config, out = run.config, pathlib.Path(run.config.out)
     starts = range(0, len(heldout.tokens), config.batch_size)
     windows = [operator.itemgetter(slice(i, i + config.batch_size)) for i in starts]
-    parts = [run.place(jax.tree.map(part, heldout)) for part in windows]
+    batches_on_devices = [run.shard(jax.tree.map(window, heldout)) for window in windows]
 
     make = functools.partial(run.batch, source)
     # Compiled ahead of the clock, so that the seconds of a run are seconds of training.
@@ -113,8 +113,8 @@ def _steps(
     with (
         _noted_interrupt() as pressed,
         _writing(out),
-        own_folder(out) as own,
-        Log(own, config, rows, devices) as log,
+        own_folder(out) as folder,
+        Log(folder, config, rows, devices) as log,
         data.Prefetch(make, numbers) as batches,
     ):
         ahead, waited = None, 0.0
@@ -129,8 +129,11 @@ def _steps(
                 continue
             row, ahead = _checked(log.read(*ahead), out), None
             if evaluates or number == config.steps:
-                found = jax.device_get([evaluate(state, part) for part in parts])
-                means = {name: np.mean([scores[name] for scores in found]).item() for name in found[0]}
+                scores_of_batches = jax.device_get([evaluate(state, window) for window in batches_on_devices])
+                means = {
+                    name: np.mean([scores[name] for scores in scores_of_batches]).item()
+                    for name in scores_of_batches[0]
+                }
                 row |= {"heldout_bpb": data.bits(means.pop("loss")), **means}
             log.write(row)
             if saves or pressed or number == config.steps:
@@ -245,49 +248,49 @@ def split_patterns(text: str) -> list[str]:
     return re.split(r",(?!\w+=)", text)
 
 
-def compare(kind: type[Config], patterns: list[str], given: dict[str, Any], resume: bool) -> list[report.Result]:
+def compare(kind: type[Config], patterns: list[str], flags: dict[str, Any], resume: bool) -> list[report.Result]:
     """Trains one run a pattern, each in a folder of its own below ``out``, and draws them in one figure.
 
     Args:
       kind: of config, that of the example.
       patterns: as the field ``pattern`` of `Config`.
-      given: the other fields of `Config`, where they differ from its defaults.
+      flags: the other fields of `Config`, where they differ from its defaults.
       resume: go on with those that have begun, and give the others the settings of the first.
 
     Raises:
       Refusal: as `train`; every pattern is tried on the length before the first one is trained.
       Interrupted: Ctrl-C.
     """
-    out = pathlib.Path(given.get("out", kind.out))
+    out = pathlib.Path(flags.get("out", kind.out))
     names = [f"{number}_{re.sub('[^A-Za-z0-9=_.-]+', '_', pattern)}" for number, pattern in enumerate(patterns, 1)]
-    own: list[dict[str, Any]] = [
+    settings_of_runs: list[dict[str, Any]] = [
         {"pattern": pattern, "out": str(out / name)} for pattern, name in zip(patterns, names, strict=True)
     ]
     if resume:
-        base = _saved_config(kind, {**given, **own[0]})
+        base = _saved_config(kind, {**flags, **settings_of_runs[0]})
     else:
         _require_new(out, names)
-        base = kind(**given)
-    configs = [dataclasses.replace(base, **fields) for fields in own]
+        base = kind(**flags)
+    configs = [dataclasses.replace(base, **fields) for fields in settings_of_runs]
     base.source()
     for config in configs:
         nnx.eval_shape(functools.partial(build, config))
     results = []
     for config in configs:
-        begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
-        results.append(train(_saved_config(kind, dataclasses.asdict(config)) if begun else config, begun))
+        has_begun = resume and checkpoint.has_any(pathlib.Path(config.out) / CHECKPOINTS)
+        results.append(train(_saved_config(kind, dataclasses.asdict(config)) if has_begun else config, has_begun))
     with _writing(out), own_folder(out) as folder:
         report.save(results, folder / "compare.json", jax.devices(platform())[0].device_kind)
         report.draw_comparison(results, folder / "compare.png")
     return results
 
 
-def _saved_config(kind: type[Config], given: dict[str, Any]) -> Config:
-    out = given.get("out", kind.out)
+def _saved_config(kind: type[Config], flags: dict[str, Any]) -> Config:
+    out = flags.get("out", kind.out)
     with reading(out):
         if not checkpoint.has_any(pathlib.Path(out) / CHECKPOINTS):
             raise Refusal(f"{out} holds no checkpoint of this example: start the run without --resume")
-        return kind.load(checkpoint.latest(pathlib.Path(out) / CHECKPOINTS)[1]["config"], given)
+        return kind.load(checkpoint.latest(pathlib.Path(out) / CHECKPOINTS)[1]["config"], flags)
 
 
 def main(kind: type[Config], prog: str, description: str, argv: list[str] | None = None) -> int:
@@ -322,22 +325,22 @@ def main(kind: type[Config], prog: str, description: str, argv: list[str] | None
         "MPI, Kubernetes, Cloud TPUs); all see one --out",
     )
     add_options(parser, kind)
-    given = vars(parser.parse_args(argv))
-    resume, patterns, processes = (given.pop(name) for name in ("resume", "compare", "processes"))
-    name = given.get("config")
-    out = pathlib.Path(given.get("out", kind.out))
+    flags = vars(parser.parse_args(argv))
+    resume, patterns, processes = (flags.pop(name) for name in ("resume", "compare", "processes"))
+    name = flags.get("config")
+    out = pathlib.Path(flags.get("out", kind.out))
     try:
         if processes is not None:
             join(processes)
-        if patterns is not None and ("pattern" in given or not patterns):
+        if patterns is not None and ("pattern" in flags or not patterns):
             raise Refusal("--compare names the patterns, one at least: leave out --pattern")
-        given = settings(kind, given)
-        if name not in (None, "cpu") and not resume and not given.get("data"):
+        flags = settings(kind, flags)
+        if name not in (None, "cpu") and not resume and not flags.get("data"):
             raise Refusal(f"--config {name} needs --data: what it is to learn")
         if patterns:
-            results = compare(kind, split_patterns(patterns), given, resume)
+            results = compare(kind, split_patterns(patterns), flags, resume)
         else:
-            results = [train(_saved_config(kind, given) if resume else kind(**given), resume)]
+            results = [train(_saved_config(kind, flags) if resume else kind(**flags), resume)]
     except (Refusal, PermissionError) as refusal:
         print(f"train: {refusal}", file=sys.stderr)
         return 2

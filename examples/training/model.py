@@ -56,7 +56,7 @@ def _hidden(config: Config) -> int:
 
 def _patterns(config: Config) -> tuple[Any, ...]:
     """The patterns that the layers take in turn."""
-    return tuple(without_future(config.mask(part)) for part in config.pattern.split("+"))
+    return tuple(without_future(config.mask(name)) for name in config.pattern.split("+"))
 
 
 def without_future(pattern: Any) -> Any:
@@ -84,15 +84,15 @@ def scores(model: nnx.Module, batch: Batch, deterministic: bool = True) -> dict[
     tokens, segments, answers = batch
     seen, targets = None if segments is None else segments[:, :-1], tokens[:, 1:]
     logits = model(tokens[:, :-1], segment_ids=seen, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
-    each = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
+    scores_of_bytes = {"loss": optax.softmax_cross_entropy_with_integer_labels(logits, targets)}
     if answers is not None:
-        each["accuracy"] = logits.argmax(-1) == targets
+        scores_of_bytes["accuracy"] = logits.argmax(-1) == targets
     counts = counted(batch)
-    return {name: jnp.where(counts, x, 0).sum() / jnp.maximum(counts.sum(), 1) for name, x in each.items()}
+    return {name: jnp.where(counts, x, 0).sum() / jnp.maximum(counts.sum(), 1) for name, x in scores_of_bytes.items()}
 
 
 def counted(batch: Batch) -> Any:
-    """Which next bytes count: bool [B, T]. Of documents kept apart, the first byte of each is nobody's next byte."""
+    """Returns the next bytes that count: bool [B, T]. The first byte of a document kept apart is nobody's next byte."""
     tokens, segments, answers = batch
     counts = np.ones((tokens.shape[0], tokens.shape[1] - 1), bool) if answers is None else answers
     return counts if segments is None else counts & (segments[:, 1:] == segments[:, :-1])

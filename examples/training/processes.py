@@ -13,30 +13,32 @@ import jax
 from .config import Refusal
 
 
-def join(given: list[str]) -> None:
+def join(address: list[str]) -> None:
     """Makes this process one of several: JAX sees the devices of all of them from now on.
 
     Args:
-      given: where the first process listens (HOST:PORT), how many there are and which of them this is, from 0 on; or
+      address: where the first process listens (HOST:PORT), how many there are and which of them this is, from 0 on; or
         nothing, for JAX to ask the cluster that started them.
 
     Raises:
       Refusal: it is something else, or JAX knows no such cluster.
     """
-    if given and (len(given) != 3 or not all(map(str.isdecimal, given[1:])) or int(given[2]) >= int(given[1])):
-        raise Refusal(f"--processes must be HOST:PORT COUNT NUMBER, NUMBER below COUNT, got {' '.join(given)}")
+    if address and (
+        len(address) != 3 or not all(map(str.isdecimal, address[1:])) or int(address[2]) >= int(address[1])
+    ):
+        raise Refusal(f"--processes must be HOST:PORT COUNT NUMBER, NUMBER below COUNT, got {' '.join(address)}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        if given:
-            jax.distributed.initialize(given[0], int(given[1]), int(given[2]))
+        if address:
+            jax.distributed.initialize(address[0], int(address[1]), int(address[2]))
         else:
             jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
-        raise Refusal(f"--processes {' '.join(given)}: JAX does not find them: {error}") from error
+        raise Refusal(f"--processes {' '.join(address)}: JAX does not find them: {error}") from error
 
 
 def is_first() -> bool:
-    """Whether this is the first of the processes that train together, or the only one."""
+    """True in the first of the processes that train together, or in the only one."""
     return jax.process_index() == 0
 
 

@@ -1,4 +1,4 @@
-"""What a person looks at afterwards: curves and the closing table.
+"""The report of a run: curves and the closing table.
 
 ``python -m examples.training.report compare.json --picture compare.png`` prints and draws a recorded comparison again,
 or several of them, of other seeds, together.
@@ -35,7 +35,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
       pattern: as given.
@@ -119,12 +119,12 @@ def save(results: Sequence[Result], path: pathlib.Path, device: str) -> None:
 
 def load(path: pathlib.Path) -> list[Result]:
     """The results that `save` has written."""
-    found = json.loads(path.read_text(encoding="utf-8"))["results"]
-    for result in found:
+    results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    for result in results:
         columns = result["rows"]
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         result["rows"] = [{name: value for name, value in row.items() if value is not None} for row in rows]
-    return [Result(**result) for result in found]
+    return [Result(**result) for result in results]
 
 
 @matplotlib.rc_context(fname=STYLE)
@@ -191,21 +191,21 @@ def _by_pattern(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _finding(results: Sequence[Result]) -> str:
-    """Which patterns predict best, and which is fastest."""
+    """Returns which patterns predict best, and which is fastest."""
     groups = list(_by_pattern(results).values())
 
     def at_end(runs: list[Result], name: str = "heldout_bpb") -> float:
         return float(np.mean([_evaluated(r, "step", name)[1][-1] for r in runs]))
 
     best = min(groups, key=at_end)
-    found = [f"Fewest bits per byte: {best[0].pattern} ({at_end(best):.3f})"]
+    lines = [f"Fewest bits per byte: {best[0].pattern} ({at_end(best):.3f})"]
     if all("accuracy" in r.rows[-1] for r in results):
         shares = sorted(((at_end(runs, "accuracy"), runs[0].pattern) for runs in groups), reverse=True)
-        found = ["Answers that are right: " + ", ".join(f"{pattern} {share:.0%}" for share, pattern in shares)]
+        lines = ["Answers that are right: " + ", ".join(f"{pattern} {share:.0%}" for share, pattern in shares)]
     slowest, fastest = (which(results, key=lambda r: r.tokens_per_second) for which in (min, max))
     times = fastest.tokens_per_second / slowest.tokens_per_second
-    found.append(f"Fastest: {fastest.pattern}, {times:.1f} times the tokens a second of {slowest.pattern}")
-    return "\n".join(textwrap.fill(line, 130) for line in found)
+    lines.append(f"Fastest: {fastest.pattern}, {times:.1f} times the tokens a second of {slowest.pattern}")
+    return "\n".join(textwrap.fill(line, 130) for line in lines)
 
 
 def _in_lines(pattern: str) -> str:

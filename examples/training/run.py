@@ -97,15 +97,15 @@ class Run(Generic[C]):
         )
         # `rest` is what is not learnt: the keys of dropout, which each step makes its own from.
         self._graph, abstract, _ = nnx.split(nnx.eval_shape(lambda: build(config)), nnx.Param, ...)
-        placed = param_shardings(abstract, self.mesh)
+        shardings_of_params = param_shardings(abstract, self.mesh)
         self._shapes = {"params": abstract, "optimizer": jax.eval_shape(self._optimizer.init, abstract)}
-        self.shardings = state_shardings(self._shapes, placed)
+        self.shardings = state_shardings(self._shapes, shardings_of_params)
         self._everywhere = NamedSharding(self.mesh, PartitionSpec())
         with jax.set_mesh(self.mesh):
             self._rest = jax.jit(self._fresh, static_argnums=0, out_shardings=self._everywhere)(1)
 
-    def _fresh(self, part: int) -> Any:
-        return nnx.split(build(self.config), nnx.Param, ...)[1:][part]
+    def _fresh(self, index: int) -> Any:
+        return nnx.split(build(self.config), nnx.Param, ...)[1:][index]
 
     @property
     def num_params(self) -> int:
@@ -128,24 +128,24 @@ class Run(Generic[C]):
         with jax.set_mesh(self.mesh):
             return jax.jit(fresh, out_shardings=self.shardings)()
 
-    def place(self, batch: Batch) -> Batch:
+    def shard(self, batch: Batch) -> Batch:
         """A batch on the devices, split by sequences; each process hands its own devices what is theirs."""
         lies = NamedSharding(self.mesh, SEQUENCES)
         return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, lies, x.__getitem__), batch)
 
     def batch(self, source: Source, number: int) -> Batch:
-        """What the ``number``-th step learns, from 1 on, on the devices."""
-        return self.place(source.batch(number - 1))
+        """Returns the batch of the ``number``-th step, from 1 on, on the devices."""
+        return self.shard(source.batch(number - 1))
 
     def model(self, state: State, step: Any = 0) -> Any:
         """The model with the weights of ``state``, and the dropout of a step."""
         rest = jax.tree.map(
-            lambda leaf: _folded(leaf, step) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, self._rest
+            lambda leaf: _fold_in(leaf, step) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf, self._rest
         )
         return nnx.merge(self._graph, state["params"], rest)
 
     def scores(self, state: State, batch: Batch) -> dict[str, jax.Array]:
-        """What a batch is evaluated by, without dropout: see `model.scores`."""
+        """Returns the scores of a batch, without dropout: see `model.scores`."""
         return scores(self.model(state), batch)
 
     def step(self, state: State, batch: Batch, number: Any) -> tuple[State, dict[str, jax.Array]]:
@@ -162,7 +162,7 @@ class Run(Generic[C]):
         return new, {"loss": value, "grad_norm": optax.tree.norm(grads)}
 
     def finite(self, state: State) -> jax.Array:
-        """Whether all weights and moments are finite numbers."""
+        """Returns True if all weights and moments are finite numbers."""
         return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(state)]))
 
     def compiled(self, batch: Batch) -> tuple[Any, Any, Any]:
@@ -244,15 +244,15 @@ def used(program: Any) -> int:
 
 
 def _decayed(params: Any) -> Any:
-    """Which parameters weight decay acts on: by name, since biases of stacked layers are matrices, too."""
+    """Returns a tree, True where weight decay acts: by name, since biases of stacked layers are matrices, too."""
     names = ("kernel", "embedding")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: any(n in jax.tree_util.keystr(path[-2:]) for n in names), params
     )
 
 
-def _folded(keys: jax.Array, step: Any) -> jax.Array:
-    """A key, or each of an array of keys, made that of a step."""
+def _fold_in(keys: jax.Array, step: Any) -> jax.Array:
+    """Returns the keys of a step, from one key or an array of keys."""
     fold = lambda key: jax.random.fold_in(key, step)  # noqa: E731
     for _ in range(keys.ndim):
         fold = jax.vmap(fold)

@@ -1,4 +1,4 @@
-"""Which device holds what: a mesh of four axes, and Flax's annotations of the parameters by these axes.
+"""Shardings: a mesh of four axes, and Flax's annotations of the parameters by these axes.
 
 No collective is written here: JAX's partitioner inserts them, and the attention op maps itself over the mesh.
 """
@@ -79,11 +79,11 @@ def state_shardings(state: dict, params: nnx.State) -> dict:
       state: {"params": like params, "optimizer": ...}; whatever is named and shaped as no parameter is on all devices.
       params: of `param_shardings`.
     """
-    placed = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(params)}
-    everywhere = NamedSharding(next(iter(placed.values())).mesh, PartitionSpec())
+    shardings = {jax.tree_util.keystr(path): s for path, s in jax.tree_util.tree_leaves_with_path(params)}
+    everywhere = NamedSharding(next(iter(shardings.values())).mesh, PartitionSpec())
 
-    def place(path, leaf):
+    def sharding_of(path, leaf):
         name = jax.tree_util.keystr(path)
-        return next((s for end, s in placed.items() if leaf.ndim and name.endswith(end)), everywhere)
+        return next((s for end, s in shardings.items() if leaf.ndim and name.endswith(end)), everywhere)
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(sharding_of, state)

@@ -55,34 +55,34 @@ def compare(options: argparse.Namespace) -> None:
       ValueError, OSError: the files, the text or the patterns cannot be taken.
     """
     learnt, heldout = load(options.folder, options.text, options.length)
-    near = f"sliding_window:window={max(1, options.length // 8)}"
-    names = options.pattern or "+".join([*[near] * 5, "causal"])
+    window = f"sliding_window:window={max(1, options.length // 8)}"
+    names = options.pattern or "+".join([*[window] * 5, "causal"])
     patterns = tuple(without_future(sl.Scorer.named(name) or sl.preset(name)) for name in names.split("+"))
     tokens = heldout.spread(options.windows)
     of_bytes = not (options.folder / "tokenizer.json").is_file()
-    turn = [f"{len([*same])} x {name}" for name, same in itertools.groupby(names.split("+"))]
-    print(f"sparse, in turn: {', '.join(turn)}\n{options.windows} held-out windows of {options.length} tokens\n")
+    repeats = [f"{len([*same])} x {name}" for name, same in itertools.groupby(names.split("+"))]
+    print(f"sparse, in turn: {', '.join(repeats)}\n{options.windows} held-out windows of {options.length} tokens\n")
     print(f"{'':24}{'pairs kept':>12}{'KiB of cache':>14}{'s/step':>9}{'perplexity':>12}{'bits a byte':>13}")
     places = {}
-    for name, given in (("dense", None), ("sparse", patterns)):  # one at a time in memory
+    for name, pattern in (("dense", None), ("sparse", patterns)):  # one at a time in memory
         model = sl.from_huggingface(
             options.folder,
-            given,
+            pattern,
             seq_len=options.length,
             param_dtype=jnp.float32,
             dtype=options.dtype and jnp.dtype(options.dtype),
         )
-        found, seconds = {name: losses(model, tokens)}, math.nan
+        losses_by_name, seconds = {name: losses(model, tokens)}, math.nan
         if options.steps:
             _, seconds = train(model, learnt, options.steps, options.rate, batch_size=options.batch_size)
-            found[f"{name}, {options.steps} steps"] = losses(model, tokens)
+            losses_by_name[f"{name}, {options.steps} steps"] = losses(model, tokens)
         sizes = f"{pairs_kept(model):12.1%}{cache_bytes(model) / 1024:14,.0f}"
-        for row, nats in found.items():
+        for row, nats in losses_by_name.items():
             mean = nats.mean()
             step = f"{seconds:9.3f}" if row != name else f"{'':9}"
             byte = f"{bits(mean):13.3f}" if of_bytes else ""
             print(f"{row:24}{sizes}{step}{np.exp(mean):12.3f}{byte}", flush=True)
-        places |= found
+        places |= losses_by_name
 
     ends = [0, *(options.length >> i for i in range(4, -1, -1) if options.length >> i)]
     ranges = list(itertools.pairwise(ends))

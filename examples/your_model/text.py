@@ -35,18 +35,18 @@ class Windows:
             raise Refusal(f"--text: {len(ids)} tokens are too few, --length {length} needs {length + 1}")
         self.ids, self.length, self.prefix = ids, length, prefix
 
-    def _at(self, starts: np.ndarray) -> np.ndarray:
-        found = self.ids[starts[:, None] + np.arange(self.length + 1)]
-        found[:, : len(self.prefix)] = self.prefix
-        return found
+    def _take(self, starts: np.ndarray) -> np.ndarray:
+        tokens = self.ids[starts[:, None] + np.arange(self.length + 1)]
+        tokens[:, : len(self.prefix)] = self.prefix
+        return tokens
 
     def spread(self, count: int) -> np.ndarray:
         """Windows spread evenly over the text, always the same: int32 [count, length + 1]."""
-        return self._at(np.linspace(0, len(self.ids) - self.length - 1, count).astype(np.int64))
+        return self._take(np.linspace(0, len(self.ids) - self.length - 1, count).astype(np.int64))
 
     def batch(self, step: int, size: int) -> np.ndarray:
         """Random windows, others for each step: int32 [size, length + 1]."""
-        return self._at(np.random.default_rng(step).integers(len(self.ids) - self.length, size=size))
+        return self._take(np.random.default_rng(step).integers(len(self.ids) - self.length, size=size))
 
 
 def load(folder: str | pathlib.Path, path: str, length: int) -> tuple[Windows, Windows]:

@@ -1,4 +1,4 @@
-"""What a language model loses on held-out windows, and its training on others."""
+"""The losses of a language model on held-out windows, and its training on others."""
 
 import statistics
 import time
@@ -61,10 +61,10 @@ def train(
         state.update(model, gradients)
         return loss
 
-    found, seconds = [], []
+    step_losses, seconds = [], []
     for number in range(steps):
         begin = time.perf_counter()
-        found.append(float(step(model, state, windows.batch(number, batch_size))))  # waits for the result
+        step_losses.append(float(step(model, state, windows.batch(number, batch_size))))  # waits for the result
         seconds.append(time.perf_counter() - begin)
     later = seconds[1:] or seconds  # the first one compiles
-    return statistics.mean(found[-max(1, steps // 10) :]), statistics.median(later)
+    return statistics.mean(step_losses[-max(1, steps // 10) :]), statistics.median(later)

@@ -38,13 +38,12 @@ _TOKENS = 1 << 16  # most tokens of a grid in characters
 def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
     """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
 
-    Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell stands for a square of tokens, a power of
-    two on a side, large enough for the picture to fit. A cell too large to be looked at pair by pair may show ▪ where
-    ■ or · is right.
+    Up to ``size`` tokens, a cell is one (query, key) pair. Beyond, a cell is a square of pairs whose side is the
+    smallest power of two that fits the picture. A cell too large to be looked at pair by pair may show ▪ where ■ or ·
+    is right.
 
     Args:
-      mask: whatever `as_masks` takes: a mask, a preset's name, a bool array, or a sequence of these (head h takes
-        entry h % len).
+      mask: a mask, a preset's name, a bool array, or a sequence of these: head h takes entry h % len.
       q_len: number of queries, >= 1: the rows.
       kv_len: number of keys, >= 1: the columns; defaults to q_len.
       size: most cells on a side, 1 to 2048.
@@ -89,24 +88,24 @@ def _under_headings(drawn: list[str]) -> str:
 
 @strict_kwargs
 def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, offset: int | None = None) -> str:
-    """Draws the keys that one query sees, each in its place on the grid: ■ seen, · not seen.
+    """Draws the keys that one query sees on the grid: ■ seen, · not seen.
 
-    The query's own place is ● if it sees itself, ○ if not.
+    The query itself is ● if it sees itself, ○ if not.
 
     Args:
-      mask: whatever `as_masks` takes, as in `picture`.
-      shape: lengths of the grid's axes, row-major, at most 65536 tokens. Each stretch of the last axis is a line; what
-        lies along the axes before the last two, as the frames of a video do, stands side by side.
+      mask: as in `picture`.
+      shape: lengths of the grid's axes, row-major, at most 65536 tokens. The last axis runs along a line, the one
+        before it over lines. Axes before these two, such as the frames of a video, stand side by side.
       query: the query's coordinates, one for each axis.
-      offset: position of the grid's first token; None for that of the mask's own grids, 0 without these.
+      offset: position of the grid's first token. None takes that of the grids in the mask, or 0.
 
     Returns:
-      Lines of places separated by one space, and by three between frames, without a newline at the end. Several masks
+      Lines of tokens separated by one space, and by three between frames, without a newline at the end. Several masks
       lie one under the other, each below a heading that names its heads.
 
     Raises:
-      ValueError: a number is out of its range, shape holds too many tokens, query lies not on the grid, or offset is
-        not that of the mask's own grids.
+      ValueError: a number is out of its range, shape holds too many tokens, query is not on the grid, or offset is
+        not that of the grids in the mask.
       TypeError: mask is no mask.
 
     Example:
@@ -166,31 +165,31 @@ def draw(
     blocks: bool = False,
     ax: "Axes | None" = None,
 ) -> "Figure":
-    """Draws a mask by matplotlib, and over it, if asked to, the blocks that its plan computes. Needs no display.
+    """Draws a mask with matplotlib, and on request the blocks that its plan computes. It needs no display.
 
     Args:
-      subject: a mask with its lengths, whatever `as_masks` takes, or what knows these by itself, as in `describe`: a
-        `Plan`, a layer, block or model of this package, what `make_attention_fn` returns. Several masks are drawn side
-        by side, equal ones of several layers once.
-      q_len: number of queries of a mask, >= 1: the rows; None for the others.
-      path: the file to write, replaced if it is there; its suffix says the format (``.png``, ``.svg``, ``.pdf``, ...).
-        None writes nothing.
+      subject: a mask, as in `picture`, with its lengths; or, without lengths, a subject of `describe`: a `Plan`, a
+        layer, block or model of this package, or the result of `make_attention_fn`. Several masks are drawn side by
+        side, equal ones of several layers once.
+      q_len: number of queries of a mask, >= 1: the rows; None for other subjects.
+      path: the file to write. An existing file is replaced. The suffix names the format: ``.png``, ``.svg``, ``.pdf``
+        and others. None writes nothing.
       kv_len: number of keys: the columns; defaults to q_len.
       size: most cells on a side, 1 to 2048, as in `picture`.
       head: draw the mask of this head only, where heads differ; None for all.
-      blocks: draw the plan's passes side by side, each in its own row order, with what is left to it of the mask and
-        the blocks that its forward computes outlined.
+      blocks: draw the passes of the plan side by side, each in its row order, with its share of the mask. The blocks
+        that its forward computes are outlined.
       ax: matplotlib's axes to draw into, for one picture; None makes a new figure.
 
     Returns:
-      The figure that was drawn into. matplotlib's pyplot knows nothing of it, so there is nothing to close.
+      The figure. It is unknown to matplotlib's pyplot, so there is nothing to close.
 
     Raises:
       ImportError: matplotlib is not installed.
       OSError: the file cannot be written.
-      ValueError: an argument is out of its range, a suffix unknown (the message lists those that are known), a length
-        is given with what has one, ax with a path or for several pictures, or blocks for more than can be seen.
-      TypeError: subject is none of the above, or another argument of a wrong type.
+      ValueError: an argument is out of its range, or a suffix is unknown (the message lists the known ones). A length
+        comes with a subject that has one, ax with a path or several pictures, or blocks with too many to be seen.
+      TypeError: subject is none of the above, or another argument has a wrong type.
 
     Example:
       >>> import pathlib, tempfile, sparse_layers as sl

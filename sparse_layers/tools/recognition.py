@@ -43,11 +43,11 @@ def is_opaque(mask: Mask) -> bool:
 def recognize(mask: Mask, length: int) -> tuple[Mask, int] | None:
     """Finds an expression of this package's masks with the same answers, for ``length`` queries and keys.
 
-    Sizes are read off the first, middle and last query and the first key. Candidates are compared with the mask on all
+    Sizes come from the first, middle and last query and the first key. Candidates are compared with the mask on all
     pairs of the first and last 512 tokens, and on random pairs near the diagonal and elsewhere.
 
     Returns:
-      (the expression, number of pairs that were compared); None if no candidate has the same answers.
+      The expression and the number of compared pairs; None if no candidate has the same answers.
 
     Example:
       >>> import sparse_layers as sl

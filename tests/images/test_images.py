@@ -76,16 +76,16 @@ def rows(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("apart", [1, 2, 3])
-def test_crops_are_numbered_row_by_row_and_photograph_by_photograph(apart):
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_crops_are_numbered_row_by_row_and_photograph_by_photograph(stride):
     rng = np.random.default_rng(0)
     photographs = [rng.integers(0, 256, shape, np.uint8) for shape in ((5, 7, 3), (3, 3, 3), (9, 4, 3))]
-    crops = Crops(photographs, 3, apart)
+    crops = Crops(photographs, 3, stride)
     expected = [
         [0, *photograph[top : top + 3, left : left + 3].reshape(-1)]
         for photograph in photographs
-        for top in range(0, photograph.shape[0] - 2, apart)
-        for left in range(0, photograph.shape[1] - 2, apart)
+        for top in range(0, photograph.shape[0] - 2, stride)
+        for left in range(0, photograph.shape[1] - 2, stride)
     ]
     assert crops.count == len(expected)
     batch = crops.take(range(crops.count))
@@ -96,7 +96,7 @@ def test_crops_are_numbered_row_by_row_and_photograph_by_photograph(apart):
 def test_photographs_are_read_from_png_and_jpeg_and_split_by_their_names(folder):
     train_crops, heldout, digest = load(str(folder), 8, 3, 1)
     assert len(train_crops.photographs) + len(heldout.photographs) == 8 and heldout.photographs
-    assert (train_crops.apart, heldout.apart) == (1, 8)
+    assert (train_crops.stride, heldout.stride) == (1, 8)
     found = [*train_crops.photographs, *heldout.photographs]
     for number in range(8):
         error = min(np.abs(photograph - smooth(number).astype(int)).mean() for photograph in found)

@@ -89,7 +89,7 @@ def test_patterns_that_cannot_save(mask, length, why, rule):
     assert why in first and second.startswith(f"try a pattern that {rule}") and "presets()" in second
 
 
-def test_nothing_is_advised_where_a_pattern_saves():
+def test_no_advice_for_a_pattern_that_saves():
     for mask, length in (("sliding_window:window=256", 4096), ("strided", 4096), (sl.Empty(), 64)):
         assert advice(mask, length) == []
     layer = sl.make_attention_fn("moba:block=16,count=4", 256)  # which chooses what its pattern leaves
@@ -130,7 +130,7 @@ def test_functions_and_arrays_are_recognized(name, as_array):
     np.testing.assert_array_equal(recognized[0].dense(LENGTH), dense)
 
 
-def test_what_no_expression_equals_is_not_recognized():
+def test_rules_that_equal_no_expression_are_not_recognized():
     for rule in (
         lambda q, k: (q >= k) & (q * k % 7 == 0),
         lambda q, k: (q - k < 100) & (q >= k) & (q != 1000),
@@ -153,7 +153,7 @@ def test_describe_names_the_cheaper_expression():
     assert line.startswith("try Window(left=99, right=0): ") and "costs the same and is planned faster" in line
 
 
-def test_describe_says_what_a_function_lacks_where_it_equals_no_expression():
+def test_describe_advises_masks_for_a_function_that_equals_no_expression():
     mod = sl.from_mask_mod(lambda b, h, q, k: (q >= k) & (q * k % 7 == 0))
     lines = advice(mod, 1024)
     assert [line.partition(":")[0] for line in lines] == [

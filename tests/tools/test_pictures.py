@@ -83,7 +83,7 @@ def test_pictures_on_a_grid():
     )
 
 
-def test_pictures_on_a_grid_begin_where_that_of_the_mask_does():
+def test_grid_pictures_begin_at_the_offset_of_the_grid():
     near = sl.Grid((3, 4), sl.Window(1, 1), offset=2)
     alone = sl.grid_picture(sl.Grid((3, 4), sl.Window(1, 1)), (3, 4), (1, 2))
     for mask in (near, near | sl.Global(2), sl.Causal().T & near | near, sl.Shifted(near, 1), near.T):
@@ -132,7 +132,7 @@ def test_draw_writes_and_replaces_a_png(tmp_path):
     assert dark[0] > 0.3 and dark[1] == 0
 
 
-def test_drawing_is_figures_only_and_changes_nothing_global(monkeypatch, tmp_path):
+def test_draw_leaves_pyplot_alone(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # an import of it fails
     settings = matplotlib.rcParams.keys() - {"backend"}  # which pyplot sets, and asks pyplot for
     before = {name: matplotlib.rcParams[name] for name in settings}
@@ -145,7 +145,7 @@ def test_drawing_is_figures_only_and_changes_nothing_global(monkeypatch, tmp_pat
     assert titles[1][0] == "Window(left=3, right=0)" and titles[1][1].endswith("heads 1, 3, ...")
 
 
-def test_one_head_into_axes_of_ones_own():
+def test_draw_one_head_into_given_axes():
     own, named = Figure(), "a $ and a mask with a very long name " * 3
     left, right = own.subplots(1, 2)
     mask = dataclasses.make_dataclass("Named", [], bases=(sl.Window,), frozen=True, eq=False, repr=False)
@@ -156,7 +156,7 @@ def test_one_head_into_axes_of_ones_own():
     own.canvas.draw()  # and a $ means nothing
 
 
-def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
+def test_draw_outlines_the_blocks_of_each_pass():
     mask, params = sl.preset("sparse_transformer_strided", stride=16), sl.FwdParams(q_blocksize=32, kv_blocksize=32)
     plan = sl.make_plan(mask, 500, fwd_params=params, implementation="pallas_tpu")
     (chain,) = plan.chains
@@ -176,7 +176,7 @@ def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
     assert not sl.draw(plan).axes[0].collections[0].get_paths()
 
 
-def test_what_has_plans_is_drawn_by_them():
+def test_draw_subjects_that_have_plans():
     patterns = (sl.Window(3), (sl.Causal(), sl.Full()))
     options = {"patterns": patterns, "causal": False, "seq_len": 16}
     model = nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, 3, **options, rngs=nnx.Rngs(0)))

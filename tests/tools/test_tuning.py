@@ -22,21 +22,21 @@ SIZES = {"heads": 2, "head_size": 8}
 
 @pytest.fixture
 def times(monkeypatch):
-    """A list to be filled: what the measurements yield, in turn."""
-    given = []
+    """A list for the test to fill with the times that each call of `_milliseconds` returns."""
+    queued = []
 
     def milliseconds(functions, repeats):
-        now = given.pop(0)
-        assert len(now) == len(functions)
-        return now
+        next_times = queued.pop(0)
+        assert len(next_times) == len(functions)
+        return next_times
 
     monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
-    return given
+    return queued
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Registers an implementation "fake": the reference, whose results pass through the functions given.
+    """Registers an implementation "fake": the reference, whose results pass through two functions.
 
     Each gets (params, results); calls are counted.
     """
@@ -212,7 +212,7 @@ def test_a_wrong_result_is_never_chosen(fake, times, case, dtype):
     assert case in ("NaN", "a row of out") or case in reason.partition(" is ")[0]
 
 
-def test_a_default_that_fails_ends_it(fake, times):
+def test_a_default_that_fails_raises(fake, times):
     def forward(params, results):
         raise RuntimeError("no device")
 
@@ -254,7 +254,7 @@ def test_xla(tmp_path, monkeypatch):
     assert sl.block_sparse_attention(q, k, v, mask, implementation="xla", **params).shape == (1, 40, 2, 4)
 
 
-def test_each_candidate_is_run_by_what_the_call_would_take(fake, times, monkeypatch):
+def test_each_candidate_runs_on_the_implementation_that_the_call_would_take(fake, times, monkeypatch):
     (first, ran_first), (second, ran_second), (third, _) = fake(), fake(), fake()
 
     def no_settings(call, operands):
@@ -331,7 +331,7 @@ def test_default_candidates_are_measured(fake, monkeypatch, times):
 
 @pytest.fixture
 def result(tmp_path):
-    """A result, and the file where it lies."""
+    """A result and its file."""
     about = {
         **dict.fromkeys(tuned.SIZES, 8),
         "mask": "Causal()",
@@ -352,7 +352,7 @@ def result(tmp_path):
     return result, path
 
 
-def test_what_is_written_is_read(result):
+def test_load_reads_a_written_result(result):
     written, path = result
     assert sl.load_tuned(path) == sl.load_tuned(str(path)) == written
     assert hash(sl.load_tuned(path)) == hash(written)
@@ -361,7 +361,7 @@ def test_what_is_written_is_read(result):
     assert content["bwd_params"] == {"q_blocksize": 32, "kv_blocksize": 64}
 
 
-def test_the_file_of_a_run(fake, times, tmp_path):
+def test_tune_writes_its_result(fake, times, tmp_path):
     times += [[4.0, 9.0]]
     path, cap = tmp_path / "tuned.json", np.float32(20)
     result = sl.tune("causal", 64, **SIZES, implementation=fake()[0], candidates=(), logits_soft_cap=cap, path=path)
@@ -372,7 +372,7 @@ def test_the_file_of_a_run(fake, times, tmp_path):
     assert (about["logits_soft_cap"], about["sinks"], about["gradients"]) == (20.0, False, True)
 
 
-def test_the_table_in_words(result):
+def test_printed_table(result):
     lines = str(result[0]).splitlines()
     assert lines[:2] == ["B=8 T=8 S=8 N=8 K=8 H=8 Hv=8 bfloat16; fake on abacus", "Causal(); python 3"]
     assert lines[2].split() == ["forward", "fwd", "+", "bwd"]
@@ -380,7 +380,7 @@ def test_the_table_in_words(result):
     assert lines[-1].split()[1:6] == ["3.100", "ms", "0.333", "ms", "FwdParams(q_blocksize=64,"]
 
 
-def test_nothing_is_overwritten(fake, tmp_path, monkeypatch):
+def test_tune_overwrites_nothing(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_measure", lambda *args: pytest.fail("work has begun"))
     name, _ = fake()
     path = tmp_path / "notes.txt"
@@ -393,7 +393,7 @@ def test_nothing_is_overwritten(fake, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["measuring", "writing"])
-def test_no_file_is_left_behind_where_it_fails(fake, times, tmp_path, monkeypatch, stage):
+def test_a_failed_run_leaves_no_file(fake, times, tmp_path, monkeypatch, stage):
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
@@ -407,7 +407,7 @@ def test_no_file_is_left_behind_where_it_fails(fake, times, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_appears_meanwhile_is_kept_and_so_is_the_result(fake, monkeypatch, tmp_path):
+def test_a_file_that_appears_during_a_run_is_kept_as_is_the_result(fake, monkeypatch, tmp_path):
     path = tmp_path / "tuned.json"
 
     def milliseconds(functions, repeats):
@@ -483,7 +483,7 @@ def row(**values):
         (row(reason="slow"), "a row must have a time or a reason"),
     ],
 )
-def test_what_is_no_such_file(result, change, message):
+def test_load_refuses_other_content(result, change, message):
     path = result[1]
     path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8")))))
     with pytest.raises(ValueError) as error:
@@ -492,7 +492,7 @@ def test_what_is_no_such_file(result, change, message):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
-def test_what_is_no_json(tmp_path, content):
+def test_load_refuses_other_files(tmp_path, content):
     path = pathlib.Path(tmp_path, "x")
     path.write_bytes(content)
     with pytest.raises(ValueError, match="it is no JSON"):
@@ -540,7 +540,7 @@ def test_wrong_calls(tmp_path, monkeypatch, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_no_mask_and_no_implementation():
+def test_subjects_and_implementations_that_cannot_be_tuned():
     for nothing in (3, sl.make_plan(sl.Causal(), 64)):
         with pytest.raises(TypeError):
             sl.tune(nothing, 64, **SIZES)

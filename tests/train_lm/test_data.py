@@ -32,7 +32,7 @@ def saved(tmp_path):
             path = tmp_path / f"piece{next(numbers)}"
             # Something that does not belong to the text on both sides.
             path.write_bytes(b"??" + bytes(piece) + b"?")
-            parts.append(data.Part(str(path), 2, len(piece)))
+            parts.append(data.FileSlice(str(path), 2, len(piece)))
         return data.Text(parts, **options)
 
     return save
@@ -92,7 +92,7 @@ def test_standard_library_without_its_tests():
     loaded = data.load("", 256)
     assert loaded.train.size > 5_000_000 and loaded.heldout.size > 100_000
     stdlib = pathlib.Path(sysconfig.get_path("stdlib"))
-    names = [pathlib.Path(part.path).relative_to(stdlib).as_posix() for part in loaded.train.parts]
+    names = [pathlib.Path(part.path).relative_to(stdlib).as_posix() for part in loaded.train.slices]
     assert "dataclasses.py" in names and all(name.endswith(".py") for name in names)
     assert not [name for name in names if "/tests/" in name or "site-packages" in name]
 
@@ -135,7 +135,7 @@ def test_folder_of_more_files_than_may_be_open(tmp_path):
 @pytest.mark.parametrize("change", ["shrunk", "gone", "overwritten"])
 def test_a_file_that_changed_since_is_refused(saved, change):
     text = saved(b"abcdef")
-    path = pathlib.Path(text.parts[0].path)
+    path = pathlib.Path(text.slices[0].path)
     text.read(0, 2)  # it stays mapped: where it has shrunk, the system would end a process that reads it
     if change == "overwritten":
         path.write_bytes(path.read_bytes().upper())

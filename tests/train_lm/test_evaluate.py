@@ -8,7 +8,7 @@ import pytest
 
 from examples.train_lm import evaluate, profile
 from examples.train_lm.config import Config
-from examples.train_lm.data import Part, Text
+from examples.train_lm.data import FileSlice, Text
 from examples.training.config import Refusal
 from examples.training.run import Run
 
@@ -45,7 +45,7 @@ def by_hand(run, state, text, context, stretches):
 def test_each_byte_has_its_context(tmp_path, batch_size, count, packed, stretches):
     content = np.random.default_rng(0).integers(0, 256, 97, np.uint8)
     (tmp_path / "text").write_bytes(content.tobytes())
-    text = Text([Part(str(tmp_path / "text"), 0, 97)], np.array([0, 20, 40]))
+    text = Text([FileSlice(str(tmp_path / "text"), 0, 97)], np.array([0, 20, 40]))
     run = Run(Config(**{**TINY, "pattern": "causal", "batch_size": batch_size, "packed": packed}))
     # Weights so large that each byte before matters.
     state = run.init()

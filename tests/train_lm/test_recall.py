@@ -69,7 +69,7 @@ def test_steps_are_a_function_of_seed_and_step():
 
 def test_parts_are_sequences_of_their_own():
     """Sequences are cut into 1, 4 and 16 parts in turn; those held out never are."""
-    data = source(0, 256, 6, 8, 6, parts=16)
+    data = source(0, 256, 6, 8, 6, num_documents=16)
     tokens, segments, answers = data.batch(0)
     assert segments is not None and segments.shape == tokens.shape and answers is not None
     assert [row.max() + 1 for row in segments] == [1, 4, 16] * 2

@@ -15,7 +15,7 @@ from ..operands import Gradients, Operands
 from ..transforms import differentiable_once
 
 # Rows of bfloat16 that a vector register holds.
-LEAST_GRANULARITY = 16
+MIN_GRANULARITY = 16
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -23,11 +23,10 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
     selection = operands.selection
-    if selection is not None and selection.granularity < LEAST_GRANULARITY:
+    if selection is not None and selection.granularity < MIN_GRANULARITY:
         return (
-            f"it takes no selection of granularity {selection.granularity}, only of at least {LEAST_GRANULARITY}: a "
-            "TPU reads and multiplies whole blocks, and queries that choose for themselves agree on hardly a block of "
-            "keys"
+            f"it takes no selection of granularity {selection.granularity}, only of at least {MIN_GRANULARITY}: a "
+            "TPU reads and multiplies whole blocks, and single queries select few key blocks in common"
         )
     return None
 
