@@ -149,7 +149,9 @@ class Run:
             wrong = self.attempt(method, "check", different, scorer, *scored, results["choose"][0])
             results["choose"] = None, *results["choose"][1:]
         if scorer.formula not in (None, score.Formula.PRODUCT):
-            with mock.patch.object(choose, "by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)):
+            with mock.patch.object(
+                choose, "select_by_scores", lambda rule, scores, *_: scores[..., : rule.count].astype(int)
+            ):
                 results["scores"] = self.attempt(
                     method, "scores", measured, lambda q, k: scorer.select(q, k).ids, *scored
                 )

@@ -6,8 +6,8 @@ Needs triton, which compiles for any NVIDIA GPU and brings ptxas; jax-triton is 
 no times. Settings are those that the library chooses for the target unless --fwd and --bwd give others, such as
 ``--fwd num_stages=3 blocksize_n=64``; forward and backward are traced as for a gradient.
 
-Columns. kernel: "fused" is the dq kernel that gives dk and dv, too; "+" does two passes. M, N: rows of a tile of q, and
-of k. regs: registers of a thread, of 255. stack: bytes of each thread in local memory, mostly spilled registers.
+Columns. kernel: "dq_with_dkv" is the dq kernel that gives dk and dv, too; "+" does two passes. M, N: rows of a tile of
+q, and of k. regs: registers of a thread, of 255. stack: bytes of each thread in local memory, mostly spilled registers.
 shared: bytes of shared memory. estimate: the library's upper one, by which it shrinks tiles that do not fit. at once:
 programs that a multiprocessor can run together. cp.async: instructions that load ahead of use; where there are none,
 loops are not pipelined. tensor core: instructions that multiply; where there are none, as for float32, ordinary ones
@@ -78,16 +78,16 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """As `settings.choose` calls it: forward, dq, dkv and so on; or compact, the kernel that makes lists."""
-        name = self.kernel.fn.__name__.removesuffix("_kernel")
+        """A kernel of `settings`: forward, dq, dkv and so on; or compact, the kernel that makes lists."""
+        name = self.kernel.fn.__name__.removeprefix("triton_").removesuffix("_kernel")
         if name == "dkv" and self.constants["Q"].GATHERED:
-            return "dqkv"
-        return "fused" if self.constants.get("WITH_DKV") else name
+            return "dkv_with_dq"
+        return "dq_with_dkv" if self.constants.get("WITH_DKV") else name
 
     @property
     def by_keys(self) -> bool:
         """True if a program holds keys."""
-        return self.name in ("dkv", "dqkv", "kv_outer")
+        return self.name in ("dkv", "dkv_with_dq", "kv_outer")
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def launches(
     launches_by_key: dict[tuple, Launch] = {}
 
     def attend(implementation, call, query_sharding, operands):
-        with bridge.recording() as launches:
+        with bridge.record_launches() as launches:
             out, lse = plain_triton.forward(call, operands)
             plain_triton.backward(call, operands, lse, lse, out)
         for x in launches:
@@ -219,7 +219,7 @@ def resources(kernel: Any) -> Resources:
 
 
 HEADER = (
-    f"{'kernel':10}{'M':>4}{'N':>4}{'warps':>6}{'stages':>7}{'regs':>6}{'stack':>6}{'shared':>8}{'estimate':>9}"
+    f"{'kernel':14}{'M':>4}{'N':>4}{'warps':>6}{'stages':>7}{'regs':>6}{'stack':>6}{'shared':>8}{'estimate':>9}"
     f"{'at once':>8}{'cp.async':>9}  {'tensor core':22}{'seconds':>8}"
 )
 
@@ -232,7 +232,7 @@ def line(one: Launch) -> str:
     name = one.name + (" +" if "KV2" in one.constants and one.constants["KV2"].ROWS else "")
     products = ", ".join(f"{count} {product}" for product, count in needs.products.items()) or "none"
     return (
-        f"{name:10}{one.tiles[0]:4}{one.tiles[1]:4}{one.num_warps:6}{one.num_stages:7}"
+        f"{name:14}{one.tiles[0]:4}{one.tiles[1]:4}{one.num_warps:6}{one.num_stages:7}"
         f"{needs.registers:6}{needs.stack:6}{needs.shared:8}{one.estimate:9}{needs.at_once(one):8}{needs.copies:9}"
         f"  {products:22}{seconds:8.1f}"
     )

@@ -34,8 +34,8 @@ class TracedCall(NamedTuple):
 
     implementation: str
     reasons: dict[str, str]
-    forward: tuple[bridge.Launch, ...]
-    backward: tuple[bridge.Launch, ...]
+    forward: tuple[bridge.RecordedLaunch, ...]
+    backward: tuple[bridge.RecordedLaunch, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def trace_call(
 
 def trace_launches(
     implementation: str, call: Call, operands: Operands
-) -> tuple[tuple[bridge.Launch, ...], tuple[bridge.Launch, ...]]:
+) -> tuple[tuple[bridge.RecordedLaunch, ...], tuple[bridge.RecordedLaunch, ...]]:
     """Returns the launches of the forward and of the backward pass of a call, in their order.
 
     Where the device decides at run time between two ways, as for selections of single queries, both are there, with
@@ -103,9 +103,9 @@ def trace_launches(
         return (), ()
 
     def trace(operands):
-        with bridge.recording() as forward:
+        with bridge.record_launches() as forward:
             out, lse = backend.forward(call, operands)
-        with bridge.recording() as backward:
+        with bridge.record_launches() as backward:
             backend.backward(call, operands, lse, lse, out)
         recorded.extend((tuple(forward), tuple(backward)))
 

@@ -315,7 +315,7 @@ class Scorer(abc.ABC):
             position = jnp.minimum(position + first, length - 1)
             start = jnp.take(start, position, axis=1)
         elif fused and half and self.formula is score.Formula.PRODUCT:
-            return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
+            return Selection(choose.select_by_products(self._rule, query, pooled, start), block=self.block)
         score_kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
         row_bytes = 4 * max(1, batch) * (groups * blocks if score_kernel else heads * max(pooled.shape[1], blocks))
         rows = min(num_queries, max(16, 1 << max(0, (_SCORE_BYTES // row_bytes).bit_length() - 1)))
@@ -362,7 +362,7 @@ class Scorer(abc.ABC):
         position, start = position[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if fused and score.unsupported(self._scored, query, pooled, scale) is None:
-            scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
+            scores = score.score_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
             seen = (begin + size - 1 <= position) & (begin >= start)
             scores = self.scores(query, pooled, seen, factor)[..., :blocks]
@@ -375,7 +375,7 @@ class Scorer(abc.ABC):
         padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
         scores = jnp.pad(scores, padding, constant_values=-jnp.inf)
         if fused and scores.dtype == jnp.float32:
-            return choose.by_scores(self._rule, scores, *places)
+            return choose.select_by_scores(self._rule, scores, *places)
         own_block, first_block, block = position // self.block, start // self.block, np.arange(blocks)[None, None]
         allowed = (first_block <= block) & (block <= own_block)
         forced = allowed & ((block < first_block + self.first) | (block > own_block - self.local))
@@ -386,12 +386,12 @@ class Scorer(abc.ABC):
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
 
     @property
-    def _rule(self) -> choose.Rule:
-        return choose.Rule(self.block, self.count, self.first, self.local)
+    def _rule(self) -> choose.SelectionRule:
+        return choose.SelectionRule(self.block, self.count, self.first, self.local)
 
     @property
-    def _scored(self) -> score.Scored:
-        return score.Scored(self.formula, self.block, *self.window)
+    def _scored(self) -> score.ScoreSpec:
+        return score.ScoreSpec(self.formula, self.block, *self.window)
 
 
 def _has_kernels(batch: int, blocks: int) -> bool:

@@ -337,7 +337,7 @@ def check_hopper(mesh):
     names: set[str] = set()
     bridge.call_gluon, bridge.gluon_unsupported = call, lambda: None
     check_case(mesh, Case(CAUSAL, BOTH, (4, 1), DATA, told=SUM, implementation="hopper", tokens=256, dtype="bfloat16"))
-    assert names == {"forward_kernel", "backward_kernel"}
+    assert names == {"hopper_forward_kernel", "hopper_backward_kernel"}
 
 
 def check_mixed(_):

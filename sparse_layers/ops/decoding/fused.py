@@ -67,8 +67,8 @@ def attend(
         rows = jnp.where(seen[:, :, 0], tokens, -1)
         index, lists = layout.full_store_index(), len(heads.kv_heads)
         kv_heads = tuple(i // (lists // layout.num_kv_heads) for i in range(lists))
-        reads = [(heads, [decode.Read(join_pages(keys[index]), join_pages(values[index]), kv_heads, rows)])]
-    options = decode.Options(*logit_options)
+        reads = [(heads, [decode.CacheRead(join_pages(keys[index]), join_pages(values[index]), kv_heads, rows)])]
+    options = decode.LogitScaling(*logit_options)
     outs = [
         decode.attend(_group_queries(query, heads), of_heads, position, options, _group_sinks(sinks, heads))
         for heads, of_heads in reads
@@ -102,7 +102,7 @@ def step(
         slots.append(jnp.where(slot < cache_part.store.num_rows, slot, -1))
         reads.append(_read(layout, arrays, heads, cache_part, position, slot))
     new, slots = (key[:, 0], value[:, 0]), jnp.stack(slots, axis=1).astype(jnp.int32)
-    options, grouped_sinks = decode.Options(*logit_options), _group_sinks(sinks, heads)
+    options, grouped_sinks = decode.LogitScaling(*logit_options), _group_sinks(sinks, heads)
     out, *written = decode.step(_group_queries(query, heads), new, reads, slots, position, options, grouped_sinks)
     indices = [layout.find(cache_part.store)[0] for cache_part in heads.cache_parts]
     keys, values = (
@@ -133,7 +133,7 @@ def _read(
     cache_part: CachePart,
     position: jax.Array,
     slot: jax.Array | None = None,
-) -> decode.Read:
+) -> decode.CacheRead:
     """Returns the rows that queries at positions [B * S] read in a part, without the row ``slot`` [B]."""
     (index, stored_heads), store = layout.find(cache_part.store), cache_part.store
     pages, allowed = cache_part.visible_pages(position)
@@ -145,7 +145,7 @@ def _read(
     classes = store.classes if cache_part.page_table is None and isinstance(store, RingCache) else 0
     kv_heads = tuple(stored_heads.index(head) for head in heads.kv_heads)
     keys, values = (join_pages(side[index]) for side in arrays)
-    return decode.Read(keys, values, kv_heads, rows, classes)
+    return decode.CacheRead(keys, values, kv_heads, rows, classes)
 
 
 def _group_queries(query: jax.Array, heads: MaskHeads) -> jax.Array:

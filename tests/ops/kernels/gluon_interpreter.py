@@ -39,11 +39,11 @@ from tests.ops.kernels.triton_interpreter import NUMPY_TYPES, TRITON_TYPES, Kern
 
 
 class Tiles(NamedTuple):
-    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``box``."""
+    """An array that a kernel has a TMA descriptor of: seen as ``shape``, and cut into tiles like ``block_shape``."""
 
     array: Any
     shape: tuple
-    box: tuple
+    block_shape: tuple
     strides: Any = None  # in elements, by default row-major
 
 
@@ -56,7 +56,7 @@ def call(kernel, programs, inputs, outputs, constants, aliases=None, seed=0):
       aliases: of inputs that become outputs: number of the input to number of the output.
     """
     everything = [*inputs, *outputs]
-    arrays = [value.array if hasattr(value, "box") else value for value in everything]
+    arrays = [value.array if hasattr(value, "block_shape") else value for value in everything]
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[len(inputs) :]]
 
     def launch(*given):
@@ -68,7 +68,13 @@ def call(kernel, programs, inputs, outputs, constants, aliases=None, seed=0):
             results[target][...] = given[source]
             given[source] = results[target]
         pairs = zip(everything, given + results, strict=True)
-        run(kernel, (programs,), [x._replace(array=a) if hasattr(x, "box") else a for x, a in pairs], constants, seed)
+        run(
+            kernel,
+            (programs,),
+            [x._replace(array=a) if hasattr(x, "block_shape") else a for x, a in pairs],
+            constants,
+            seed,
+        )
         return tuple(results)
 
     return jax.pure_callback(launch, tuple(shapes), *arrays[: len(inputs)], vmap_method="sequential")
@@ -375,7 +381,12 @@ class Descriptor:
     """A TMA descriptor."""
 
     def __init__(self, name, tiles):
-        self.name, self.shape, self.block_shape, self.layout = name, list(tiles.shape), list(tiles.box), gl.AutoLayout()
+        self.name, self.shape, self.block_shape, self.layout = (
+            name,
+            list(tiles.shape),
+            list(tiles.block_shape),
+            gl.AutoLayout(),
+        )
         self.strides = tiles.strides or [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         array, last = tiles.array, np.dot(np.subtract(self.shape, 1), self.strides)
         if last >= array.size:

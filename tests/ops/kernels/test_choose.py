@@ -92,7 +92,7 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "length", "heads", "size", "dtype", "packed"), CASES)
 def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
     """With whole numbers, so that sums are exact in any order, and many are equal; but not where there are weights."""
-    monkeypatch.setattr(choose, "LEAST_PART", 64)
+    monkeypatch.setattr(choose, "LEAST_LAUNCH_BLOCKS", 64)
     monkeypatch.setattr(base, "_SCORE_BYTES", 1 << 16)
     draw = np.random.default_rng(length)
     numbers = (lambda shape: draw.integers(-2, 3, shape)) if scorer.per_query_head else draw.standard_normal
@@ -143,9 +143,9 @@ def test_compiles_and_fits(monkeypatch):
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     monkeypatch.setattr(bridge, "call_triton", call)
-    rule, rows = choose.Rule(128, 16, 0, 1), 131072
+    rule, rows = choose.SelectionRule(128, 16, 0, 1), 131072
     q, pooled = (jax.ShapeDtypeStruct((1, n, 8, 128), "bfloat16") for n in (rows, rows // 128))
-    jax.eval_shape(lambda *x: choose.by_products(rule, *x), q, pooled, jax.ShapeDtypeStruct((1, rows), "int32"))
+    jax.eval_shape(lambda *x: choose.select_by_products(rule, *x), q, pooled, jax.ShapeDtypeStruct((1, rows), "int32"))
     assert [one.constants["C"].SPAN for one in found] == [256, 512, 1024]
     used = resources(compiled(found[-1]))
     assert used.shared <= TARGETS[90].shared_memory and used.stack <= 128

@@ -88,8 +88,8 @@ def test_steps_are_those_of_the_formula(name, monkeypatch):
         found.append((keys, values, chosen, rows))
         slots.append(slot)
         k, v = (jnp.asarray(x, case.dtype) for x in (keys, values))
-        reads.append(decode.Read(k, v, chosen, jnp.asarray(rows)))
-    options, given = decode.Options(0.3, cap), jnp.asarray(sinks) if with_sinks else None
+        reads.append(decode.CacheRead(k, v, chosen, jnp.asarray(rows)))
+    options, given = decode.LogitScaling(0.3, cap), jnp.asarray(sinks) if with_sinks else None
     low, at = jnp.asarray(query, case.dtype), jnp.asarray(at, jnp.int32)
     if case.writes:
         token = jnp.asarray(new[0], case.dtype), jnp.asarray(new[1], case.dtype)
@@ -123,8 +123,8 @@ def test_huge_logits_and_sinks(heads, monkeypatch):
     query, keys, values = (np.random.default_rng(i).normal(size=(1, 2, n, 16)) for i, n in enumerate((heads, 90, 90)))
     rows, sinks = np.arange(90, dtype=np.int32)[None, None], np.tile([[-3e38], [3e38]], heads)
     query, keys, values, sinks = (jnp.asarray(x, jnp.float32) for x in (query, keys, values, sinks))
-    read = decode.Read(keys, values, (0, 1), jnp.asarray(rows))
-    out = decode.attend(query, [read], jnp.array([100]), decode.Options(3e7), sinks)
+    read = decode.CacheRead(keys, values, (0, 1), jnp.asarray(rows))
+    out = decode.attend(query, [read], jnp.array([100]), decode.LogitScaling(3e7), sinks)
     largest = np.einsum("ngh,nlh->ngl", query[0], keys[0]).argmax(-1)
     np.testing.assert_allclose(out[0, 0], values[0, 0, largest[0]], rtol=1e-6)
     np.testing.assert_array_equal(out[0, 1], 0)
@@ -135,7 +135,10 @@ def test_what_is_not_there_yet_is_not_looked_at():
     keys = jnp.asarray(np.arange(4 * 2 * 64, dtype=np.float32).reshape(1, 1, 512, 1) % 7)
     rows = jnp.arange(512, dtype=jnp.int32)[None, None]
     out = decode.attend(
-        jnp.zeros((1, 1, 1, 1)), [decode.Read(keys, keys, (0,), rows, 2)], jnp.array([600]), decode.Options(1.0)
+        jnp.zeros((1, 1, 1, 1)),
+        [decode.CacheRead(keys, keys, (0,), rows, 2)],
+        jnp.array([600]),
+        decode.LogitScaling(1.0),
     )
     np.testing.assert_allclose(out.ravel(), keys[0, 0, :301].mean(), rtol=1e-6)
 
@@ -192,10 +195,10 @@ def test_compiles_and_fits(name, monkeypatch):
     monkeypatch.setattr(hardware, "local_device", lambda: target)
 
     def step(query, token, slots, at, kept, rows):
-        reads = [decode.Read(x, x, tuple(range(heads)), row) for x, row in zip(kept, rows, strict=True)]
+        reads = [decode.CacheRead(x, x, tuple(range(heads)), row) for x, row in zip(kept, rows, strict=True)]
         if writes:
-            return decode.step(query, (token, token), reads, slots, at, decode.Options(0.1))
-        return decode.attend(query, reads, at, decode.Options(0.1, 30.0), jnp.zeros((heads, group)))
+            return decode.step(query, (token, token), reads, slots, at, decode.LogitScaling(0.1))
+        return decode.attend(query, reads, at, decode.LogitScaling(0.1, 30.0), jnp.zeros((heads, group)))
 
     def shaped(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)

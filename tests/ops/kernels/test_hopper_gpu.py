@@ -158,10 +158,10 @@ def test_values_and_gradients(launched, monkeypatch, case):
 
     monkeypatch.setattr(bridge, "call_triton", only_lists)
     cases.check(case, case.call("hopper"))
-    assert any("backward_kernel of pieces" in name for name in launched) == case.name.startswith("cut")
+    assert any("hopper_backward_kernel of pieces" in name for name in launched) == case.name.startswith("cut")
     assert all(("long blocks" in name) == ("long-blocks" in case.name) for name in launched)
     names = {name.split()[0] for name in launched}
-    assert names == ({"forward_kernel", "backward_kernel"} if np.any(case.allowed()) else set())
+    assert names == ({"hopper_forward_kernel", "hopper_backward_kernel"} if np.any(case.allowed()) else set())
 
 
 HUGE = [
@@ -175,7 +175,7 @@ HUGE = [
 @pytest.mark.parametrize("case", HUGE, ids=str)
 def test_huge_logits(launched, case):
     check(case, case.call("hopper"), most=2.3e38)
-    assert {*launched} == {"forward_kernel", "backward_kernel"}
+    assert {*launched} == {"hopper_forward_kernel", "hopper_backward_kernel"}
 
 
 def test_few_tiles_are_listed_one_by_one(launched, monkeypatch):
@@ -208,7 +208,7 @@ def test_passes_that_plain_triton_does_together(launched):
     """Each key is in one list of the first pass, the second one has few keys: neither is for the backward kernel."""
     case = Case("few-keys", sl.preset("sparse_transformer_fixed", stride=128, summary=8), 256, batch=1, split=True)
     cases.check(case, case.call("hopper"))
-    assert {*launched} == {"forward_kernel"}
+    assert {*launched} == {"hopper_forward_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_blocks_come_as_they_are_numbered_where_neighbours_read_the_same(
     ("pattern", "kernels", "dq"),
     [
         # What few keys get is kept by row, and the kernel that writes dk and dv of all adds it.
-        ("sparse_transformer_fixed:stride=32,summary=8", ["backward_kernel", "dq_kernel"], "bfloat16"),
+        ("sparse_transformer_fixed:stride=32,summary=8", ["hopper_backward_kernel", "dq_kernel"], "bfloat16"),
         # These kernels add to dq in float32, so the pass before them does not round it.
-        ("sparse_transformer_strided:stride=4", ["dq_kernel", "backward_kernel"], "float32"),
+        ("sparse_transformer_strided:stride=4", ["dq_kernel", "hopper_backward_kernel"], "float32"),
     ],
 )
 def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypatch, pattern, kernels, dq):
@@ -263,7 +263,7 @@ def test_passes_hand_on_gradients_as_the_next_one_takes_them(launched, monkeypat
         return sl.block_sparse_attention(q, q, q, plan, implementation="hopper").astype(jnp.float32).sum()
 
     jax.eval_shape(jax.grad(loss), jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16))
-    assert [name for name in launched if name in ("backward_kernel", "dq_kernel")] == kernels
+    assert [name for name in launched if name in ("hopper_backward_kernel", "dq_kernel")] == kernels
     assert found == [dq]
 
 
@@ -272,7 +272,7 @@ def test_programs_without_work(launched, monkeypatch):
     found, call = [], bridge.call_gluon
 
     def record(kernel, programs, *more):
-        if kernel.fn.__name__ == "forward_kernel":
+        if kernel.fn.__name__ == "hopper_forward_kernel":
             found.append(programs)
         return call(kernel, programs, *more)
 
@@ -289,7 +289,11 @@ def test_selections(launched, granularity, block):
     options = {"heads": (4, 2), "sizes": (64, 64), "dtype": "bfloat16", "granularity": granularity, "block": block}
     case = SelectionCase("chosen", sl.Window(200, 100), 270, 300, **options)
     cases.check(case, case.call("hopper"))
-    assert {*launched} == {"forward_kernel", "backward_kernel"} if block == 128 else {"forward_kernel"}
+    assert (
+        {*launched} == {"hopper_forward_kernel", "hopper_backward_kernel"}
+        if block == 128
+        else {"hopper_forward_kernel"}
+    )
 
 
 def test_vmap_and_long_chains(launched):
@@ -311,7 +315,7 @@ def test_vmap_and_long_chains(launched):
 
     found = results("hopper", q, k, v)
     exact = results("reference", *(x.astype(jnp.float32) for x in (q, k, v)))
-    assert {*launched} == {"forward_kernel", "backward_kernel"}
+    assert {*launched} == {"hopper_forward_kernel", "hopper_backward_kernel"}
     for a, b in zip(jax.tree.leaves(found)[1:], jax.tree.leaves(exact)[1:], strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) < 6e-3 * np.linalg.norm(b)
@@ -320,14 +324,14 @@ def test_vmap_and_long_chains(launched):
 @pytest.mark.parametrize(
     ("mask", "length", "kernels", "reason", "options"),
     [
-        (sl.Causal(), 256, ("forward", "dkv"), "multiples of 8 up to 128 there, and these are", {"size": 20}),
-        (sl.Causal(), 256, ("forward", "dkv"), "multiples of 8 up to 128 there, and these are", {"size": 136}),
+        (sl.Causal(), 256, ("forward", "backward"), "multiples of 8 up to 128 there, and these are", {"size": 20}),
+        (sl.Causal(), 256, ("forward", "backward"), "multiples of 8 up to 128 there, and these are", {"size": 136}),
         (sl.Causal(), 256, ("forward",), "take no settings", {"fwd_params": sl.FwdParams(num_warps=4)}),
-        (sl.Causal(), 256, ("dkv",), "take no settings", {"bwd_params": sl.BwdParams(num_stages=2)}),
-        (sl.Causal(), 256, ("dkv",), "in the order", {"bwd_params": sl.BwdParams(deterministic=True)}),
-        (sl.Causal(), 60, ("forward", "dkv"), "keys, and these 64 and 64|each key is in one list", {}),
-        (sl.BlockDiagonal(128), 512, ("dkv",), "each key is in one list", {}),
-        (sl.Strided(3), 400, ("forward", "dkv"), "stride 3 is no view", {}),
+        (sl.Causal(), 256, ("backward",), "take no settings", {"bwd_params": sl.BwdParams(num_stages=2)}),
+        (sl.Causal(), 256, ("backward",), "in the order", {"bwd_params": sl.BwdParams(deterministic=True)}),
+        (sl.Causal(), 60, ("forward", "backward"), "keys, and these 64 and 64|each key is in one list", {}),
+        (sl.BlockDiagonal(128), 512, ("backward",), "each key is in one list", {}),
+        (sl.Strided(3), 400, ("forward", "backward"), "stride 3 is no view", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "some queries have no row", {}),
         (sl.Causal(), 2048, ("forward",), "lists are not cut", {"processors": 132}),
     ],
@@ -341,7 +345,7 @@ def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, opti
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)
     q = jax.ShapeDtypeStruct((1, length, 2, size), jnp.bfloat16)
     passes = route("hopper", call, Operands(q, q, q)).passes
-    for kernel, reasons in (("forward", [x.forward for x in passes]), ("dkv", [x.backward for x in passes])):
+    for kernel, reasons in (("forward", [x.forward for x in passes]), ("backward", [x.backward for x in passes])):
         if kernel in kernels:
             assert any(re.search(reason, each or "") for each in reasons)
         else:
@@ -358,7 +362,7 @@ def test_steps_are_counted_in_32_bits(monkeypatch):
     for blocks, reason in ((2**30 - 1, None), (2**30, "there are more steps than 32 bits count")):  # two of 64 in each
         many = dataclasses.replace(one, fwd_blocks=blocks, bwd_blocks=blocks)
         work = GroupPass(call, Operands(q, q, q), 0, 1, (many,))
-        assert [launch.unsupported(work, kernel) for kernel in ("forward", "dkv")] == [reason] * 2
+        assert [launch.unsupported(work, kernel) for kernel in ("forward", "backward")] == [reason] * 2
 
 
 @pytest.mark.parametrize(
@@ -488,7 +492,7 @@ def test_ranges_of_queries(launched, monkeypatch, masks, length, split):
     cases.check(case, case.call("hopper"))
     assert {held for held, _ in found} == {64 * (2 + 2 + 4)}  # q, dout and dq
     cut_here = sum(pieces is not None for _, pieces in found)
-    assert cut_here and launched.count("backward_kernel of pieces") == cut_here
+    assert cut_here and launched.count("hopper_backward_kernel of pieces") == cut_here
 
 
 # --- views -----------------------------------------------------------------------------------------------------------

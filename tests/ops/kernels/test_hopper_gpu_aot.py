@@ -128,7 +128,10 @@ def exported(case, devices):
         return made
 
     def nothing(kernel, grid, arrays, outputs, *_):  # plain Triton makes lists of what is known at run time
-        assert kernel.fn.__name__ in ("compact_kernel", *(("kv_outer_kernel", "forward_kernel") if case.chosen else ()))
+        assert kernel.fn.__name__ in (
+            "compact_kernel",
+            *(("kv_outer_kernel", "triton_forward_kernel") if case.chosen else ()),
+        )
         return [jnp.zeros(x.shape, x.dtype) for x in outputs]
 
     def loss(q, k, v, ids):
@@ -161,13 +164,15 @@ def exported(case, devices):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles_without_spills_or_hazards(case):
     _, _, kernels = exported(case, 1)
-    assert kernels.keys() == ({"query_gather_kernel"} if case.chosen else {"forward_kernel", "backward_kernel"})
+    assert kernels.keys() == (
+        {"query_gather_kernel"} if case.chosen else {"hopper_forward_kernel", "hopper_backward_kernel"}
+    )
     for name, made in kernels.items():
         for kernel in made:
             found = resources(kernel.ptx)
             assert max(found.spill_stores, found.spill_loads) <= case.spills, name
             assert not found.warnings and not hazards(found.sass)
-            part = name.removesuffix("_kernel")
+            part = name.removeprefix("hopper_").removesuffix("_kernel")
             larger = part == "backward" and not case.options.get("scale")
             of = case.size, case.chosen or 128, settings.STEP_QUERIES[case.size] if larger else settings.GROUP_ROWS
             least = settings.shared_memory_bytes(part, settings.num_stages(part, *of), *of)

@@ -116,10 +116,13 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
 
     monkeypatch.setattr(triton_interpreter, "run", run)
     step = compiled(jax.value_and_grad(functools.partial(loss, implementation="triton"), (0, 1, 2), has_aux=True))
-    for ids, kernels in ((SCATTERED, {"kv_outer_kernel", "dkv_kernel"}), (AGREEING, {"forward_kernel", "dq_kernel"})):
+    for ids, kernels in (
+        (SCATTERED, {"kv_outer_kernel", "dkv_kernel"}),
+        (AGREEING, {"triton_forward_kernel", "dq_kernel"}),
+    ):
         ran.clear()
         jax.block_until_ready(step(*arrays(), ids))
-        assert kernels <= set(ran) and len({"kv_outer_kernel", "forward_kernel"} & set(ran)) == 1
+        assert kernels <= set(ran) and len({"kv_outer_kernel", "triton_forward_kernel"} & set(ran)) == 1
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 9000, 132))
     assert unsupported(*call_of(SCATTERED))
 

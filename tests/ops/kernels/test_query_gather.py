@@ -62,7 +62,7 @@ def launched(monkeypatch, request):
 
 def gathered_by(launched):
     """Queries in a turn, pieces of a batch entry, and keys of a tile; no other kernel had a part in the gradients."""
-    assert not {"backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
+    assert not {"hopper_backward_kernel", "dq_kernel", "dkv_kernel"} & {name for name, _ in launched}
     (found,) = {
         (of["F"].T, of["L"].NUM_SPLITS, of["KV"].BLOCK) for name, of in launched if name == "query_gather_kernel"
     }

@@ -367,7 +367,7 @@ def test_the_table_meets_every_kernel_of_attention():
 
 def test_nothing_is_left_of_a_gpu_that_was_assumed():
     here = hardware.local_device()
-    with pytest.raises(ZeroDivisionError), assuming(hardware.DEVICES["h100"]), bridge.recording() as launches:
+    with pytest.raises(ZeroDivisionError), assuming(hardware.DEVICES["h100"]), bridge.record_launches() as launches:
         assert platform() == "gpu" and hardware.local_device() == hardware.DEVICES["h100"] and launches == []
         raise ZeroDivisionError
     assert hardware.local_device() == here

@@ -62,7 +62,7 @@ def test_scores_are_those_of_the_formulas(name, monkeypatch):
     @jax.jit
     def scored(q, k, at, start):
         pooled = scorer.pool(k)
-        return pooled, score.by_windows(scorer._scored, blocks, q, pooled, at, start, scale)
+        return pooled, score.score_windows(scorer._scored, blocks, q, pooled, at, start, scale)
 
     pooled, found = scored(q, k, at[None], start)
     q, pooled = (np.asarray(x, np.float64) for x in (q, pooled))
@@ -81,7 +81,7 @@ def test_huge_logits():
     scorer, heads = sl.InfLLM(48, 6, **SIZES, pool_size=16, pool_stride=8), 4
     q, k = (inputs(1, 331, n, 40, seed=n).astype("bfloat16") for n in (heads, 1))
     at, start = np.arange(331)[None], np.zeros((1, 331), np.int32)
-    found = score.by_windows(scorer._scored, 7, q, scorer.pool(k), at, start, 1e7)
+    found = score.score_windows(scorer._scored, 7, q, scorer.pool(k), at, start, 1e7)
     seen = np.arange(7) < at[0, :, None] // 48
     ours = np.where(seen, np.asarray(found[0, :, 0]), 0)
     assert np.isfinite(ours).all() and 1 <= ours.max() <= heads
@@ -136,7 +136,7 @@ def test_compiles_and_fits(name, monkeypatch):
     at = jax.ShapeDtypeStruct((1, rows), "int32")
     assert score.unsupported(scorer._scored, q, pooled, 1.0) is None
     blocks = length // scorer.block
-    jax.eval_shape(lambda *x: score.by_windows(scorer._scored, blocks, *x, 1.0), q, pooled, at, at)
+    jax.eval_shape(lambda *x: score.score_windows(scorer._scored, blocks, *x, 1.0), q, pooled, at, at)
     (one,) = found
     used = resources(compiled(one))
     assert used.shared <= score.shared_memory(one.constants["C"].D, one.num_stages) <= one.device.shared_memory

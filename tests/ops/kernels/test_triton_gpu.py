@@ -21,7 +21,7 @@ from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
 from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
-from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
+from sparse_layers.ops.kernels.gpu.lists import RowTiling, _compact_lists, build_pass_lists
 from sparse_layers.ops.kernels.gpu.splits import (
     MAX_SPLITS,
     MIN_STEPS,
@@ -65,29 +65,29 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
       batch, head: whose list.
       may_meet: bool [major rows, minor rows], which pairs of masked blocks segments allow.
     """
-    lists = found.lists
-    spans, block, tile, words = (np.asarray(x) for x in (lists.spans, lists.block, lists.tile, found.bits))
+    lists = found.block_lists
+    spans, block, tile, words = (np.asarray(x) for x in (lists.spans, lists.block, lists.tile, found.mask_bits))
     assert {x.dtype for x in (spans, block, tile, words)} == {np.dtype(np.int32)}
     # Heads that are packed have a bit in common, and a block of queries one word.
-    wide = minor.parts * minor.tile // 32 if minor.pack == 1 else 1
-    assert words.shape[1:] == (major.parts * major.tile // major.pack, wide)
+    wide = minor.tiles_per_block * minor.tile // 32 if minor.pack == 1 else 1
+    assert words.shape[1:] == (major.tiles_per_block * major.tile // major.pack, wide)
     bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").reshape(*words.shape[:2], -1)
     assert bits[0].sum() == major.block * minor.block, "the first lets everything pass"
     assert not bits[:, major.block :].any() and not bits[:, :, minor.block :].any()
-    may_meet = np.broadcast_to(may_meet, (major.blocks * major.block, minor.blocks * minor.block))
+    may_meet = np.broadcast_to(may_meet, (major.num_blocks * major.block, minor.num_blocks * minor.block))
     pairs = np.zeros(may_meet.shape, int)
     for number, (first, masked, end) in enumerate(spans[batch % len(spans), head // lists.group % spans.shape[1]]):
         assert first <= masked <= end <= first + found.longest
-        assert (found.any_free or first == masked) and (found.any_masked or masked == end)
+        assert (found.any_full or first == masked) and (found.any_partial or masked == end)
         for entry in range(first, end):
             at = tuple(slice(i * x.block, (i + 1) * x.block) for i, x in ((number, major), (block[entry], minor)))
             if entry < masked:
-                assert minor.exact
+                assert minor.tiles_fill_block
                 pairs[at] += 1
                 continue
             may = bits[tile[entry] + 1, : major.block, : minor.block] & may_meet[at]
-            if found.chosen:
-                part = np.arange((minor if dkv else major).block) // found.chosen
+            if found.granularity:
+                part = np.arange((minor if dkv else major).block) // found.granularity
                 chose = int(np.asarray(lists.active_rows_mask)[entry]) >> part & 1
                 may = may & (chose if dkv else chose[:, None])
             pairs[at] += may
@@ -95,26 +95,29 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
 
 
 def lists_at_run_time(call, operands, *rest):
-    """`lists_of`, compiled as a whole: operation by operation, each would be a program of its own."""
+    """`build_pass_lists`, compiled as a whole: operation by operation, each would be a program of its own."""
     found, names = [], ("spans", "block", "tile", "active_rows_mask")
 
     def arrays(segments, mask, selection):
-        found.append(lists_of(call, operands._replace(segments=segments, mask=mask, selection=selection), *rest))
-        return found[0].bits, {name: getattr(found[0].lists, name) for name in names}
+        found.append(
+            build_pass_lists(call, operands._replace(segments=segments, mask=mask, selection=selection), *rest)
+        )
+        return found[0].mask_bits, {name: getattr(found[0].block_lists, name) for name in names}
 
-    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
-    return dataclasses.replace(found[0], bits=bits, lists=dataclasses.replace(found[0].lists, **made))
+    mask_bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
+    block_lists = dataclasses.replace(found[0].block_lists, **made)
+    return dataclasses.replace(found[0], mask_bits=mask_bits, block_lists=block_lists)
 
 
 def padded_rows(side):
     """The rows of all blocks of a side."""
-    return np.arange(side.blocks * side.block)
+    return np.arange(side.num_blocks * side.block)
 
 
 def sides(orders, shape, tiles, dkv):
     """(major, minor) of a pass whose queries and keys have these orders, or lengths."""
     orders = (x if isinstance(x, RowOrder) else RowOrder(x) for x in orders)
-    q, kv = (Side(*x) for x in zip(orders, shape, tiles, strict=True))
+    q, kv = (RowTiling(*x) for x in zip(orders, shape, tiles, strict=True))
     return (kv, q) if dkv else (q, kv)
 
 
@@ -140,17 +143,17 @@ def test_lists_are_the_mask(name, shape, tiles, dkv):
     for one in candidates(sl.preset(name, **SMALL[name]), 150, 170)[-1].chains[0]:
         major, minor = sides((one.q_order, one.kv_order), shape, tiles, dkv)
         found, wanted = (
-            lists_of(called(), given(150, 170), (one,), major, minor, dkv),
+            build_pass_lists(called(), given(150, 170), (one,), major, minor, dkv),
             dense(one.mask, major, minor, dkv),
         )
         np.testing.assert_array_equal(decoded(found, major, minor, dkv), wanted)  # none twice, none that is forbidden
-        blocks = wanted.reshape(major.blocks, major.block, minor.blocks, minor.block).swapaxes(1, 2)
+        blocks = wanted.reshape(major.num_blocks, major.block, minor.num_blocks, minor.block).swapaxes(1, 2)
         active, whole = blocks.any((2, 3)), blocks.all((2, 3))
-        counts = np.stack([(whole & minor.exact).sum(1), active.sum(1)], axis=-1)
-        np.testing.assert_array_equal(found.lists.counts[0, 0], counts)  # every block that can be free is
-        assert found.lists.static and found.longest == counts[:, 1].max()
-        assert found.any_free == counts[:, 0].any() and found.any_masked == (counts[:, 0] < counts[:, 1]).any()
-        assert found.single == bool((active.sum(0) == 1).all())
+        counts = np.stack([(whole & minor.tiles_fill_block).sum(1), active.sum(1)], axis=-1)
+        np.testing.assert_array_equal(found.block_lists.counts[0, 0], counts)  # every block that can be free is
+        assert found.block_lists.static and found.longest == counts[:, 1].max()
+        assert found.any_full == counts[:, 0].any() and found.any_partial == (counts[:, 0] < counts[:, 1]).any()
+        assert found.is_partition == bool((active.sum(0) == 1).all())
 
 
 @pytest.mark.parametrize("dkv", [False, True])
@@ -160,14 +163,14 @@ def test_lists_of_heads_that_differ(dkv):
     masks = sl.Causal(), sl.Causal() & sl.Window(40), sl.Array(table.T), sl.Array(table)
     passes = tuple(sl.make_plan(mask, 150).chains[0][0] for mask in masks)
     major, minor = sides((150, 150), (32, 32), (32, 32), dkv)
-    found = lists_of(called(), given(150, 150), passes, major, minor, dkv)
+    found = build_pass_lists(called(), given(150, 150), passes, major, minor, dkv)
     for head in range(8):
         wanted = dense(passes[head % 4].mask, major, minor, dkv)
         np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
-    assert found.any_free and found.any_masked and not found.single
+    assert found.any_full and found.any_partial and not found.is_partition
     # Each key block once, but only if heads are looked at one by one.
     passes = tuple(sl.make_plan(mask, 150).chains[0][0] for mask in (sl.BlockDiagonal(32), sl.BlockDiagonal(32)))
-    assert lists_of(called(), given(150, 150), passes, major, minor, dkv).single
+    assert build_pass_lists(called(), given(150, 150), passes, major, minor, dkv).is_partition
 
 
 @pytest.mark.parametrize("dkv", [False, True])
@@ -181,24 +184,27 @@ def test_segments_drop_and_mask_blocks(name, dkv):
 
         operands = given(150, 160, segments=(jnp.asarray(q_ids), jnp.asarray(kv_ids)))
         found = lists_at_run_time(called(), operands, (one,), major, minor, dkv)
-        assert found.any_masked and not found.single
+        assert found.any_partial and not found.is_partition
         rows = [
             np.stack([np.append(x, -1)[np.minimum(side.order.token(padded_rows(side)), x.size)] for x in side_ids])
             for side, side_ids in zip((major, minor), (kv_ids, q_ids) if dkv else (q_ids, kv_ids), strict=True)
         ]
-        allowed, blocks = dense(one.mask, major, minor, dkv), (major.blocks, major.block, minor.blocks, minor.block)
+        allowed, blocks = (
+            dense(one.mask, major, minor, dkv),
+            (major.num_blocks, major.block, minor.num_blocks, minor.block),
+        )
         for batch, (a, b) in enumerate(zip(*rows, strict=True)):
             may_meet = a[:, None] == b
             pairs = decoded(found, major, minor, dkv, batch, may_meet=may_meet)
             np.testing.assert_array_equal(pairs, allowed & may_meet)
             # Blocks are compared by the ranges of their ids.
-            a, b = a.reshape(major.blocks, major.block), b.reshape(minor.blocks, minor.block)
+            a, b = a.reshape(major.num_blocks, major.block), b.reshape(minor.num_blocks, minor.block)
             low, high = ([np.where(x < 0, sign * 99, x) for x in (a, b)] for sign in (1, -1))
             overlap = (low[0].min(1)[:, None] <= high[1].max(1)) & (low[1].min(1) <= high[0].max(1)[:, None])
             alike = (may_meet & (rows[0][batch] >= 0)[:, None]).reshape(blocks).all((1, 3))
             active, whole = (getattr(allowed.reshape(blocks), which)((1, 3)) for which in ("any", "all"))
-            counts = np.stack([(whole & alike & minor.exact).sum(1), (active & overlap).sum(1)], axis=-1)
-            np.testing.assert_array_equal(found.lists.counts[batch, 0], counts)
+            counts = np.stack([(whole & alike & minor.tiles_fill_block).sum(1), (active & overlap).sum(1)], axis=-1)
+            np.testing.assert_array_equal(found.block_lists.counts[batch, 0], counts)
 
 
 @pytest.mark.parametrize("dkv", [False, True])
@@ -213,8 +219,8 @@ def test_lists_of_run_time_masks(shape, tiles, dkv):
     for head in range(4):
         wanted = dense(mask[head % 2], major, minor, dkv)
         np.testing.assert_array_equal(decoded(found, major, minor, dkv, head=head), wanted)
-    assert (found.lists.counts[..., 0] > 0).any() == minor.exact
-    assert found.longest == (q.blocks if dkv else kv.blocks)
+    assert (found.block_lists.counts[..., 0] > 0).any() == minor.tiles_fill_block
+    assert found.longest == (q.num_blocks if dkv else kv.num_blocks)
 
 
 @pytest.mark.parametrize("dkv", [False, True])
@@ -228,10 +234,10 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
     ids = np.random.default_rng(0).integers(-1, -(-s // block), (2, -(-t // granularity), 2, 2)).astype(np.int32)
     chosen = sl.Selection(ids, block=block, granularity=granularity)
     plan = sl.make_plan(sl.Window(100, 20), t, s)
-    q, kv = Side(RowOrder(t), bq, tiles[0], pack), Side(RowOrder(s), block, tiles[1])
+    q, kv = RowTiling(RowOrder(t), bq, tiles[0], pack), RowTiling(RowOrder(s), block, tiles[1])
     major, minor = (kv, q) if dkv else (q, kv)
     found = lists_at_run_time(called(plan), given(t, s, (4, 2), selection=chosen), (), major, minor, dkv)
-    assert found.chosen == granularity and not found.single
+    assert found.granularity == granularity and not found.is_partition
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
     for batch, head in itertools.product(range(2), range(4)):
@@ -255,7 +261,7 @@ def test_the_kernel_makes_the_same_lists_as_a_sort(kv_major, chosen):
     found = BlockPairs(row, column, kind, tile, by, blocks, group=2)
     starts = found.starts(kv_major)
     assert (np.diff(starts, axis=1) > 64).any() and (np.diff(starts, axis=1) == 0).any()
-    wanted, lists = found.lists(kv_major), _compacted(found, starts, kv_major)
+    wanted, lists = found.lists(kv_major), _compact_lists(found, starts, kv_major)
     np.testing.assert_array_equal(lists.counts, wanted.counts)
     assert (lists.minor_blocks, lists.group) == (90, 2) and (lists.active_rows_mask is None) == (not chosen)
     for ours, theirs in zip(np.reshape(lists.spans, (-1, 3)), wanted.spans.reshape(-1, 3), strict=True):
@@ -267,8 +273,8 @@ def test_the_kernel_makes_the_same_lists_as_a_sort(kv_major, chosen):
 def test_tiles_are_kept_once():
     (one,) = sl.make_plan(sl.Causal() & sl.Window(64), 4096).chains[0]
     major, minor = sides((4096, 4096), (64, 64), (64, 64), False)
-    found = lists_of(called(), given(4096, 4096), (one, one), major, minor, False)
-    assert len(found.bits) == 3  # everything, and the two edges of the band
+    found = build_pass_lists(called(), given(4096, 4096), (one, one), major, minor, False)
+    assert len(found.mask_bits) == 3  # everything, and the two edges of the band
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
@@ -388,15 +394,17 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
 def check_work(prepared, dkv):
     """Into how many pieces each job is cut, int [LB, jobs], after a look at all that says what programs do."""
     heads = range(prepared.work.first, CUT_HEADS[0], prepared.work.step * prepared.work.pack)
-    batches = max(len(lists.lists.spans) for _, lists in prepared.walks)
-    steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.blocks), int)
-    passed = np.zeros((batches, len(heads), prepared.major.blocks), int)
+    batches = max(len(lists.block_lists.spans) for _, lists in prepared.walked_lists)
+    steps = np.zeros((batches, CUT_HEADS[1] if dkv else len(heads), prepared.major.num_blocks), int)
+    passed = np.zeros((batches, len(heads), prepared.major.num_blocks), int)
     for batch, (i, head) in itertools.product(range(batches), enumerate(heads)):
         job = head // (CUT_HEADS[0] // CUT_HEADS[1]) if dkv else i
         passed[batch, i] = steps[batch, job]
-        for side, lists in prepared.walks:
-            counts = np.asarray(lists.lists.counts)[..., 1]
-            steps[batch, job] += counts[batch % len(counts), head // lists.lists.group % counts.shape[1]] * side.parts
+        for side, lists in prepared.walked_lists:
+            counts = np.asarray(lists.block_lists.counts)[..., 1]
+            steps[batch, job] += (
+                counts[batch % len(counts), head // lists.block_lists.group % counts.shape[1]] * side.tiles_per_block
+            )
     if dkv:
         np.testing.assert_array_equal(prepared.steps_before, passed)
     steps = steps.reshape(batches, -1)
@@ -418,7 +426,7 @@ KERNELS = ["forward", "dq", "dkv"]
 
 
 def chosen(kernel="forward", itemsize=2, sizes=(128, 128), blocks=(128, 128), params=None, device=H200):
-    return settings.choose(kernel, itemsize, sizes, blocks, params or sl.FwdParams(), device)
+    return settings.choose_settings(kernel, itemsize, sizes, blocks, params or sl.FwdParams(), device)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -437,12 +445,12 @@ def test_explicit_settings_win(kernel):
 
 
 @pytest.mark.parametrize("limit", [48 << 10, 99 << 10, 163 << 10, 227 << 10])
-@pytest.mark.parametrize(("itemsize", "kernel"), [*itertools.product((2, 4), KERNELS), (2, "fused")])
+@pytest.mark.parametrize(("itemsize", "kernel"), [*itertools.product((2, 4), KERNELS), (2, "dq_with_dkv")])
 def test_settings_fit_the_device(kernel, itemsize, limit):
     sizes = [
         x
         for x in itertools.product((16, 64, 128, 256), repeat=2)
-        if kernel != "fused" or settings.rows_of("fused", 2, x)
+        if kernel != "dq_with_dkv" or settings.major_rows("dq_with_dkv", 2, x)
     ]
     for size, blocks in itertools.product(sizes, [(16, 32), (64, 64), (128, 128), (512, 512)]):
         found = chosen(kernel, itemsize, size, blocks, device=H200._replace(shared_memory=limit))
@@ -456,11 +464,11 @@ def test_settings_fit_the_device(kernel, itemsize, limit):
 
 def test_head_sizes_that_do_not_fit_are_refused(monkeypatch):
     small = hardware.Device(86, 101376, 84)
-    assert settings.misfit(2, (256, 256), DEFAULTS, small) is None
-    assert settings.misfit(4, (256, 256), DEFAULTS, H200) is None
-    assert "shared memory, and this GPU has 101376" in settings.misfit(4, (256, 256), DEFAULTS, small)
+    assert settings.unsupported(2, (256, 256), DEFAULTS, small) is None
+    assert settings.unsupported(4, (256, 256), DEFAULTS, H200) is None
+    assert "shared memory, and this GPU has 101376" in settings.unsupported(4, (256, 256), DEFAULTS, small)
     large = sl.FwdParams(), sl.BwdParams(blocksize_m=256)
-    assert "blocksize_m=256" in settings.misfit(2, (256, 256), large, small)
+    assert "blocksize_m=256" in settings.unsupported(2, (256, 256), large, small)
     monkeypatch.setattr(hardware, "local_device", lambda: small)
     q = jnp.zeros((1, 16, 2, 256))
     with pytest.raises(NotImplementedError, match="triton: head sizes of 256 with 4 bytes an element need about"):
@@ -482,7 +490,7 @@ def test_settings_say_how_often_to_cut():
         (2, 1000, {"blocksize_keys": 256, "num_key_splits": 2}),
         (MAX_SPLITS, 10**6, {"blocksize_keys": 16}),
     ):
-        assert settings.pieces_asked(sl.FwdParams(**given), rows) == number
+        assert settings.requested_splits(sl.FwdParams(**given), rows) == number
 
 
 # --- ways to call ----------------------------------------------------------------------------------------------------
@@ -595,7 +603,7 @@ def cut_kernels(monkeypatch):
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
         if "W" in constants and constants["W"].SPLITS:
-            found.add(kernel.fn.__name__.removesuffix("_kernel"))
+            found.add(kernel.fn.__name__.removeprefix("triton_").removesuffix("_kernel"))
         return call(kernel, grid, arrays, outputs, constants, *rest)
 
     monkeypatch.setattr(bridge, "call_triton", watched)

@@ -68,15 +68,15 @@ def _chain(mask):
 
 
 WIDE = {"heads": (512, 512)}
-BY_KEY = "kv_outer", "dqkv"
+BY_KEY = "kv_outer", "dkv_with_dq"
 CAP = {"sinks": True, "logits_soft_cap": 30.0}
 RUN_TIME = jax.ShapeDtypeStruct((512, 512), bool)
 CASES = [
     # Each pattern meets several sizes, dtypes and GPUs; each size and dtype every amount of shared memory.
     Case("strided", 90, STRIDED, (128, 128)),
-    Case("twice-fused", 80, sl.Causal() & (sl.BlockDiagonal(128) | STRIDES), (128, 128), "float16", ("fused",)),
-    Case("strided", 86, STRIDED, (128, 128), only=("dkv", "fused")),
-    Case("strided", 100, STRIDED, (128, 128), only=("fused",)),
+    Case("twice-fused", 80, sl.Causal() & (sl.BlockDiagonal(128) | STRIDES), (128, 128), "float16", ("dq_with_dkv",)),
+    Case("strided", 86, STRIDED, (128, 128), only=("dkv", "dq_with_dkv")),
+    Case("strided", 100, STRIDED, (128, 128), only=("dq_with_dkv",)),
     Case("strided", 80, sl.preset("strided"), (192, 192), "float32", ("forward",)),
     Case("fixed", 80, FIXED, (64, 64), only=("forward",)),
     Case("fixed", 90, FIXED, (96, 96), "float16", ("dq",)),
@@ -102,7 +102,7 @@ CASES = [
     Case("scattered", 86, sl.Causal(), (128, 128), "float32", BY_KEY, 2048, _chosen(1, 32)),
     Case("scattered", 100, sl.Causal(), (256, 256), "bfloat16", BY_KEY, 2048, _chosen(1, 48) | {"heads": (16, 4)}),
     Case("chosen", 80, sl.Causal(), (64, 64), "float16", ("forward",), 2048, _chosen(128, 32)),
-    Case("corner", 90, _chain(CORNER), (64, 64), only=("fused",)),
+    Case("corner", 90, _chain(CORNER), (64, 64), only=("dq_with_dkv",)),
     Case("heads-differ", 80, (sl.Causal(), sl.preset("strided")), (16, 16), "float16"),
 ]
 
@@ -138,16 +138,16 @@ def test_tiles_that_are_too_large_do_not_fit():
 
 
 # Numbers that switch parts of the kernels on, and the values at which they do not; every boolean is such a switch, too.
-OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "CHOSEN": 0, "TILES": 1, "PACK": 1}
+OFF = {"ORDER": (), "CAP": 0, "HEAD_STEP": 1, "GRANULARITY": 0, "TILES": 1, "PACK": 1}
 # But for these: where results go is always given, and looked up by token or by row; key heads are never packed, nor
 # keys gathered; kernels whose programs hold queries have all of a block, and that by key has only choices.
 ALWAYS = {"OUT.EXISTS", "KV.PACK", "KV.GATHERED"}
 OF_CHOICES = {f"Q.{x}" for x in ("GATHERED", "ORDER", "TILES")} | {
-    f"L.{x}" for x in ("ANY_FREE", "ANY_MASKED", "CHOSEN")
+    f"L.{x}" for x in ("ANY_FULL", "ANY_PARTIAL", "GRANULARITY")
 }
 OF_CHOICES |= {"A.HEAD_STEP", "OUT.ORDER", "KV.ORDER", "KV.TILES", "OUT.BY_TOKEN", "W.MERGED"}
 NO_SWITCHES = {
-    "forward_kernel": ALWAYS | {"Q.GATHERED"},
+    "triton_forward_kernel": ALWAYS | {"Q.GATHERED"},
     "dq_kernel": ALWAYS | {"Q.GATHERED"},
     "dkv_kernel": ALWAYS,
     "kv_outer_kernel": ALWAYS | OF_CHOICES,
@@ -170,7 +170,7 @@ def switches(constants):
 
 def test_all_that_can_be_switched_is():
     found = [one for case in CASES for one in case.launches]
-    assert {one.name for one in found} == {"forward", "dq", "dkv", "fused", "compact", *BY_KEY}
+    assert {one.name for one in found} == {"forward", "dq", "dkv", "dq_with_dkv", "compact", *BY_KEY}
     values: dict[tuple[str, str], set[bool]] = {}
     for one in found:
         for name, on in switches(one.constants):

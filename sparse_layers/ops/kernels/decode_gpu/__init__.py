@@ -1,1 +1,1 @@
-"""A step of decoding over what it reads of a cache, in Triton; see `decode.py`."""
+"""Attention of a decoding step to rows of a KV cache, in Triton; see `decode.py`."""

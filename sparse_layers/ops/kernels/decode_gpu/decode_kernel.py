@@ -35,17 +35,17 @@ import triton.language as tl
 from ..gpu.tiles import LOG2_E, addresses, full, load_rows, logits, store_rows, zeros
 
 
-class Kept(NamedTuple):
+class CacheArray(NamedTuple):
     """Sizes of one array of keys, and of the list of its rows that are read."""
 
     HEADS: int
     ROWS: int  # of a head
     FIRST: int  # where the list begins
     COUNT: int  # rows in the list
-    CLASSES: int  # row i of the list holds nothing before position i * CLASSES; 0 where that is not known
+    CLASSES: int  # row i of the list is not seen before position i * CLASSES; 0 if that is unknown
 
 
-class Step(NamedTuple):
+class DecodeConstants(NamedTuple):
     """Constants of the kernels' compilation."""
 
     TOKENS: int  # queries in a row of a sequence, neighbouring batch entries
@@ -57,16 +57,16 @@ class Step(NamedTuple):
     HV: int
     D: int  # H and HV, rounded up to powers of two
     DV: int
-    KEPT: tuple  # of `Kept`
+    ARRAYS: tuple  # of `CacheArray`
     SCALE: float
     CAP: float  # 0 for no soft cap
     SINKS: bool
-    WRITES: bool  # whether a token is written, and attended to: before lists, whether it is seen (0, -1), and its rows
+    WRITES: bool  # True to write a token and attend to it; before the lists come 0 if it is seen, else -1, and its rows
     SPLITS: int  # programs that share a list
     STAGES: int  # tiles of keys that are on their way
     ROWS: int  # rows of a tile of queries, a power of two, 1 for a single query head; as are:
     TILE: int  # rows of a tile of keys
-    PARTIAL: int  # SPLITS, rounded up
+    PADDED_SPLITS: int  # SPLITS, rounded up
 
 
 class NewToken(NamedTuple):
@@ -120,7 +120,7 @@ def _merge_lanes(m_i, l_i, acc, lane_m, lane_l, lane_acc):
 
 @triton.jit
 def _initial_state(q_tile, new, sinks, head, C: tl.constexpr):
-    """The state of sinks and of the new token, each if there is one."""
+    """Returns the state of sinks and of the new token, each if there is one."""
     row = tl.arange(0, C.ROWS)
     m_i, l_i, acc = full(C.ROWS, float("-inf")), full(C.ROWS, 0.0), zeros(C.ROWS, C.DV)
     if C.SINKS:
@@ -143,7 +143,7 @@ def _initial_state(q_tile, new, sinks, head, C: tl.constexpr):
 @triton.jit
 def _load_new_token(q_tile, new_k, new_v, k_dtype: tl.constexpr, v_dtype: tl.constexpr, rows, position, vector,
                     C: tl.constexpr):  # fmt: skip
-    """The `NewToken` of a key head, in the dtypes of the arrays."""
+    """Loads the `NewToken` of a key head, in the dtypes of the arrays."""
     k, v, seen = q_tile, q_tile, position
     if C.WRITES:
         column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
@@ -156,22 +156,19 @@ def _load_new_token(q_tile, new_k, new_v, k_dtype: tl.constexpr, v_dtype: tl.con
 
 @triton.jit
 def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head, split, C: tl.constexpr):
-    """(`Reads` of a key head, steps of all lists); split 0 writes the new token.
-
-    The lists are walked over as if they were one.
-    """
+    """Returns (`Reads` of a key head, number of steps of all lists as one); split 0 writes the new token."""
     column, column_v = tl.arange(0, C.D), tl.arange(0, C.DV)
     ks, vs, first_steps, lengths, steps = (), (), (), (), position * 0
-    for i in tl.static_range(len(C.KEPT)):
-        row = (sequence * C.KEPT[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.KEPT[i].ROWS
-        k, v, length = k_arrays[i] + row * C.H, v_arrays[i] + row * C.HV, position * 0 + C.KEPT[i].COUNT
+    for i in tl.static_range(len(C.ARRAYS)):
+        row = (sequence * C.ARRAYS[i].HEADS + tl.load(heads + i * C.HEADS + head)) * C.ARRAYS[i].ROWS
+        k, v, length = k_arrays[i] + row * C.H, v_arrays[i] + row * C.HV, position * 0 + C.ARRAYS[i].COUNT
         if C.WRITES:
             new_row = tl.load(rows + 2 + i).to(tl.int64)
             writes = (new_row >= 0) & (split == 0)
             tl.store(k + new_row * C.H + column[None, :], new.k, mask=(column < C.H)[None, :] & writes)
             tl.store(v + new_row * C.HV + column_v[None, :], new.v, mask=(column_v < C.HV)[None, :] & writes)
-        if C.KEPT[i].CLASSES > 0:
-            length = tl.minimum(length, position // C.KEPT[i].CLASSES + 1)
+        if C.ARRAYS[i].CLASSES > 0:
+            length = tl.minimum(length, position // C.ARRAYS[i].CLASSES + 1)
         # Triton knows no stars.
         ks, vs = ks + (k,), vs + (v,)  # noqa: RUF005
         first_steps, lengths = first_steps + (steps,), lengths + (length,)  # noqa: RUF005
@@ -181,13 +178,13 @@ def _open_arrays(k_arrays, v_arrays, heads, rows, new, position, sequence, head,
 
 @triton.jit
 def _load_step_rows(step, reads, rows, C: tl.constexpr):
-    """(k, v, rows) of a step: pointers to the array that it reads, and rows [TILE] of it, negative for none."""
+    """Returns (k, v, rows) of a step: pointers to the array that it reads, and its rows [TILE], negative for none."""
     k, v, first_step, length = reads.k[0], reads.v[0], reads.first_step[0], reads.length[0]
-    first = 0 * step + C.KEPT[0].FIRST
-    for i in tl.static_range(1, len(C.KEPT)):
+    first = 0 * step + C.ARRAYS[0].FIRST
+    for i in tl.static_range(1, len(C.ARRAYS)):
         is_later = step >= reads.first_step[i]
         k, v = tl.where(is_later, reads.k[i], k), tl.where(is_later, reads.v[i], v)
-        first = tl.where(is_later, C.KEPT[i].FIRST, first)
+        first = tl.where(is_later, C.ARRAYS[i].FIRST, first)
         first_step = tl.where(is_later, reads.first_step[i], first_step)
         length = tl.where(is_later, reads.length[i], length)
     position = (step - first_step) * C.TILE + tl.arange(0, C.TILE)  # in the list
@@ -202,7 +199,7 @@ def decode_kernel(
     q,  # [B * TOKENS, HEADS, GROUP, H]
     new_k,  # [B, HEADS, H] if WRITES, as
     new_v,  # [B, HEADS, HV]
-    k0,  # [B, KEPT[0].HEADS, KEPT[0].ROWS, H] and so on, as many as KEPT has
+    k0,  # [B, ARRAYS[0].HEADS, ARRAYS[0].ROWS, H] and so on, as many as ARRAYS has
     v0,
     k1,
     v1,
@@ -217,7 +214,7 @@ def decode_kernel(
     lse,  # float32 [B * TOKENS, HEADS, SPLITS, GROUP], to base 2
     C: tl.constexpr,
 ):
-    """Attention of each query, or of each of its splits; grid (SPLITS of HEADS, B * TOKENS)."""
+    """Computes attention of each query, or of each of its splits; grid (SPLITS of HEADS, B * TOKENS)."""
     split, head, query = tl.program_id(0) % C.SPLITS, tl.program_id(0) // C.SPLITS, tl.program_id(1).to(tl.int64)
     row, sequence = tl.arange(0, C.ROWS), query // C.TOKENS
     vector = sequence * C.HEADS + head
@@ -273,12 +270,12 @@ def merge_kernel(
     """Merges the splits of a query head; grid (B * TOKENS * HEADS * GROUP,)."""
     vector = tl.program_id(0).to(tl.int64)
     head_in_group, kv_vector = vector % C.GROUP, vector // C.GROUP
-    split = tl.arange(0, C.PARTIAL)
+    split = tl.arange(0, C.PADDED_SPLITS)
     row, exists = (kv_vector * C.SPLITS + split) * C.GROUP + head_in_group, split < C.SPLITS
-    split_lse = tl.load(lse + row, mask=exists, other=float("-inf"))  # [PARTIAL]
+    split_lse = tl.load(lse + row, mask=exists, other=float("-inf"))  # [PADDED_SPLITS]
     m_i = tl.max(split_lse, 0)
     weights = tl.exp2(split_lse - tl.where(m_i == float("-inf"), 0.0, m_i))
-    split_tile = load_rows(addresses(split_out, row, C.HV, C.DV, True), exists, C.HV, C.DV, True)  # [PARTIAL, DV]
+    split_tile = load_rows(addresses(split_out, row, C.HV, C.DV, True), exists, C.HV, C.DV, True)  # [PADDED_SPLITS, DV]
     l_i = tl.sum(weights, 0)
     merged = tl.sum(weights[:, None] * split_tile, 0) / tl.where(l_i > 0, l_i, 1.0)
     column = tl.arange(0, C.DV)

@@ -44,25 +44,25 @@ _SWIZZLE = 128
 TARGET = "triton_kernel_call_ffi"
 
 
-class Tiles(NamedTuple):
-    """An array that a kernel reads or writes in tiles, by a TMA descriptor.
+class TensorDescriptor(NamedTuple):
+    """An array that a kernel reads or writes in tiles, by a TMA descriptor; as Triton's class of this name.
 
     Attributes:
       array: the array, or the shape and dtype of an output.
-      shape: the axes that tiles are cut from.
+      shape: lengths of the axes.
       strides: elements between neighbours on each axis.
-      box: the size of a tile on each axis.
+      block_shape: lengths of a tile.
     """
 
     array: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, ...]
+    block_shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, array: Any, box: tuple[int, ...]) -> "Tiles":
-        """Returns tiles of the array's own axes."""
-        return cls(array, array.shape, tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim)), box)
+    def of(cls, array: Any, block_shape: tuple[int, ...]) -> "TensorDescriptor":
+        """Returns the descriptor of a contiguous array, by its own axes."""
+        return cls(array, array.shape, tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim)), block_shape)
 
 
 class Compiled(NamedTuple):
@@ -85,15 +85,15 @@ class Compiled(NamedTuple):
     descriptors: tuple[dict[str, Any], ...]
 
 
-class Launch(NamedTuple):
-    """A launch of a kernel that `recording` kept.
+class RecordedLaunch(NamedTuple):
+    """A launch of a kernel, as `record_launches` records it.
 
     Attributes:
       kernel: a `triton.jit` or `gluon.jit` function.
       dtypes: names of the dtypes of its pointers and descriptors, in their order.
-      constants: its other arguments, by name.
-      options: how it is compiled: num_warps, and num_stages of Triton's kernels.
-      condition: when it is made, if that is decided at run time: "if ...".
+      constants: its compile-time constants, by name.
+      options: the compiler's: num_warps, and num_stages of Triton's kernels.
+      condition: "if ..." where the program decides at run time whether to launch it; else None.
     """
 
     kernel: Any
@@ -104,11 +104,11 @@ class Launch(NamedTuple):
 
     @property
     def engine(self) -> str:
-        """The implementation whose kernel it is: "hopper" for Gluon's, else "triton"."""
+        """The engine of the kernel: "hopper" for Gluon kernels, else "triton"."""
         return "hopper" if self.kernel.is_gluon() else "triton"
 
     def __str__(self) -> str:
-        """The kernel, and what its programs do besides the common case."""
+        """The engine, the kernel, and in brackets what this launch adds to the common case."""
         second, work, lists = (self.constants.get(name) for name in ("KV2", "W", "L"))
         remarks = {
             "two passes": second is not None and second.ROWS > 0,
@@ -117,30 +117,33 @@ class Launch(NamedTuple):
             "with dk and dv": self.constants.get("WITH_DKV", False),
             "with dq": self.constants.get("WITH_DQ", False),
         }
-        told = ", ".join([*(remark for remark, applies in remarks.items() if applies), *filter(None, [self.condition])])
-        return f"{self.engine} {self.kernel.fn.__name__}" + f" ({told})" * bool(told)
+        notes = [remark for remark, applies in remarks.items() if applies]
+        notes += [] if self.condition is None else [self.condition]
+        name = self.kernel.fn.__name__.removeprefix(f"{self.engine}_")
+        return f"{self.engine} {name}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-_CONDITION: contextvars.ContextVar[str | None] = contextvars.ContextVar("condition of launches", default=None)
-_RECORDED: contextvars.ContextVar[list[Launch] | None] = contextvars.ContextVar("recorded launches", default=None)
+# The list that launches are appended to, None where they are made, and the condition that is recorded with them.
+_RECORD: contextvars.ContextVar[list[RecordedLaunch] | None] = contextvars.ContextVar("record", default=None)
+_CONDITION: contextvars.ContextVar[str | None] = contextvars.ContextVar("condition", default=None)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Records launches in the list that it yields, in place of making them: kernels then return zeros.
+def record_launches() -> Iterator[list[RecordedLaunch]]:
+    """Appends launches to the list that it yields, in place of making them. Calls of kernels return zeros.
 
     Nothing is compiled, and no GPU is needed; see `platforms.assuming`.
     """
-    launches: list[Launch] = []
-    token = _RECORDED.set(launches)
+    launches: list[RecordedLaunch] = []
+    token = _RECORD.set(launches)
     try:
         yield launches
     finally:
-        _RECORDED.reset(token)
+        _RECORD.reset(token)
 
 
-def conditional(condition: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose launches are recorded with a condition: a branch of `jax.lax.cond`."""
+def record_condition(condition: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a branch of `jax.lax.cond`: the function, whose launches are recorded with the condition."""
 
     def branch(*args):
         token = _CONDITION.set(condition)
@@ -155,7 +158,7 @@ def conditional(condition: str, function: Callable[..., Any]) -> Callable[..., A
 def gluon_unsupported() -> str | None:
     """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
 
-    For a GPU that `platforms.assuming` names they are taken to be.
+    They are taken to launch on a GPU that `platforms.assuming` names.
     """
     if assumed() is not None:
         return None
@@ -218,12 +221,12 @@ def call_gluon(
     Args:
       kernel: a `gluon.jit` function.
       programs: number of programs.
-      inputs: arrays, or `Tiles` of arrays.
-      outputs: `jax.ShapeDtypeStruct`, or `Tiles` of such.
+      inputs: arrays, or each a `TensorDescriptor` of one.
+      outputs: `jax.ShapeDtypeStruct`, or each a `TensorDescriptor` of one.
       constants: hashable values of the ``gl.constexpr`` parameters.
       aliases: index of an input -> index of the output that takes its memory. The kernel gets both pointers.
     """
-    arrays, results = ([x.array if isinstance(x, Tiles) else x for x in side] for side in (inputs, outputs))
+    arrays, results = ([x.array if isinstance(x, TensorDescriptor) else x for x in xs] for xs in (inputs, outputs))
     parameters = [*inputs, *outputs]
     return _launch(kernel, (programs,), arrays, parameters, results, constants, {"num_warps": 4}, aliases or {})
 
@@ -269,7 +272,7 @@ def compiled(
     capability: int,
     options: tuple[tuple[str, Any], ...],
 ) -> Compiled:
-    """Returns what `compile_kernel` compiles; mappings are given as their items."""
+    """Compiles a kernel by `compile_kernel`, once; constants and options are items of its mappings."""
     result = compile_kernel(kernel, types, dict(constants), capability, dict(options))
     data = result.metadata
     return Compiled(
@@ -283,11 +286,11 @@ def compiled(
 
 
 def _launch(kernel, grid, arrays, parameters, results, constants, options, aliases) -> Sequence[jax.Array]:
-    """Returns the results of a kernel: ``parameters`` are what its pointers and descriptors lead to, in their order."""
-    launches = _RECORDED.get()
+    """Launches a kernel, or records that. ``parameters`` are arrays, shapes or descriptors, in the kernel's order."""
+    launches = _RECORD.get()
     if launches is not None:
-        dtypes = tuple((x.array if isinstance(x, Tiles) else x).dtype.name for x in parameters)
-        launches.append(Launch(kernel, dtypes, dict(constants), dict(options), _CONDITION.get()))
+        dtypes = tuple((x.array if isinstance(x, TensorDescriptor) else x).dtype.name for x in parameters)
+        launches.append(RecordedLaunch(kernel, dtypes, dict(constants), dict(options), _CONDITION.get()))
         return [jnp.zeros(x.shape, x.dtype) for x in results]
     from jaxlib import gpu_triton
 
@@ -299,8 +302,8 @@ def _launch(kernel, grid, arrays, parameters, results, constants, options, alias
     values, descriptors = [], iter(code.descriptors)
     for x in parameters:
         values += (
-            _descriptor(x, next(descriptors))
-            if isinstance(x, Tiles)
+            _descriptor_parameters(x, next(descriptors))
+            if isinstance(x, TensorDescriptor)
             else [gpu_triton.create_array_parameter(0, _ALIGNMENT)]
         )
     binary = gpu_triton.TritonKernel(
@@ -313,30 +316,30 @@ def _launch(kernel, grid, arrays, parameters, results, constants, options, alias
 
 
 def _type(x: Any) -> str:
-    """Returns the type of a kernel's parameter."""
-    if not isinstance(x, Tiles):
+    """Returns Triton's type of a parameter: a pointer, or a descriptor with its layout in shared memory."""
+    if not isinstance(x, TensorDescriptor):
         return f"*{TYPES[x.dtype.name]}"
     from triton.experimental.gluon import language as gl
 
     dtype = x.array.dtype
-    swizzle = _SWIZZLE if x.box[-1] * dtype.itemsize >= _SWIZZLE and math.prod(x.box[:-1]) > 1 else 0
-    layout = gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(x.box))
-    return f"tensordesc<{TYPES[dtype.name]}[{', '.join(map(str, x.box))}],{layout!r}>"
+    swizzle = _SWIZZLE if x.block_shape[-1] * dtype.itemsize >= _SWIZZLE and math.prod(x.block_shape[:-1]) > 1 else 0
+    layout = gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(x.block_shape))
+    return f"tensordesc<{TYPES[dtype.name]}[{', '.join(map(str, x.block_shape))}],{layout!r}>"
 
 
-def _descriptor(tiles: Tiles, chosen: Mapping[str, Any]) -> list[Any]:
-    """Returns the values that a TMA descriptor is made of at launch; see `Compiled.descriptors`."""
+def _descriptor_parameters(descriptor: TensorDescriptor, metadata: Mapping[str, Any]) -> list[Any]:
+    """Returns the launch parameters of a TMA descriptor; ``metadata`` is an entry of `Compiled.descriptors`."""
     from jaxlib import gpu_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
-    descriptor = gpu_triton.create_tma_descriptor_parameter(  # pyright: ignore[reportAttributeAccessIssue]
-        elem_type=TMA_DTYPE_DEVICE_TO_HOST.get(chosen["elem_type"], chosen["elem_type"]),
-        swizzle=chosen["swizzle"],
-        shape=tiles.shape,
-        strides=tiles.strides,
-        block_shape=chosen["block_size"],
+    encoded = gpu_triton.create_tma_descriptor_parameter(  # pyright: ignore[reportAttributeAccessIssue]
+        elem_type=TMA_DTYPE_DEVICE_TO_HOST.get(metadata["elem_type"], metadata["elem_type"]),
+        swizzle=metadata["swizzle"],
+        shape=descriptor.shape,
+        strides=descriptor.strides,
+        block_shape=metadata["block_size"],
         oob_fill=0,
     )
-    shape = [gpu_triton.create_scalar_parameter(size, "i32") for size in tiles.shape]
-    strides = [gpu_triton.create_scalar_parameter(stride, "i64") for stride in tiles.strides]
-    return [descriptor, *shape, *strides]
+    shape = [gpu_triton.create_scalar_parameter(size, "i32") for size in descriptor.shape]
+    strides = [gpu_triton.create_scalar_parameter(stride, "i64") for stride in descriptor.strides]
+    return [encoded, *shape, *strides]

@@ -1,4 +1,4 @@
-"""The GPU that JAX computes on, as kernels have to know it."""
+"""The GPU that JAX computes on: its limits, and why kernels cannot run there."""
 
 import ctypes
 import functools
@@ -104,7 +104,7 @@ def driver_release() -> str | None:
 
 @functools.cache
 def _properties(capability: int, number: int) -> Device | str:
-    """Returns what the CUDA driver says of its GPU of this number, or why kernels cannot be launched there."""
+    """Returns the properties of a GPU by the CUDA driver, or the reason why kernels cannot be launched there."""
     if capability < 80:
         return f"it needs compute capability 8.0, and this GPU has {capability / 10}"
     try:

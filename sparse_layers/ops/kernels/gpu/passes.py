@@ -1,4 +1,4 @@
-"""One pass of a chain for a group of heads, as an engine takes it, and what engines hand to each other."""
+"""One pass of a chain for a group of heads, as an engine computes it, and the results that engines hand on."""
 
 import dataclasses
 import functools
@@ -17,29 +17,29 @@ from ...planning.selection import Selection
 from ..call import Call
 from ..operands import Operands
 from ..pass_blocks import row_orders
-from .lists import Lists, Side, bits_of, only_whole
+from .lists import PassLists, RowTiling, mask_overhang, pack_mask_bits
 
 
-class Rows(NamedTuple):
-    """Results of some passes, by token if ``order`` is natural, else by row of it, where only its rows are defined.
+class PassResults(NamedTuple):
+    """Results of some passes: by token if ``order`` is natural, else by row of it.
 
-    Forward: out [B, rows, heads, Hv] and lse [B, heads, rows]; backward: gradients [B, rows, heads, size].
+    Forward: out [B, rows, heads, Hv] and lse [B, heads, rows]. Backward: gradients [B, rows, heads, size].
     """
 
     order: RowOrder
     arrays: tuple[jax.Array, ...]
 
     def by_token(self) -> tuple[jax.Array, ...]:
-        """The arrays by token: out and gradients [B, length, heads, size], lse [B, length, heads]."""
+        """Returns the arrays by token: out and gradients [B, length, heads, size], lse [B, length, heads]."""
         arrays = [x.swapaxes(1, 2) if x.ndim == 3 else x for x in self.arrays]
         if self.order.natural:
             return tuple(arrays)
         return tuple(self.order.scatter(x, -jnp.inf if x.ndim == 3 else 0.0) for x in arrays)
 
-    def plus(self, other: "Rows") -> "Rows":
-        """The sum of two gradients, by token."""
-        sums = tuple(a + b for a, b in zip(self.by_token(), other.by_token(), strict=True))
-        return Rows(RowOrder(self.order.length), sums)
+    def add(self, addend: "PassResults") -> "PassResults":
+        """Returns the sum of two gradients, by token."""
+        sums = tuple(a + b for a, b in zip(self.by_token(), addend.by_token(), strict=True))
+        return PassResults(RowOrder(self.order.length), sums)
 
 
 class BackwardInputs(NamedTuple):
@@ -59,8 +59,9 @@ class GroupPass:
       operands: its arrays, or their shapes; segment ids of padding are -2 for queries and -1 for keys.
       first: the first head.
       step: from one head to the next.
-      passes: the heads take them in turn; they differ in their masks only. () for a run-time mask, or a selection.
-      fused_with: a second pass with the same query rows, which a kernel does together with this one.
+      passes: head i takes pass i modulo their number; they differ in their masks only. () for a run-time mask, or a
+        selection.
+      fused_with: a second pass with the same query rows, which one kernel computes with this one; or None.
     """
 
     call: Call
@@ -71,18 +72,18 @@ class GroupPass:
     fused_with: "GroupPass | None" = None
 
     def bind(self, operands: Operands) -> "GroupPass":
-        """The same pass with other arrays of the same shapes."""
+        """Returns the pass with arrays in place of their shapes."""
         second = None if self.fused_with is None else self.fused_with.bind(operands)
         return dataclasses.replace(self, operands=operands, fused_with=second)
 
-    def fuse(self, other: "GroupPass") -> "GroupPass":
-        """Both passes as one."""
-        return dataclasses.replace(self, fused_with=other)
+    def fuse(self, second: "GroupPass") -> "GroupPass":
+        """Returns this pass and a second one, for one kernel."""
+        return dataclasses.replace(self, fused_with=second)
 
     def unfused(self) -> "list[GroupPass]":
-        """The one or two passes."""
-        alone = dataclasses.replace(self, fused_with=None)
-        return [alone] if self.fused_with is None else [alone, self.fused_with]
+        """Returns the passes that one kernel computes, one or two."""
+        first = dataclasses.replace(self, fused_with=None)
+        return [first] if self.fused_with is None else [first, self.fused_with]
 
     @property
     def heads(self) -> int:
@@ -91,18 +92,18 @@ class GroupPass:
 
     @functools.cached_property
     def pack(self) -> int:
-        """How many query heads of a key head a program takes together: all of them if they select alike, else 1.
+        """Query heads of a key head that share a tile: all of them if they have the same selections, else 1.
 
-        What a few queries select together is less than what many do, so tiles are filled with their heads.
+        A few queries select fewer blocks than many do, so tiles are filled with their heads (PackGQA).
         """
         selection = self.operands.selection
         if selection is None:
             return 1
         heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, selection.ids))
         masks = self.operands.mask if self.call.plan is None else self.call.plan.masks
-        group, select_alike = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
+        group, same_lists = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
         small = selection.granularity <= 16 and group <= 64 and group & (group - 1) == 0
-        return group if select_alike and small else 1
+        return group if same_lists and small else 1
 
     @property
     def q_order(self) -> RowOrder:
@@ -119,42 +120,45 @@ class GroupPass:
         """Both row orders in words."""
         return self.passes[0].order_text if self.passes else "natural order"
 
-    def block_shape(self, *, dkv: bool) -> tuple[int, int]:
-        """(bq, bkv) of the plan's lists, or of those of a run-time mask."""
+    def block_shape(self, *, kv_major: bool) -> tuple[int, int]:
+        """Returns (bq, bkv) of the planned lists, or of a run-time mask's; those of key blocks with ``kv_major``."""
         sizes = self.passes[0] if self.passes else self.call
-        return sizes.bwd_shape if dkv else sizes.fwd_shape
+        return sizes.bwd_shape if kv_major else sizes.fwd_shape
 
-    def same_rows(self, other: "GroupPass") -> bool:
-        """True if one kernel can do both: they have the same query rows, and lists for as many heads."""
-        return self.q_order == other.q_order and len(self.passes) == len(other.passes)
+    def same_rows(self, second: "GroupPass") -> bool:
+        """True if one kernel can compute both passes: query rows are the same, and the number of masks."""
+        return self.q_order == second.q_order and len(self.passes) == len(second.passes)
 
-    def heads_of_lists(self, *, dkv: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
-        """The pass' query heads, and bool [lists, query heads]: which of them a program walks for.
+    def heads_by_list(self, *, kv_major: bool, pack: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the query heads of the pass, and bool [list heads, query heads]: those whose lists a program walks.
 
-        Programs for dk and dv walk for all query heads of a key head.
+        A program for dk and dv walks the lists of all query heads of its key head.
         """
         heads = self.first + self.step * np.arange(0, self.heads, pack)
-        if not dkv:
+        if not kv_major:
             return heads, np.eye(len(heads), dtype=bool)
         kv_heads = self.operands.key.shape[2]
         return heads, heads // (self.operands.query.shape[2] // kv_heads) == np.arange(kv_heads)[:, None]
 
-    def count_steps(self, walks: Sequence[tuple[Side, Lists]], *, dkv: bool, pack: int) -> tuple[Any, Any]:
-        """Steps of each work tile [LB, work tiles], and those in it before each query head [LB, heads, blocks].
+    def count_steps(
+        self, walked_lists: Sequence[tuple[RowTiling, PassLists]], *, kv_major: bool, pack: int
+    ) -> tuple[Any, Any]:
+        """Counts the steps of work tiles [LB, work tiles], and those before each query head [LB, heads, blocks].
 
-        They are numpy's if lists are known beforehand. The latter are None where a work tile is for one query head.
+        Both are numpy arrays if the lists are static. The second is None unless ``kv_major``: other work tiles have one
+        query head.
 
         Args:
-          walks: the minor side and the lists of each pass that is walked.
-          dkv: whether programs hold keys.
-          pack: query heads that a program takes together.
+          walked_lists: the minor tiling and the lists of each pass that programs walk.
+          kv_major: True if programs hold keys.
+          pack: query heads that share a tile.
         """
-        heads, members = self.heads_of_lists(dkv=dkv, pack=pack)
+        heads, members = self.heads_by_list(kv_major=kv_major, pack=pack)
         steps: Any = 0
-        for minor, lists in walks:
-            counts = lists.lists.counts[..., 1]
-            steps = steps + minor.steps(counts[:, heads // lists.lists.group % counts.shape[1]])
-        if not dkv:
+        for minor, lists in walked_lists:
+            counts = lists.block_lists.counts[..., 1]
+            steps = steps + minor.num_steps(counts[:, heads // lists.block_lists.group % counts.shape[1]])
+        if not kv_major:
             return steps.reshape(len(steps), steps.shape[1] * steps.shape[2]), None
         sums = (steps[:, None] * members.astype(np.int32)[None, :, :, None]).sum(2)
         before = steps.cumsum(1) - steps
@@ -164,8 +168,8 @@ class GroupPass:
 
 
 @dataclasses.dataclass(frozen=True)
-class _BySelection(RowOrder):
-    """Rows of selections: of each token as many as it has.
+class _SelectionOrder(RowOrder):
+    """Rows that are selections: ``per_query`` of each token.
 
     Attributes:
       per_query: selections of a token.
@@ -192,19 +196,19 @@ class _BySelection(RowOrder):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SelectedRows(GroupPass):
-    """The selections of some single queries: each of them, a query and one of its blocks, is a row of its own.
+    """A pass whose rows are selections of single queries: a row is a query and one of the blocks that it selected.
 
     Attributes:
-      table: what the mask says of the blocks of single queries, and its tiles.
-      start: the first query, in the table.
-      ordered: whether the selections of a query are brought in order, for results that do not depend on theirs.
-      packed: whether programs may take several heads together.
+      table: states of the mask for blocks of single queries, and its mask tiles.
+      first_query: row of the first query in the table.
+      sort_ids: True to sort the selections of a query, so that results do not depend on their order.
+      may_pack: True if heads may share a tile.
     """
 
     table: tuple[StateTable, Any] | None = None
-    start: Any = 0
-    ordered: bool = True
-    packed: bool = True
+    first_query: Any = 0
+    sort_ids: bool = True
+    may_pack: bool = True
 
     @property
     def selection(self) -> Selection:
@@ -219,13 +223,13 @@ class SelectedRows(GroupPass):
 
     @functools.cached_property
     def pack(self) -> int:
-        """As in `GroupPass`, or 1."""
-        return super().pack if self.packed else 1
+        """Query heads that share a tile, see `GroupPass.pack`; 1 unless ``may_pack``."""
+        return super().pack if self.may_pack else 1
 
     @property
     def q_order(self) -> RowOrder:
         """The token of each selection."""
-        return _BySelection(self.operands.query.shape[1], per_query=self.per_query)
+        return _SelectionOrder(self.operands.query.shape[1], per_query=self.per_query)
 
     @property
     def block(self) -> int:
@@ -234,33 +238,33 @@ class SelectedRows(GroupPass):
 
     @functools.cached_property
     def live(self) -> jax.Array:
-        """bool [B, T, k, N]: which selections are there to be looked at."""
+        """Selections that attend to a block, bool [B, T, k, N]; the others are -1, masked or repeated."""
         kind, group = self._pairs.kind, self._pairs.group
         live = jnp.repeat(kind != EMPTY, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
     def by_token(self, x: jax.Array) -> jax.Array:
-        """[B, T, k, ...] from results by row [B, T * k, ...]."""
+        """Reshapes results by row [B, T * k, ...] to [B, T, k, ...]."""
         return x.reshape(x.shape[0], self.q_order.length, -1, *x.shape[2:])
 
-    def lists_by_key(self, q: Side, kv: Side) -> Lists:
-        """For each block of keys the rows that selected it."""
+    def lists_by_key(self, q: RowTiling, kv: RowTiling) -> PassLists:
+        """Builds the list of each key block: the rows that selected it."""
         assert self.table is not None
         rows = jax.lax.broadcasted_iota(jnp.int32, self._pairs.kind.shape, 2)
-        pairs = only_whole(self._pairs, kv)
+        pairs = mask_overhang(self._pairs, kv)
         pairs = dataclasses.replace(pairs, row=rows, blocks=(self.q_order.rows, pairs.blocks[1]))
-        return Lists(pairs.lists(True), bits_of(self.table[1], q, kv, False), self.q_order.length)
+        return PassLists(pairs.lists(True), pack_mask_bits(self.table[1], q, kv, False), self.q_order.length)
 
     @functools.cached_property
     def _pairs(self) -> BlockPairs:
         assert self.table is not None
         operands, ids, block, granularity = self.operands, self.selection.ids, self.block, self.selection.granularity
-        table, start = self.table[0], self.start
-        pairs = selected_block_pairs(ids, granularity, (1, block), table, operands.query.shape[2], start, self.ordered)
+        table, heads, first_query = self.table[0], operands.query.shape[2], self.first_query
+        pairs = selected_block_pairs(ids, granularity, (1, block), table, heads, first_query, self.sort_ids)
         return pairs.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
 
 
 def varying_like(query: jax.Array, x: jax.Array) -> jax.Array:
-    """x, known to differ by device as the query does: inside `shard_map` JAX cannot know it of a kernel's results."""
+    """Marks x as varying over the mesh axes of the query; `shard_map` cannot infer that for a kernel's results."""
     missing = tuple(jax.typeof(query).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying)
     return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -19,7 +19,7 @@ MAX_SPLITS = 256
 
 
 class Splits(NamedTuple):
-    """How work tiles are split.
+    """Splits of the work tiles of a launch.
 
     Attributes:
       steps: int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps.
@@ -32,15 +32,15 @@ class Splits(NamedTuple):
 
 
 def longest_first_order(steps: Any, few: int) -> Any:
-    """int32 [work tiles, LB]: the order in which they begin, so that no long one is left to the end; None for any.
+    """Returns an order of work tiles, int32 [work tiles, LB], in which no long one starts last; None if all will do.
 
-    Heads come one after the other, for their keys stay in the cache then, and within a head long work tiles come first.
-    Where steps are known, work tiles with far more of them than others come before all else. So do all, in the order of
-    their steps, if there are ``few`` at most.
+    Heads come one after the other, so that their keys stay in the cache. Within a head, long work tiles come first.
+    If steps are static, very long work tiles come before all others. With at most ``few`` work tiles, the longest
+    come first, whatever their head.
 
     Args:
       steps: of each work tile, integers [LB, heads, blocks], of numpy or JAX.
-      few: up to how many programs the order matters more than the cache.
+      few: number of work tiles up to which balance matters more than the cache.
     """
     batches, heads, blocks = steps.shape
     if not isinstance(steps, np.ndarray):
@@ -57,11 +57,11 @@ def longest_first_order(steps: Any, few: int) -> Any:
 
 
 def count_splits(steps: np.ndarray, programs: int, slots: int) -> np.ndarray:
-    """Number of splits of each work tile, int [LB, work tiles], whose steps are known; 0 for one that is not split.
+    """Returns the number of splits of each work tile, int [LB, work tiles]; 0 for one that is not split.
 
     Args:
-      steps: of each work tile.
-      programs: programs that do the same work tile, or that of another batch entry.
+      steps: static, of each work tile.
+      programs: programs of a work tile: tiles of its block, times batch entries with the same lists.
       slots: programs that the device runs at the same time.
     """
     limit = max(MIN_STEPS, steps.sum() * programs / slots)  # beyond, one takes longer than all together should
@@ -77,10 +77,10 @@ def split_work_tiles(steps: Any, num_splits: Any, most: int | None = None) -> Sp
     Args:
       steps: of each work tile, integers [LB, work tiles], of numpy or JAX.
       num_splits: of each work tile, the same shape; 0 for one that is not split.
-      most: a bound of the sum of ``num_splits`` over the work tiles, if that is known at run time only.
+      most: bound of the sum of ``num_splits`` over the work tiles, if steps are JAX arrays.
 
     Returns:
-      None if it is known that no work tile is split.
+      The splits, None if no work tile is split.
     """
     xp: Any = np if isinstance(steps, np.ndarray) else jnp
     ends = xp.cumsum(num_splits, axis=1)

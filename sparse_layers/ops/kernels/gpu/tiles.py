@@ -2,15 +2,16 @@
 
 **A program holds a tile of its major side.** These are queries in the forward and dq kernels, keys in the others.
 
-**It walks over the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Entries without
-masked pairs come first.
+**It walks a list of the minor side.** `BlockLists` has a list of minor blocks for each head and major block. Full
+blocks come first.
 
 **A step is one minor tile.** A block has one or more tiles. If the minor side is gathered, an entry is a single row,
 and a tile has many entries.
 
-**Rows are those of the pass.** `Order` maps a row to its token, and a token to its row.
+**Rows are those of the pass.** A row order maps a row to its token, and a token to its row.
 
-**Query heads of a key head may be packed.** Then PACK neighbouring rows of a query tile are heads of one token.
+**Query heads of a key head may be packed (PackGQA).** Then PACK neighbouring vectors of a query tile are heads of one
+token.
 
 A block of 2 tiles of 4 rows, for queries with PACK = 2; row_in_block counts its vectors::
 
@@ -35,8 +36,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # --- constants of a kernel's compilation -----------------------------------------------------------------------------
 
 
-class Arrays(NamedTuple):
-    """Sizes of the op's arrays, and the scaling of scores."""
+class ArrayShapes(NamedTuple):
+    """Shapes of the op's arrays, heads of the pass, and the scaling of scores."""
 
     T: int
     S: int
@@ -51,59 +52,59 @@ class Arrays(NamedTuple):
     BATCH: int
     FIRST_HEAD: int  # the pass is for query heads FIRST_HEAD, FIRST_HEAD + HEAD_STEP, ...
     HEAD_STEP: int
-    OWN_HEADS: int  # number of these heads
-    WIDE: bool  # whether offsets into an array need 64 bits
-    SEGMENTED: bool  # whether there are segment ids
+    PASS_HEADS: int  # number of these heads
+    WIDE: bool  # True if offsets into an array need 64 bits
+    SEGMENTED: bool  # True if there are segment ids
 
 
-class Order(NamedTuple):
+class RowOrderConstants(NamedTuple):
     """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.row_orders.Axis`."""
 
     START: int
     AXES: tuple  # none in natural order
-    NONE: int  # stands for no token; beyond all of them
+    NONE: int  # the token of rows without one; beyond all tokens
 
 
-class Axis(NamedTuple):
-    """One side of a pass: its rows, and how they are cut into blocks and tiles."""
+class TilingConstants(NamedTuple):
+    """The rows of one side of a pass, and how blocks and tiles divide them; see `RowTiling`."""
 
     ROWS: int
-    ORDER: Order
+    ORDER: RowOrderConstants
     BLOCK: int  # rows of a block of the lists
     TILE: int  # vectors of a tile, a power of two
     TILES: int  # tiles in a block
-    PACK: int  # query heads of a key head whose vectors at a token are neighbours in a tile; 1 on the key side
-    GATHERED: bool  # whether an entry of the lists is a single row, so that a tile has many entries
+    PACK: int  # query heads of a key head whose vectors are neighbours in a tile; 1 for keys
+    GATHERED: bool  # True if an entry of the lists is a single row, so that a tile has many entries
 
 
-class Walk(NamedTuple):
-    """The lists of a pass."""
+class BlockListShapes(NamedTuple):
+    """Shapes of the block lists of a pass."""
 
-    BATCHES: int  # lists by batch entry, and by head
+    BATCHES: int  # batch entries and heads with lists
     HEADS: int
     GROUP: int  # neighbouring query heads that share a list
-    ANY_FREE: bool
-    ANY_MASKED: bool
-    CHOSEN: int  # neighbouring queries of a block that select key blocks together; 0 without a selection
+    ANY_FULL: bool
+    ANY_PARTIAL: bool
+    GRANULARITY: int  # neighbouring queries that select blocks together; 0 without a selection
 
 
-class Work(NamedTuple):
-    """The schedule of a launch."""
+class WorkSchedule(NamedTuple):
+    """Work tiles of a launch: their number, order and splits."""
 
     BLOCKS: int  # of the major side
-    ORDERED: bool  # whether ``work_tiles`` is an order in which work tiles begin
-    SPLITS: bool  # whether programs compute splits of lists, each with a result of its own
-    MERGED: bool  # whether results of an earlier launch's splits are merged, as ``splits`` says
+    ORDERED: bool  # True if ``work_tiles`` orders the work tiles
+    SPLITS: bool  # True if each program computes a split and stores its own result
+    MERGED: bool  # True if programs merge the results of splits of an earlier launch, see ``splits``
     BATCHES: int  # of ``work_tiles`` and ``splits``
 
 
-class Rows(NamedTuple):
-    """The rows of results: those of this launch, or of earlier passes."""
+class ResultRows(NamedTuple):
+    """Rows and order of results, those of this launch or of earlier passes."""
 
-    EXISTS: bool
-    BY_TOKEN: bool
-    ROWS: int
-    ORDER: Order  # if they lie by row
+    EXISTS: bool  # False if there are no earlier results
+    BY_TOKEN: bool  # True if they lie by token, else by row
+    ROWS: int  # length of their axis of tokens or rows
+    ORDER: RowOrderConstants  # if they lie by row
 
 
 # --- pointers and integers of a program ------------------------------------------------------------------------------
@@ -151,10 +152,10 @@ class TileRows(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A list."""
+    """The span of a list."""
 
     first_entry: Any
-    num_free_steps: Any  # steps without masked pairs, which come first
+    num_full_steps: Any  # steps of full blocks, which come first
     num_steps: Any
     num_entries: Any
 
@@ -162,8 +163,8 @@ class Span(NamedTuple):
 class StepRows(NamedTuple):
     """The minor rows of a step, [TILE] each; of gathered rows ``entry``, too."""
 
-    entry: Any  # which entry of the list
-    tile: Any  # which tile of the block
+    entry: Any  # index of the entry in the list
+    tile: Any  # index of the tile in the block
     row_in_block: Any  # of gathered rows: from the beginning of the list
     row: Any
     exists: Any
@@ -171,13 +172,13 @@ class StepRows(NamedTuple):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """A tile of zeros."""
+    """Returns a tile of zeros."""
     return tl.zeros((ROWS, SIZE), tl.float32)
 
 
 @triton.jit
 def full(ROWS: tl.constexpr, VALUE: tl.constexpr):
-    """A vector of one number."""
+    """Returns a vector that repeats one number."""
     return tl.full((ROWS,), VALUE, tl.float32)
 
 
@@ -186,7 +187,7 @@ def full(ROWS: tl.constexpr, VALUE: tl.constexpr):
 
 @triton.jit
 def load_work_tile(schedule, batch, X: tl.constexpr, HEADS: tl.constexpr, PACK: tl.constexpr, W: tl.constexpr):
-    """The `WorkTile` of this program, of a block of X and of PACK of the HEADS heads.
+    """Loads the `WorkTile` of this program: a block of X, for PACK of HEADS heads.
 
     Programs for the tiles of a block share an entry of ``work_tiles``: a number, which is a pack of heads times BLOCKS
     plus a block, and with SPLITS a range of steps. Steps count through all lists of a work tile.
@@ -209,30 +210,30 @@ def load_work_tile(schedule, batch, X: tl.constexpr, HEADS: tl.constexpr, PACK: 
 
 @triton.jit
 def load_span(spans, batch, head, block, X: tl.constexpr, L: tl.constexpr, W: tl.constexpr):
-    """The list of a query head and a major block."""
+    """Loads the `Span` of the list of a query head and a major block."""
     line = ((batch % L.BATCHES) * L.HEADS + head // L.GROUP % L.HEADS) * W.BLOCKS + block
     first = tl.load(spans + line * 3)
-    num_free, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
-    if X.GATHERED:  # a tile of which only some entries are free is masked
-        return Span(first, num_free * X.PACK // X.TILE, tl.cdiv(num_entries * X.PACK, X.TILE), num_entries)
+    num_full, num_entries = tl.load(spans + line * 3 + 1) - first, tl.load(spans + line * 3 + 2) - first
+    if X.GATHERED:  # a tile with any partial entry is partial
+        return Span(first, num_full * X.PACK // X.TILE, tl.cdiv(num_entries * X.PACK, X.TILE), num_entries)
     else:
-        return Span(first, num_free * X.TILES, num_entries * X.TILES, num_entries)
+        return Span(first, num_full * X.TILES, num_entries * X.TILES, num_entries)
 
 
 @triton.jit
 def clip_steps(work_tile, steps_before, span):
-    """The steps of a list that are a work tile's: (first, first masked, end).
+    """Returns the steps of a list that belong to a work tile: (first, first partial, end).
 
-    ``steps_before`` are those of the work tile's lists before this one.
+    ``steps_before`` is the number of steps in the earlier lists of the work tile.
     """
     first = tl.minimum(tl.maximum(work_tile.first_step - steps_before, 0), span.num_steps)
     end = tl.minimum(tl.maximum(work_tile.end_step - steps_before, 0), span.num_steps)
-    return first, tl.minimum(tl.maximum(span.num_free_steps, first), end), end
+    return first, tl.minimum(tl.maximum(span.num_full_steps, first), end), end
 
 
 @triton.jit
 def move_to_list(lists, span):
-    """Moves the pointers to entries to the first one of a list."""
+    """Moves pointers of entries to the first entry of a list."""
     first = span.first_entry
     return BlockListPointers(
         lists.spans,
@@ -247,7 +248,7 @@ def move_to_list(lists, span):
 
 @triton.jit
 def load_step_rows(lists, step, num_entries, X: tl.constexpr):
-    """The minor rows of a step."""
+    """Loads the `StepRows` of a step."""
     column = tl.arange(0, X.TILE)
     if X.GATHERED:
         position = step * X.TILE + column
@@ -266,7 +267,7 @@ def load_step_rows(lists, step, num_entries, X: tl.constexpr):
 
 @triton.jit
 def rows_of_tile(work_tile, X: tl.constexpr, LENGTH: tl.constexpr):
-    """The major rows of a work tile, of LENGTH tokens."""
+    """Returns the `TileRows` of a work tile; the sequence has LENGTH tokens."""
     row_in_block = work_tile.tile * X.TILE + tl.arange(0, X.TILE)
     row = work_tile.block * X.BLOCK + row_in_block // X.PACK
     token = token_of(row, X)
@@ -276,7 +277,7 @@ def rows_of_tile(work_tile, X: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def token_of(row, X: tl.constexpr):
-    """The token of each row of an `Axis`."""
+    """Returns the token of each row of a side X."""
     if len(X.ORDER.AXES) == 0:
         return row
     else:
@@ -293,7 +294,7 @@ def token_of(row, X: tl.constexpr):
 
 @triton.jit
 def row_of(token, exists, R: tl.constexpr):
-    """(row, whether there is one) of each token in `Rows`."""
+    """Returns (row of each token in results R, True where it exists)."""
     if R.BY_TOKEN:
         return token, exists
     else:
@@ -309,8 +310,8 @@ def row_of(token, exists, R: tl.constexpr):
 
 @triton.jit
 def _coordinate_or_row(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.constexpr):
-    """The coordinates of rows on an axis, by its digits (rows, size, step), or the rows of coordinates if TO_ROW."""
-    # Looked up from the outermost bundle: Triton 3.6 takes tuples for constants in the arguments of a kernel only.
+    """Returns coordinates of rows on an axis, by its digits (rows, size, step); rows of coordinates if TO_ROW."""
+    # AXES[AXIS] is looked up here: Triton 3.6 takes tuples as constants in the arguments of a kernel only.
     total = x * 0
     for i in tl.static_range(len(X.ORDER.AXES[AXIS].digits)):
         digit = x // X.ORDER.AXES[AXIS].digits[i][2 if TO_ROW else 0]
@@ -325,7 +326,7 @@ def _coordinate_or_row(x, X: tl.constexpr, AXIS: tl.constexpr, TO_ROW: tl.conste
 
 @triton.jit
 def addresses(base, token, STRIDE: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr):
-    """Pointers [rows, SIZE] to the vectors of tokens, STRIDE elements apart."""
+    """Returns pointers [rows, SIZE] to the vectors of tokens, STRIDE elements apart."""
     if WIDE:
         token = token.to(tl.int64)
     return base + token[:, None] * STRIDE + tl.arange(0, SIZE)[None, :]
@@ -354,7 +355,7 @@ def store_rows(pointers, x, exists, LENGTH: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def offset_of_head(base, row_in_block, STRIDE: tl.constexpr, Q: tl.constexpr):
-    """``base`` of a program's first query head, plus STRIDE for each head after it, [rows] if heads are packed."""
+    """Adds STRIDE to ``base`` for each query head after a program's first one; [rows] if heads are packed."""
     if Q.PACK == 1:
         return base
     else:
@@ -372,7 +373,7 @@ def query_addresses(
     SIZE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """`addresses` of query vectors of LENGTH elements, where the heads of a token are neighbours."""
+    """Returns `addresses` of query vectors of LENGTH elements; heads of a token are neighbours."""
     if Q.PACK == 1:
         return addresses(base, token, STRIDE, SIZE, WIDE)
     else:
@@ -384,7 +385,7 @@ def query_addresses(
 
 @triton.jit
 def load_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """The mask [rows, MINOR.TILE] of an entry: mask tiles have for each major row the bits of all minor rows."""
+    """Loads the mask [rows, MINOR.TILE] of an entry; a row of a mask tile has the bits of all minor rows."""
     if MINOR.GATHERED:
         return _load_gathered_mask(lists, entry, row_in_block, MAJOR)
     else:
@@ -393,7 +394,7 @@ def load_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.c
 
 @triton.jit
 def _load_gathered_mask(lists, entry, row_in_block, MAJOR: tl.constexpr):
-    """The mask of minor rows with an entry each: their mask tiles are words with the bits of all major rows."""
+    """Loads the mask of gathered rows; each has a mask tile of words with the bits of all major rows."""
     bits = lists.mask_bits + (tl.load(lists.mask_tiles + entry).to(tl.int64) + 1) * (MAJOR.TILES * MAJOR.TILE // 32)
     word = tl.load(bits)[None, :]
     for i in tl.static_range(1, MAJOR.TILE // 32):
@@ -403,14 +404,14 @@ def _load_gathered_mask(lists, entry, row_in_block, MAJOR: tl.constexpr):
 
 @triton.jit
 def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """The mask of a tile of a minor block."""
+    """Loads the mask of a tile of a minor block."""
     words: tl.constexpr = tl.constexpr(1) if MINOR.PACK > 1 else MINOR.TILES * MINOR.TILE // 32
     mask_tile = tl.load(lists.mask_tiles + entry).to(tl.int64) + 1  # the first one allows every pair
     rows: tl.constexpr = MAJOR.TILES * MAJOR.TILE // MAJOR.PACK
     bits = lists.mask_bits + mask_tile * (rows * words) + row_in_block // MAJOR.PACK * words
     column = tl.arange(0, MINOR.TILE)
     if MINOR.PACK > 1:
-        query = (tile * MINOR.TILE + column) // MINOR.PACK & 31  # rows beyond the block have any bit
+        query = (tile * MINOR.TILE + column) // MINOR.PACK & 31  # the bits of rows beyond the block do not matter
         return ((tl.load(bits)[:, None] >> query[None, :]) & 1) != 0
     bits += tile * (MINOR.TILE // 32)
     word = tl.load(bits)[:, None]
@@ -424,8 +425,8 @@ def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINO
 
 @triton.jit
 def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
-    """True where the queries of rows selected an entry: bit i is that of queries CHOSEN * i and so on."""
-    return ((tl.load(lists.active_rows_mask + entry) >> (row_in_block // Q.PACK // L.CHOSEN)) & 1) != 0
+    """True where the queries of rows selected an entry; bit i is that of queries GRANULARITY * i and following."""
+    return ((tl.load(lists.active_rows_mask + entry) >> (row_in_block // Q.PACK // L.GRANULARITY)) & 1) != 0
 
 
 @triton.jit
@@ -441,14 +442,14 @@ def may_attend(
     KV: tl.constexpr,
     L: tl.constexpr,
 ):
-    """True where a query of a program's tile may attend to a key of a masked step, [Q.TILE, KV.TILE]."""
-    may = load_mask(lists, kv_rows.entry, kv_rows.tile, q_row_in_block, Q, KV)
-    if L.CHOSEN > 0:
-        may = may & has_selected(lists, kv_rows.entry, q_row_in_block, Q, L)[:, None]
+    """True where a query of a program's tile may attend to a key of a partial step, [Q.TILE, KV.TILE]."""
+    allowed = load_mask(lists, kv_rows.entry, kv_rows.tile, q_row_in_block, Q, KV)
+    if L.GRANULARITY > 0:
+        allowed = allowed & has_selected(lists, kv_rows.entry, q_row_in_block, Q, L)[:, None]
     if A.SEGMENTED:
         kv_segment = tl.load(lists.kv_segments + kv_token, mask=kv_exists, other=-1)
-        may = may & (q_segment[:, None] == kv_segment[None, :])
-    return may
+        allowed = allowed & (q_segment[:, None] == kv_segment[None, :])
+    return allowed
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -456,7 +457,7 @@ def may_attend(
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, to a few roundings also near 0."""
+    """Computes tanh(x), accurate to a few roundings also near 0."""
     square = x * x
     small = -0.05396825396825397 + square * 0.021869488536155203
     small = x * (1 + square * (-0.3333333333333333 + square * (0.13333333333333333 + square * small)))
@@ -467,7 +468,7 @@ def tanh(x):
 
 @triton.jit
 def logits(products, A: tl.constexpr):
-    """Logits to base 2 of q . k."""
+    """Turns q . k into logits to base 2."""
     if A.CAP == 0:
         return products * (A.SCALE * LOG2_E)
     else:

@@ -1,11 +1,11 @@
 """The implementations "hopper" and "triton": block-sparse flash attention for NVIDIA GPUs.
 
 `route.py` says which kernels a call runs, of which engine, in which order, and why. `run.py` runs them. `hopper.py` and
-`triton.py` are the two implementations. They differ in the engines that they ask, in order of preference: the kernels
-of `hopper_gpu` and those of `triton_gpu`, or the latter alone. `kv_outer.py` takes single queries to the blocks of keys
-that they selected.
+`triton.py` are the two implementations: the first prefers the engine `hopper_gpu` and hands other passes to
+`triton_gpu`, the second runs `triton_gpu` alone. `kv_outer.py` computes selections of single queries with key blocks in
+the outer loop.
 
-These files and those of the engines are imported at the first call, for Triton takes a while and need not be there.
+Engines are imported at the first call: Triton takes a while to import, and need not be installed.
 """
 
 from typing import Literal

@@ -10,7 +10,7 @@ from . import triton
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call, or None."""
+    """Returns why this implementation cannot compute the call, or None."""
     from ..gpu import bridge, hardware
 
     reason = triton.unsupported(call, operands)
@@ -53,7 +53,7 @@ def notes(call: Call, operands: Operands) -> list[str]:
 
 @differentiable_once("hopper")
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    """Returns attention out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
     from . import run
 
     return run.forward("hopper", call, operands)
@@ -61,7 +61,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("hopper")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from . import run
 
     return Gradients(*run.backward("hopper", call, operands, lse, delta, dout))

@@ -23,14 +23,14 @@ class Launch:
     """One kernel, for one or two passes of a head group.
 
     Attributes:
-      kernel: "forward" has out and lse, "dq" and "dkv" have the gradients that they are called by, "dqkv" has all.
-      engine: whose kernel it is.
-      work: the pass or the passes, with shapes for arrays.
-      group: number of the head group.
-      starts_from_state: whether the kernel adds to the results of earlier launches. Otherwise its results are added
-        to these afterwards.
-      rounded: whether its results (of "dqkv" dq) are kept in the dtype of the query; else in float32.
-      rounded_kv: the same of dk and dv.
+      kernel: "forward" computes out and lse, "dq" dq, "dkv" dk and dv, and "dqkv" all three gradients.
+      engine: the engine of the kernel.
+      work: the pass, or two that are fused, with shapes for arrays.
+      group: index of the head group.
+      starts_from_state: True if the kernel adds to the results of earlier launches, else its results are added to them
+        afterwards.
+      rounded: True to store results (of "dqkv" dq) in the dtype of the query, else in float32.
+      rounded_kv: the same of dk and dv of "dqkv".
     """
 
     kernel: Kernel
@@ -46,8 +46,8 @@ class KvOuter(NamedTuple):
     """Kernels that hold a block of keys and gather the single queries that selected it.
 
     Attributes:
-      engine: whose kernels they are.
-      always: whether the call runs them in any case. Otherwise it is decided at run time: it runs them where
+      engine: the engine of the kernels.
+      always: True if the call always runs them. Otherwise the program decides at run time: it runs them where
         neighbouring queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
     """
 
@@ -70,8 +70,8 @@ class Route(NamedTuple):
       groups: the head groups.
       forward: launches of the forward pass, in their order.
       backward: those of the backward pass.
-      kv_outer_forward: what may run in the place of ``forward``; None for nothing.
-      kv_outer_backward: what may run in the place of ``backward``; None for nothing.
+      kv_outer_forward: the alternative to ``forward``; None for none.
+      kv_outer_backward: the alternative to ``backward``; None for none.
       passes: for each pass of each head group, why the preferred engine does not compute it.
     """
 
@@ -84,7 +84,7 @@ class Route(NamedTuple):
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
-    """The route of a call on the GPU at hand.
+    """Returns the route of a call on the local GPU.
 
     Args:
       implementation: "hopper" or "triton".
@@ -103,32 +103,32 @@ def _route(
     shapes: Operands = jax.tree.unflatten(structure, leaves)
     groups = head_groups_of(call, shapes, merge=True)
     works = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
-    outer = None, None
+    kv_outer = None, None
     if triton_kv_outer_unsupported(call, shapes) is None:
         by_hopper = "hopper" in engines and query_gather_unsupported(call, shapes) is None
-        outer = KvOuter("triton", False), KvOuter("hopper", True) if by_hopper else KvOuter("triton", False)
+        kv_outer = KvOuter("triton", False), KvOuter("hopper", True) if by_hopper else KvOuter("triton", False)
     reasons = tuple(
         PassReasons(
             work.orders,
-            _pick(engines, work, "forward")[1],
-            None if outer[1] is not None and outer[1].always else _pick(engines, work, "dkv")[1],
+            _pick_engine(engines, work, "forward")[1],
+            None if kv_outer[1] is not None and kv_outer[1].always else _pick_engine(engines, work, "backward")[1],
         )
         for group_passes in works
         for work in group_passes
     )
-    forward = [launch for group, passes in enumerate(works) for launch in _forward(engines, passes, group)]
-    return Route(groups, tuple(forward), _backward(engines, works), *outer, reasons)
+    forward = [launch for group, passes in enumerate(works) for launch in _forward_launches(engines, passes, group)]
+    return Route(groups, tuple(forward), _backward_launches(engines, works), *kv_outer, reasons)
 
 
 def triton_kv_outer_unsupported(call: Call, operands: Operands) -> str | None:
-    """Why plain Triton's kernels that hold keys do not compute the selections of a call, or None."""
+    """Returns why plain Triton's kernels that hold keys cannot compute the selections of a call, or None."""
     from ..triton_gpu import kv_outer
 
     return kv_outer.unsupported(call, operands)
 
 
 def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
-    """Why the Hopper kernel that gathers queries does not compute the gradients of a call, or None."""
+    """Returns why the Hopper kernel that gathers queries cannot compute the gradients of a call, or None."""
     from ..hopper_gpu import query_gather
     from .kv_outer import divisor
 
@@ -139,46 +139,48 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     return query_gather.unsupported(call, operands, operands.selection.block // divisor(call, operands))
 
 
-def _pick(engines: tuple[Engine, ...], work: GroupPass, kernel: str) -> tuple[Engine, str | None]:
-    """The engine of a pass, "forward" or "dkv", and why it is not the preferred one."""
+def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> tuple[Engine, str | None]:
+    """Returns the engine of a pass in a direction, and why it is not the preferred one; None if it is."""
     from ..triton_gpu import launch as triton
 
     if engines == ("triton",):
         return "triton", None
     from ..hopper_gpu import launch as hopper
 
-    if kernel == "dkv" and triton.each_key_once(work):
+    if direction == "backward" and triton.each_key_once(work):
         return "triton", "each key is in one list, and plain Triton's kernel then writes each gradient once"
-    reason = hopper.unsupported(work, kernel)
+    reason = hopper.unsupported(work, direction)
     return ("hopper" if reason is None else "triton"), reason
 
 
-def _fuse(engines: tuple[Engine, ...], works: Sequence[GroupPass], kernel: str) -> list[tuple[GroupPass, Engine]]:
-    """The passes with their engines: those of some queries first, two at a time where one kernel can do both."""
+def _fuse_passes(
+    engines: tuple[Engine, ...], works: Sequence[GroupPass], direction: str
+) -> list[tuple[GroupPass, Engine]]:
+    """Returns passes and their engines, those of some queries first; two are one where a kernel can compute both."""
     fused: list[tuple[GroupPass, Engine]] = []
     for work in sorted(works, key=lambda work: work.q_order.complete):
-        engine, _ = _pick(engines, work, kernel)
-        for i, (other, its_engine) in enumerate(fused):
-            if other.fused_with is None and its_engine == engine and _can_fuse(engine, other, work, kernel):
-                pair = other.fuse(work)
-                fused[i] = pair, _pick(engines, pair, kernel)[0]
+        engine, _ = _pick_engine(engines, work, direction)
+        for i, (partner, partner_engine) in enumerate(fused):
+            if partner.fused_with is None and partner_engine == engine and _can_fuse(engine, partner, work, direction):
+                pair = partner.fuse(work)
+                fused[i] = pair, _pick_engine(engines, pair, direction)[0]
                 break
         else:
             fused.append((work, engine))
     return fused
 
 
-def _can_fuse(engine: Engine, work: GroupPass, other: GroupPass, kernel: str) -> bool:
+def _can_fuse(engine: Engine, work: GroupPass, second: GroupPass, direction: str) -> bool:
     if engine == "triton":
-        return work.same_rows(other)
+        return work.same_rows(second)
     from ..hopper_gpu import launch as hopper
 
-    return hopper.can_fuse(work, other, kernel)
+    return hopper.can_fuse(work, second, direction)
 
 
-def _forward(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
-    """The launches of a head group."""
-    fused = _fuse(engines, works, "forward")
+def _forward_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
+    """Returns the forward launches of a head group."""
+    fused = _fuse_passes(engines, works, "forward")
     rounded = _may_round([work for work, _ in fused if work.q_order.complete])
     launches = []
     for i, (work, engine) in enumerate(fused):
@@ -187,15 +189,15 @@ def _forward(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int
     return launches
 
 
-def _backward(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
-    """The launches of all head groups, whose dk and dv are sums over them."""
+def _backward_launches(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
+    """Returns the backward launches of all head groups; dk and dv are sums over them."""
     dq_launches: list[Launch] = []
-    by_keys: list[tuple[GroupPass, int]] = []  # what takes a kernel for dk and dv of its own
+    by_keys: list[tuple[GroupPass, int]] = []  # passes whose dk and dv need a dkv kernel
     for group, group_passes in enumerate(works):
         launches = _dq_launches(engines, group_passes, group)
         by_keys += [(work, group) for x in launches if x.kernel == "dq" for work in x.work.unfused()]
         dq_launches += launches
-    # Those that hold some keys only come before those that write dk and dv of all.
+    # Passes over some keys come before those that write dk and dv of all keys.
     some = [Launch("dkv", "triton", work, group, False, False) for work, group in by_keys if not work.kv_order.complete]
     every = [(work, group) for work, group in by_keys if work.kv_order.complete]
     rounded = _may_round([*(x.work for x in dq_launches if x.kernel == "dqkv"), *(work for work, _ in every)])
@@ -207,15 +209,14 @@ def _backward(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]])
 
 
 def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
-    """The launches of a head group that have dq. That of Hopper has all gradients, and adds to dq in float32."""
+    """Returns the launches of a head group that compute dq; a Hopper kernel adds to it in float32."""
     from ..triton_gpu import launch as triton
 
-    fused = _fuse(engines, works, "dkv")
+    fused = _fuse_passes(engines, works, "backward")
     once = {work: triton.each_key_once(work) for work, _ in fused}
     kernels: dict[GroupPass, Kernel] = {x: "dqkv" if engine == "hopper" or once[x] else "dq" for x, engine in fused}
-    # Of the passes with all queries, those that have dk and dv of some keys only come before those that write all. Of
-    # the latter those with each key in one list come first: their kernel does more than others, and had better not read
-    # earlier results, too.
+    # Of the passes over all queries, those that write dk and dv of some keys come before those that write all. Of the
+    # latter, those with each key in one list come first: their kernel computes most, and need not read earlier results.
     fused.sort(
         key=lambda x: (
             x[0].q_order.complete,
@@ -238,5 +239,5 @@ def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group:
 
 
 def _may_round(works: Sequence[GroupPass]) -> Any:
-    """Which of the passes over all tokens may keep their result in the dtype of the query: of many, only the last."""
+    """Returns a predicate of passes over all tokens: True if one may round its results, of more than two the last."""
     return lambda work: len(works) <= 2 or work is works[-1]

@@ -1,8 +1,8 @@
 """Runs the launches of a route, and hands the results of one to the next.
 
-Kernels read q, k and v where they are, by token, whatever the order of their rows. A pass that holds all tokens writes
-by token, too, and starts from what earlier passes left, so a chain of n such passes reads and writes each row n times
-and copies nothing. Passes that hold only some queries (or keys) come first; their results are few and kept by row.
+Kernels read q, k and v by token, in place, whatever their row order. A pass over all tokens writes by token, too, and
+starts from the results of earlier passes. So a chain of n such passes reads and writes each row n times, and copies
+nothing. Passes over some queries (or keys) come first; their results are few, and stored by row.
 """
 
 import functools
@@ -17,7 +17,7 @@ from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES
-from ..gpu.passes import BackwardInputs, Rows
+from ..gpu.passes import BackwardInputs, PassResults
 from ..numerics import base_2_sinks, merge_by_lse
 from ..operands import Operands
 from ..pass_blocks import join_heads
@@ -28,14 +28,14 @@ from .route import Launch, Route, route
 
 
 def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, Hv] in the dtype of the query, lse [B, T, N] in float32)."""
+    """Returns (out [B, T, N, Hv] in the dtype of the query, lse [B, T, N] in float32)."""
     return vmap_as_batch(functools.partial(_forward, implementation, call), MAX_BATCH_ENTRIES, operands)
 
 
 def backward(
     implementation: str, call: Call, operands: Operands, *by_query: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dq, dk, dv) in the dtypes of query, key and value; ``by_query`` are lse, delta and dout."""
+    """Returns (dq, dk, dv) in the dtypes of query, key and value; ``by_query`` are lse, delta and dout."""
     return vmap_as_batch(functools.partial(_backward, implementation, call), MAX_BATCH_ENTRIES, operands, *by_query)
 
 
@@ -45,11 +45,11 @@ def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.A
         out = jnp.zeros((*query.shape[:3], operands.value.shape[-1]), query.dtype)
         return out, jnp.zeros(query.shape[:3], jnp.float32)
     operands = operands._replace(sinks=None if operands.sinks is None else base_2_sinks(operands.sinks))
-    operands, planned = _mark_padding(operands), route(implementation, call, operands)
-    by_query = functools.partial(_run_forward, planned)
-    if planned.kv_outer_forward is None:
-        return by_query(operands)
-    return _if_neighbours_disagree(call, functools.partial(kv_outer.forward, call), by_query, operands)
+    operands, call_route = _mark_padding(operands), route(implementation, call, operands)
+    run_q_outer = functools.partial(_run_forward, call_route)
+    if call_route.kv_outer_forward is None:
+        return run_q_outer(operands)
+    return _if_neighbours_disagree(call, functools.partial(kv_outer.forward, call), run_q_outer, operands)
 
 
 def _backward(
@@ -58,28 +58,28 @@ def _backward(
     query, key, value = operands.query, operands.key, operands.value
     if not query.size:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
-    args, planned = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
-    by_query, outer = functools.partial(_run_backward, planned), planned.kv_outer_backward
-    if outer is None:
-        return by_query(*args)
-    by_key = functools.partial(kv_outer.backward, outer.engine, call)
-    if outer.always:
-        return by_key(*args)
-    return _if_neighbours_disagree(call, by_key, by_query, *args)
+    args, call_route = (_mark_padding(operands), lse, delta, dout), route(implementation, call, operands)
+    run_q_outer, kv_outer_launch = functools.partial(_run_backward, call_route), call_route.kv_outer_backward
+    if kv_outer_launch is None:
+        return run_q_outer(*args)
+    run_kv_outer = functools.partial(kv_outer.backward, kv_outer_launch.engine, call)
+    if kv_outer_launch.always:
+        return run_kv_outer(*args)
+    return _if_neighbours_disagree(call, run_kv_outer, run_q_outer, *args)
 
 
 def _if_neighbours_disagree(
-    call: Call, by_key: Callable[..., Any], by_query: Callable[..., Any], operands: Operands, *args: jax.Array
+    call: Call, run_kv_outer: Callable[..., Any], run_q_outer: Callable[..., Any], operands: Operands, *args: jax.Array
 ) -> Any:
-    """One of two functions of the operands and other arrays, as it is decided at run time."""
+    """Calls one of two functions of the operands and other arrays, by a predicate at run time."""
     disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
-    by_key = bridge.conditional("if neighbouring queries disagree", by_key)
-    by_query = bridge.conditional("if they agree", by_query)
-    return jax.lax.cond(disagree, by_key, by_query, operands, *args)
+    run_kv_outer = bridge.record_condition("if neighbouring queries disagree", run_kv_outer)
+    run_q_outer = bridge.record_condition("if they agree", run_q_outer)
+    return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
 
 
 def _mark_padding(operands: Operands) -> Operands:
-    """The operands, whose segment ids of padding are -2 for queries and -1 for keys."""
+    """Returns the operands, with segment ids of padding -2 for queries and -1 for keys."""
     if operands.segments is None:
         return operands
     q, kv = operands.segments
@@ -96,9 +96,9 @@ def _run_forward(planned: Route, operands: Operands) -> tuple[jax.Array, jax.Arr
 
 
 def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
+    """Returns (out [B, T, heads, Hv], lse [B, T, heads]) of a head group."""
     sinks = operands.sinks
-    # Kernels start from the sinks if each query is begun by one pass only; otherwise sinks are merged in the end.
+    # Kernels start from the sinks if only one pass starts each query; otherwise sinks are merged at the end.
     in_kernels = sum(not x.work.q_order.complete for x in launches) < min(2, len(launches))
     state = None
     for launch in launches:
@@ -109,7 +109,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
             assert state is not None
             update = _launch_forward(launch, operands, None, None)
             out, lse = merge_by_lse(state.by_token(), update.by_token())
-            state = Rows(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
+            state = PassResults(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
     if state is None:
         zeros = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
         out, lse = zeros[..., None] * jnp.zeros(operands.value.shape[-1]), zeros - jnp.inf
@@ -121,13 +121,15 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
     return out, lse
 
 
-def _launch_forward(launch: Launch, operands: Operands, before: Rows | None, sinks: jax.Array | None) -> Rows:
+def _launch_forward(
+    launch: Launch, operands: Operands, earlier: PassResults | None, sinks: jax.Array | None
+) -> PassResults:
     work = launch.work.bind(operands)
     if launch.engine == "triton":
-        return triton.forward(work, before, sinks, launch.rounded)
+        return triton.forward(work, earlier, sinks, launch.rounded)
     from ..hopper_gpu import launch as hopper
 
-    return hopper.forward(work, before, sinks, launch.rounded)
+    return hopper.forward(work, earlier, sinks, launch.rounded)
 
 
 def _run_backward(
@@ -135,17 +137,17 @@ def _run_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value = operands.query, operands.key, operands.value
     inputs = BackwardInputs(lse.swapaxes(1, 2), delta.swapaxes(1, 2), dout.astype(query.dtype))
-    dqs: list[Rows | None] = [None] * len(planned.groups)
-    dkv: Rows | None = None
+    dqs: list[PassResults | None] = [None] * len(planned.groups)
+    dkv: PassResults | None = None
     for launch in planned.backward:
         work, group = launch.work.bind(operands), launch.group
         if launch.kernel == "dkv":
             dkv_of_launch = triton.dkv(work, inputs, dkv if launch.starts_from_state else None, launch.rounded)
-            dkv = dkv_of_launch if dkv is None or launch.starts_from_state else dkv.plus(dkv_of_launch)
+            dkv = dkv_of_launch if dkv is None or launch.starts_from_state else dkv.add(dkv_of_launch)
             continue
-        before = dqs[group]
-        dq, dkv_of_launch = _launch_dq(launch, work, inputs, before if launch.starts_from_state else None, dkv)
-        dqs[group] = dq if before is None or launch.starts_from_state else before.plus(dq)
+        earlier = dqs[group]
+        dq, dkv_of_launch = _launch_dq(launch, work, inputs, earlier if launch.starts_from_state else None, dkv)
+        dqs[group] = dq if earlier is None or launch.starts_from_state else earlier.add(dq)
         dkv = dkv if dkv_of_launch is None else dkv_of_launch
     dq_groups = [
         jnp.zeros_like(heads.select(query)) if dq is None else dq.by_token()[0]
@@ -156,12 +158,12 @@ def _run_backward(
 
 
 def _launch_dq(
-    launch: Launch, work, inputs: BackwardInputs, before: Rows | None, dkv: Rows | None
-) -> tuple[Rows, Rows | None]:
+    launch: Launch, work, inputs: BackwardInputs, earlier: PassResults | None, dkv: PassResults | None
+) -> tuple[PassResults, PassResults | None]:
     with_dkv = launch.kernel == "dqkv"
-    before_kv = dkv if with_dkv else None
+    earlier_kv = dkv if with_dkv else None
     if launch.engine == "triton":
-        return triton.dq(work, inputs, before, before_kv, launch.rounded, launch.rounded_kv, with_dkv)
+        return triton.dq(work, inputs, earlier, earlier_kv, launch.rounded, launch.rounded_kv, with_dkv)
     from ..hopper_gpu import launch as hopper
 
-    return hopper.dqkv(work, inputs, before, before_kv, launch.rounded_kv)
+    return hopper.dqkv(work, inputs, earlier, earlier_kv, launch.rounded_kv)

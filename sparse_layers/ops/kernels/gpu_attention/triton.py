@@ -9,9 +9,9 @@ from ..transforms import differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call, or None."""
+    """Returns why this implementation cannot compute the call, or None."""
     from ..gpu import hardware
-    from ..triton_gpu.settings import misfit
+    from ..triton_gpu import settings
 
     device = hardware.local_device()
     if isinstance(device, str):
@@ -24,12 +24,12 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if operands.query.shape[0] > hardware.MAX_BATCH_ENTRIES:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {operands.query.shape[0]}"
     padded = hardware.padded_size(sizes[0]), hardware.padded_size(sizes[1])
-    return misfit(operands.query.dtype.itemsize, padded, call.params, device)
+    return settings.unsupported(operands.query.dtype.itemsize, padded, call.params, device)
 
 
 @differentiable_once("triton")
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32."""
+    """Returns attention out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32."""
     from . import run
 
     return run.forward("triton", call, operands)
@@ -37,7 +37,7 @@ def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @differentiable_once("triton")
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
+    """Returns gradients of query, key and value, in their dtypes; see `xla.backward` for the arguments."""
     from . import run
 
     return Gradients(*run.backward("triton", call, operands, lse, delta, dout))

@@ -62,10 +62,10 @@ from .primitives import add_tile, exp2, load_tile, named_barrier_sync, prevent_h
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     allocate_barriers,
     allocate_buffers,
@@ -90,14 +90,14 @@ class BackwardConstants(NamedTuple):
     SPLIT_HEADS: int  # query heads with the same splits, numbered for the first of them
 
 
-class Schedule(NamedTuple):
+class SplitSchedule(NamedTuple):
     """Pointers to the work tiles of all programs."""
 
     work_tiles: Any  # number of the work tile, by program
     splits: Any  # of the lists, if L.NUM_SPLITS > 0
 
 
-class WorkTile(NamedTuple):
+class KVWorkTile(NamedTuple):
     """Work tile of one program; query heads are numbered within the pass."""
 
     batch: Any
@@ -127,7 +127,7 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
     if L.NUM_SPLITS == 0:
         batch, kv_head, kv_block = unravel_work_tile(number, A.KV_HEADS, L)
         first_head, end_head = _query_heads(kv_head, A)
-        return WorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
+        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, 0, 0)
     else:
         split = schedule.splits + number % L.NUM_SPLITS * 5
         head_offset = number // L.NUM_SPLITS % F.SPLIT_HEADS
@@ -135,19 +135,19 @@ def _load_work_tile(schedule, A: gl.constexpr, L: gl.constexpr, F: gl.constexpr)
         kv_head = (A.FIRST_HEAD + first_head * A.HEAD_STEP) // (A.HEADS // A.KV_HEADS)
         first_entry, end_entry = gl.load(split + 3), gl.load(split + 4)
         batch, kv_block = number // L.NUM_SPLITS // F.SPLIT_HEADS, gl.load(split)
-        return WorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
+        return KVWorkTile(batch, kv_head, kv_block, first_head, end_head, first_entry, end_entry)
 
 
 @gluon.jit
 def _entries(spans, work_tile, pass_head, A: gl.constexpr, L: gl.constexpr):
-    """Entries of a work tile in the list of a query head: (first entry, first masked one, end)."""
+    """Entries of a work tile in the list of a query head: (first entry, first partial one, end)."""
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
-    first, first_masked, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
+    first, first_partial, end = load_span(spans, work_tile.batch, head, work_tile.kv_block, L)
     if L.NUM_SPLITS > 0:
         end = gl.where(pass_head + 1 == work_tile.end_head, first + work_tile.end_entry, end)
         first = gl.where(pass_head == work_tile.first_head, first + work_tile.first_entry, first)
-        first_masked = gl.minimum(gl.maximum(first_masked, first), end)
-    return first, first_masked, end
+        first_partial = gl.minimum(gl.maximum(first_partial, first), end)
+    return first, first_partial, end
 
 
 @gluon.jit
@@ -219,7 +219,7 @@ def _producer(descs, buffers, ready, free, schedule, lists, A: gl.constexpr, Q: 
 @gluon.jit
 def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists, A: gl.constexpr, Q: gl.constexpr,
                 L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, M] of a masked entry to -inf where the mask, selection or segments exclude the pair."""
+    """Sets scores [64, M] of a partial entry to -inf where the mask, selection or segments exclude the pair."""
     M: gl.constexpr = F.M
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
@@ -366,12 +366,12 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
     mbarrier.wait(ready.kv.index(0), 0)
     mbarrier.wait(ready.kv.index(1), 0)
     for pass_head in range(work_tile.first_head, work_tile.end_head):
-        first, first_masked, end = _entries(lists.spans, work_tile, pass_head, A, L)
-        step, dk, dv = _backward_steps(first, first_masked, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+        first, first_partial, end = _entries(lists.spans, work_tile, pass_head, A, L)
+        step, dk, dv = _backward_steps(first, first_partial, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
                                        batch, pass_head, kv_segment, A, Q, KV, L, F, False, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
-        _, first_masked, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
-        step, dk, dv = _backward_steps(first_masked, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
+        _, first_partial, end = _entries(lists.spans, work_tile, prevent_hoisting(pass_head), A, L)
+        step, dk, dv = _backward_steps(first_partial, end, step, dk, dv, GROUP, descs, buffers, ready, free, lists,
                                        batch, pass_head, kv_segment, A, Q, KV, L, F, True, S_LAYOUT,
                                        DKV_LAYOUT)  # fmt: skip
     _store_gradient(dk, descs.dk, buffers.dq.index(GROUP), batch, row, work_tile.kv_head, A, DKV, F)
@@ -380,7 +380,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, schedule, lists,
 
 
 @gluon.jit
-def backward_kernel(
+def hopper_backward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has M = M rows and D columns
     dout,  # [B, *axes of Q, HEADS, HV], likewise
     k,  # [B, *axes of KV, KV_HEADS, H], a box has N = KV.BLOCK rows
@@ -388,7 +388,7 @@ def backward_kernel(
     lse,  # float32 [B * PASS_HEADS, Q.ROWS] by row, a box has M of a row; see `scaled_neg_lse`
     delta,  # float32 [B * PASS_HEADS, Q.ROWS] by row: -SCALE * delta
     work_tiles,  # int32 [programs]: the number of the work tile of each program
-    spans,  # this and all up to ``mask_bits``: as in `forward_kernel`, by blocks of keys
+    spans,  # this and all up to ``mask_bits``: as in `hopper_forward_kernel`, by blocks of keys
     entries,
     mask_tiles,
     active_rows_mask,
@@ -427,8 +427,8 @@ def backward_kernel(
     ready = Ready(q=q_ready, dout=dout_ready, kv=allocate_barriers(2, 1))
     fence_async_shared()
     descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
-    schedule = Schedule(work_tiles, splits)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    schedule = SplitSchedule(work_tiles, splits)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, buffers, ready, free, schedule, lists, A, Q, KV, DKV, L, F)),

@@ -4,8 +4,8 @@
 and a block of 128 queries each.
 **Warp specialization.** One warp, the producer, loads tiles of q, k and v with the copy engine (TMA). Two groups of
 four warps compute 64 queries each.
-**Lists, not patterns.** The producer walks the block list of a work tile. Blocks without masked pairs come first, so
-that the loop over them evaluates no mask.
+**Lists, not patterns.** The producer walks the block list of a work tile. Full blocks come first, so that the loop over
+them evaluates no mask.
 **Two products in flight.** The tensor cores multiply the scores of one step and p @ v of the step before, while the
 group computes the softmax in between.
 **A stage of the ring holds the keys of a step and the values of the step before.** Both arrive at one barrier and leave
@@ -58,10 +58,10 @@ from .primitives import exp2, load_tile, pack, reinterpret, store_tile, unpack
 from .tiles import (
     GROUP_ROWS,
     LOG2_E,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     RowPointers,
     allocate_barriers,
@@ -78,10 +78,10 @@ from .tiles import (
 )
 
 LN_2 = gl.constexpr(0.6931471805599453)
-# Integers of a work tile in the queue: its number, its first step, its first masked step, the end of its steps, and the
+# Integers of a work tile in the queue: its number, first step, first partial step, the end of its steps, and the
 # mask tile of its first step. `_consumer` reads them by these indices.
 QUEUE_INTS = gl.constexpr(5)
-WORK_TILE, FIRST, FIRST_MASKED, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
+WORK_TILE, FIRST, FIRST_PARTIAL, END, MASK_TILE = (gl.constexpr(i) for i in range(5))
 
 
 class ForwardConstants(NamedTuple):
@@ -140,12 +140,12 @@ def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: 
                     L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Reads the next work tile, and starts the loads that its first step needs.
 
-    Returns (number or -1, (first step, first masked step, end), mask words of the first step, initial m_i [64]). The
+    Returns (number or -1, (first step, first partial step, end), mask words of the first step, initial m_i [64]). The
     initial m_i is the sink or the lse of an earlier pass, to base 2.
     """
     mbarrier.wait(queue.ready.index(round % 2), round // 2 & 1)
     work_tile = _read_queue(queue, round, WORK_TILE)
-    span = _read_queue(queue, round, FIRST), _read_queue(queue, round, FIRST_MASKED), _read_queue(queue, round, END)
+    span = _read_queue(queue, round, FIRST), _read_queue(queue, round, FIRST_PARTIAL), _read_queue(queue, round, END)
     words = _load_mask_words(lists, _read_queue(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
     mbarrier.arrive(queue.free.index(round % 2), count=1)
     m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -185,7 +185,7 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
-        first, first_masked, end = load_span(lists.spans, batch, head, q_block, L)
+        first, first_partial, end = load_span(lists.spans, batch, head, q_block, L)
         for group in gl.static_range(Q.BLOCK // GROUP_ROWS):
             q_stage = round % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
             mbarrier.wait(free.q.index(q_stage), (round // F.Q_STAGES & 1) ^ 1)
@@ -193,8 +193,8 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
             expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
         mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
         # Entries of the list -> steps.
-        first, first_masked, end = first * STEPS_PER_BLOCK, first_masked * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
-        _write_queue(queue, round, (work_tile, first, first_masked, end, mask_tile))
+        first, first_partial, end = first * STEPS_PER_BLOCK, first_partial * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
+        _write_queue(queue, round, (work_tile, first, first_partial, end, mask_tile))
         round += 1
         # A group needs values a step later than keys: with the keys of a step come the values of the step before.
         v_row = 0
@@ -236,7 +236,7 @@ def _load_mask_words(lists, mask_tile, step_in_block, row_in_tile, Q: gl.constex
 @gluon.jit
 def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl.constexpr, Q: gl.constexpr,
                 KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """Sets scores [64, N] of a masked step to -inf where the mask, selection or segments exclude the pair."""
+    """Sets scores [64, N] of a partial step to -inf where the mask, selection or segments exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
         selected_by = gl.load(lists.active_rows_mask + step // STEPS_PER_BLOCK)
@@ -326,7 +326,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
     work_tile, span, words, initial_m_i = next_work_tile
     while work_tile >= 0:
-        first, first_masked, end = span
+        first, first_partial, end = span
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         row = q_block * Q.BLOCK + row_in_tile + gl.arange(0, GROUP_ROWS, layout=S_ROWS)
         lse_index = (batch * A.PASS_HEADS + pass_head) * Q.ROWS + row
@@ -354,18 +354,18 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             mbarrier.arrive(free.k.index(stage), count=1)
             mbarrier.arrive(free.v.index(stage), count=1)
             scores = to_logits(scores, A)
-            if first_masked == first:
+            if first_partial == first:
                 scores = _apply_mask(scores, words, row_in_tile, first, batch, q_segment, lists, A, Q, KV, L, F,
                                      S_LAYOUT)  # fmt: skip
             p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2(A.SCALE, A.CAP), True, O_ROWS)
             acc = acc * alpha[:, None]
             state = pack(p, dtype, GROUP_ROWS, N), m_i, l_i, acc
             pipeline_step += 1
-            masked_from = gl.maximum(first_masked, first + 1)
-            pipeline_step, state = _attend_steps(first + 1, masked_from, pipeline_step, state, q_tile, buffers, ready,
+            partial_from = gl.maximum(first_partial, first + 1)
+            pipeline_step, state = _attend_steps(first + 1, partial_from, pipeline_step, state, q_tile, buffers, ready,
                                                  free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, False,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
-            pipeline_step, state = _attend_steps(masked_from, end, pipeline_step, state, q_tile, buffers, ready,
+            pipeline_step, state = _attend_steps(partial_from, end, pipeline_step, state, q_tile, buffers, ready,
                                                  free, lists, row_in_tile, batch, q_segment, A, Q, KV, L, F, True,
                                                  S_LAYOUT, O_LAYOUT)  # fmt: skip
             packed_p, m_i, l_i, acc = state
@@ -400,7 +400,7 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
 
 
 @gluon.jit
-def forward_kernel(
+def hopper_forward_kernel(
     q,  # descriptors: [B, *axes of Q, HEADS, H], a box has 64 rows, those of a group, and D columns
     k,  # [B, *axes of KV, KV_HEADS, H]
     v,  # [B, *axes of KV, KV_HEADS, HV]
@@ -444,7 +444,7 @@ def forward_kernel(
     ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
+    lists = HopperBlockLists(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [

@@ -1,4 +1,4 @@
-"""The backward kernel of selections by single queries: a program has a block of keys and gathers who selected it.
+"""The backward kernel of selections by single queries: a program holds a key block and gathers its queries.
 
 **One work tile a program.** It is a block of N keys, 64 or 128, for one query head, and a range of steps. The list of a
 block has its selections, each of them a query and one of its blocks.
@@ -29,7 +29,7 @@ n uses the stage n % STAGES, and ^ is the wait for a product:
     shared     read q, dout                           [ ds -> ds[i] ]
 
 * ready.kv, 0 for k and 1 for v: groups wait for both once, before their first step.
-* ready.q_dout, by stage: all 128 threads have copied. A fence follows the wait, as it was not the copy engine.
+* ready.q_dout, by stage: all 128 threads have copied. A fence follows the wait, as threads wrote the tile.
 * free.q_dout, by stage: the groups that have the step have read q, dout, lse, delta and words.
 * N = 128: both groups meet at bar 8, and ds[i] is ds[n % 2], see `backward_kernel.py`.
 * N = 64: group g meets itself at bar 8 + g, and ds[i] is ds[g]. It is free once all dq of the step before is there.
@@ -65,10 +65,10 @@ from .primitives import (
 )
 from .tiles import (
     GROUP_ROWS,
-    BlockListPointers,
     Buffers,
     Descriptors,
     Free,
+    HopperBlockLists,
     Ready,
     RowPointers,
     allocate_barriers,
@@ -92,7 +92,7 @@ class QueryGatherConstants(NamedTuple):
     BLOCKS_PER_QUERY: int  # selections of a query
 
 
-class WorkTile(NamedTuple):
+class GatherWorkTile(NamedTuple):
     """Work tile of one program."""
 
     batch: Any
@@ -100,7 +100,7 @@ class WorkTile(NamedTuple):
     kv_block: Any
     first_entry: Any  # of the list
     num_entries: Any
-    first_masked_step: Any  # steps are counted from the first entry
+    first_partial_step: Any  # steps are counted from the first entry
     first_step: Any
     end_step: Any
 
@@ -112,9 +112,9 @@ def _load_work_tile(work_tiles, spans, L: gl.constexpr, F: gl.constexpr):
     numbers = work_tiles + (gl.program_id(0) % L.NUM_SPLITS * L.BATCHES + batch % L.BATCHES) * 3
     head_and_block, first_step, end_step = gl.load(numbers), gl.load(numbers + 1), gl.load(numbers + 2)
     head, kv_block = head_and_block // L.NUM_BLOCKS, head_and_block % L.NUM_BLOCKS
-    first, first_masked, end = load_span(spans, batch, head, kv_block, L)
-    num_entries, first_masked_step = end - first, (first_masked - first) // F.M
-    return WorkTile(batch, head, kv_block, first, num_entries, first_masked_step, first_step, end_step)
+    first, first_partial, end = load_span(spans, batch, head, kv_block, L)
+    num_entries, first_partial_step = end - first, (first_partial - first) // F.M
+    return GatherWorkTile(batch, head, kv_block, first, num_entries, first_partial_step, first_step, end_step)
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _producer(rows, descs, buffers, ready, free, work_tiles, lists, A: gl.conste
             stage = n % F.STAGES
             mbarrier.wait(free.q_dout.index(stage), (n // F.STAGES & 1) ^ 1)
             _copy_queries(rows, buffers, stage, step, lists, work_tile, A, F)
-            if step >= work_tile.first_masked_step:
+            if step >= work_tile.first_partial_step:
                 position = step * M + gl.arange(0, M, layout=gl.SliceLayout(1, MASK_LAYOUT))
                 entry = lists.mask_tiles + work_tile.first_entry + gl.minimum(position, work_tile.num_entries - 1)
                 mask_tile = gl.load(entry) + 1
@@ -179,7 +179,7 @@ def _producer(rows, descs, buffers, ready, free, work_tiles, lists, A: gl.conste
 
 @gluon.jit
 def _apply_mask(scores, mask_words, GROUP: gl.constexpr, KV: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):
-    """Sets scores [64, M] of masked selections to -inf where the mask excludes the pair."""
+    """Sets scores [64, M] of partial selections to -inf where the mask excludes the pair."""
     M: gl.constexpr = F.M
     s3 = gl.reshape(scores, [GROUP_ROWS // 32, 32, M])
     L3: gl.constexpr = s3.type.layout
@@ -287,11 +287,11 @@ def _consumer(GROUP: gl.constexpr, descs, rows, buffers, ready, free, work_tiles
         dv = gl.zeros([GROUP_ROWS, D], gl.float32, DKV_LAYOUT)  # [64, D]
         mbarrier.wait(ready.kv.index(0), 0)
         mbarrier.wait(ready.kv.index(1), 0)
-        first_masked = gl.minimum(gl.maximum(work_tile.first_masked_step, first_step), end_step)
+        first_partial = gl.minimum(gl.maximum(work_tile.first_partial_step, first_step), end_step)
         dq_rows = rows.dq + (batch * F.T * A.HEADS).to(gl.int64) * D
-        dk, dv = _query_gather_steps(first_step, first_masked, dk, dv, dq_rows, GROUP, buffers, ready, free, lists,
+        dk, dv = _query_gather_steps(first_step, first_partial, dk, dv, dq_rows, GROUP, buffers, ready, free, lists,
                                      work_tile, A, KV, F, False, S_LAYOUT, DKV_LAYOUT)  # fmt: skip
-        dk, dv = _query_gather_steps(first_masked, end_step, dk, dv, dq_rows, GROUP, buffers, ready, free, lists,
+        dk, dv = _query_gather_steps(first_partial, end_step, dk, dv, dq_rows, GROUP, buffers, ready, free, lists,
                                      work_tile, A, KV, F, True, S_LAYOUT, DKV_LAYOUT)  # fmt: skip
         if SPLIT_KEYS:
             named_barrier_sync(8, 256)  # the last products have read ds, where dk and dv are stored to now
@@ -348,7 +348,7 @@ def query_gather_kernel(
     fence_async_shared()
     descs = Descriptors(k=k, v=v, dk=dk, dv=dv)
     rows = RowPointers(q=q, dout=dout, lse=lse, delta=delta, dq=dq)
-    lists = BlockListPointers(spans=spans, entries=entries, mask_tiles=mask_tiles, mask_bits=mask_bits)
+    lists = HopperBlockLists(spans=spans, entries=entries, mask_tiles=mask_tiles, mask_bits=mask_bits)
     gl.warp_specialize(
         [
             (_consumer, (0, descs, rows, buffers, ready, free, work_tiles, lists, A, KV, L, F)),

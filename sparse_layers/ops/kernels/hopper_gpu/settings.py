@@ -23,7 +23,7 @@ Q_STAGES = 2
 # Registers of a thread in a consumer, nearly the most that a thread can have, and in the producer, which Triton gives
 # four warps. A multiprocessor has 65536: 128 times 240 + 240 + 24.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-# The same where all 128 threads of the producer copy rows by addresses of their own.
+# The same for the query gather kernel, where each of the producer's 128 threads copies rows by its own addresses.
 GATHER_REGISTERS = 232, 40
 
 
@@ -41,7 +41,7 @@ def shared_memory_bytes(kernel: str, stages: int, size: int, block: int, queries
     """Bytes of shared memory without barriers, which take fewer than 1024.
 
     Args:
-      kernel: "forward", "backward" or "gathered".
+      kernel: "forward", "backward" or "query_gather".
       stages: stages of k and v in the forward kernel, of q and dout in the others.
       size: head size, rounded up.
       block: keys of a tile.

@@ -18,7 +18,7 @@ GROUP_ROWS = gl.constexpr(64)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-class Arrays(NamedTuple):
+class HopperArrayShapes(NamedTuple):
     """Shapes and scalars of the op, a compile-time constant of the kernels."""
 
     HEADS: int
@@ -81,8 +81,8 @@ class RowPointers(NamedTuple):
     dq: Any = None
 
 
-class BlockListPointers(NamedTuple):
-    """Pointers to `BlockLists`, and to the segment ids of rows; see `forward_kernel`."""
+class HopperBlockLists(NamedTuple):
+    """Pointers to `BlockLists`, and to the segment ids of rows; see `hopper_forward_kernel`."""
 
     spans: Any = None
     entries: Any = None
@@ -135,7 +135,7 @@ def unravel_work_tile(work_tile, HEADS: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_span(spans, batch, head, block, L: gl.constexpr):
-    """Loads the list of a query head and a block: (first entry, first masked entry, end)."""
+    """Loads the list of a query head and a block: (first entry, first partial entry, end)."""
     span = spans + (((batch % L.BATCHES) * L.HEADS + head // L.HEADS_PER_LIST % L.HEADS) * L.NUM_BLOCKS + block) * 3
     return gl.load(span), gl.load(span + 1), gl.load(span + 2)
 

@@ -1,1 +1,1 @@
-"""Scores of blocks for single queries, and the selection of the best, in Triton; see `score.py` and `choose.py`."""
+"""Scores of key blocks for single queries, and selection of the best, in Triton; see `score.py` and `choose.py`."""

@@ -1,4 +1,4 @@
-"""Which key blocks each query looks at, on GPUs: the launches of `choose_kernel.py`."""
+"""Selection of key blocks by each query, on GPUs: the launches of `choose_kernel.py`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,25 +6,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Blocks of the longest tile: beyond, the scores of 16 queries do not fit the registers of one program.
+# Blocks of the longest tile: the scores of 16 queries for more do not fit the registers of one program.
 MOST_BLOCKS = 2048
 LEAST_BLOCKS = 64
-# Queries with fewer blocks in their past have no launch of their own: there are few of them.
-LEAST_PART = 256
-# Scores of a tile, as many as four warps hold with room to compute; and the least and most of its queries.
-SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 64
-# Values of a head that are multiplied at a time: all blocks of a tile lie in shared memory, twice.
-STEP = 16
+# Queries with up to this many blocks in their past share the first launch: there are few of them.
+LEAST_LAUNCH_BLOCKS = 256
+# Scores of a tile, as many as four warps hold with room to compute; and the fewest and most of its queries.
+TILE_SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 64
+# Features of a product at a time: shared memory holds two stages of all blocks of a tile.
+FEATURE_STEP = 16
 
 
-class Rule(NamedTuple):
-    """What is chosen; see `Scorer`.
+class SelectionRule(NamedTuple):
+    """The number of blocks to select, and the blocks that are always selected; see `Scorer`.
 
     Attributes:
       block: keys in a block.
-      count: blocks to choose, those among them that are always chosen:
-      first: at the beginning of the document, and
-      local: up to the query's own.
+      count: blocks to select, including the next two.
+      first: blocks at the beginning of the document that are always selected.
+      local: blocks up to the query's own that are always selected.
     """
 
     block: int
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
 
 
 def unsupported(blocks: int, batch: int) -> str | None:
-    """Why these kernels cannot choose among so many blocks in so many batch entries, or None."""
+    """Returns why these kernels cannot select among ``blocks`` blocks in ``batch`` batch entries, or None."""
     from ..gpu import hardware
 
     device = hardware.local_device()
@@ -47,98 +47,101 @@ def unsupported(blocks: int, batch: int) -> str | None:
     return None
 
 
-def document_positions(at: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+def document_positions(positions: jax.Array, doc_starts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns positions of queries and first tokens of their documents, int32 of one shape, [B or 1, R]."""
-    at, start = jnp.broadcast_arrays(at.astype(jnp.int32), start.astype(jnp.int32))
-    return at, start
+    positions, doc_starts = jnp.broadcast_arrays(positions.astype(jnp.int32), doc_starts.astype(jnp.int32))
+    return positions, doc_starts
 
 
-def by_scores(rule: Rule, scores: jax.Array, at: jax.Array, start: jax.Array) -> jax.Array:
-    """The blocks that queries choose by scores that are given.
+def select_by_scores(rule: SelectionRule, scores: jax.Array, positions: jax.Array, doc_starts: jax.Array) -> jax.Array:
+    """Selects blocks by an array of scores.
 
     Args:
-      rule: what is chosen.
+      rule: the number of blocks.
       scores: float32 [B, R, G, blocks].
-      at: int [B or 1, R], positions of the queries, each within one of the blocks.
-      start: int [B or 1, R], first tokens of their documents.
+      positions: int [B or 1, R], positions of the queries, each within one of the blocks.
+      doc_starts: int [B or 1, R], first tokens of their documents.
 
     Returns:
-      int32 [B, R, G, count], in any order, -1 behind.
+      int32 [B, R, G, count], in any order, then -1.
     """
     from .choose_kernel import choose_kernel
 
     batch, rows, heads, blocks = scores.shape
-    part, shape = (0, rows, _span(blocks)), (batch, rows, heads, blocks)
-    return _launched(choose_kernel, rule, part, shape, (scores, *document_positions(at, start)))
+    row_range, shape = (0, rows, _padded_blocks(blocks)), (batch, rows, heads, blocks)
+    return _launch_range(choose_kernel, rule, row_range, shape, (scores, *document_positions(positions, doc_starts)))
 
 
-def by_products(rule: Rule, query: jax.Array, pooled: jax.Array, start: jax.Array) -> jax.Array:
-    """The blocks that the queries of a whole sequence choose by their products with what is kept of blocks.
+def select_by_products(rule: SelectionRule, query: jax.Array, pooled: jax.Array, doc_starts: jax.Array) -> jax.Array:
+    """Selects blocks for all queries of a sequence by q . pooled key.
 
     Args:
-      rule: what is chosen.
-      query: bfloat16 or float16 [B, T, N, H]; products of float32 would not leave room for the scores.
-      pooled: [B, W, K, H] in the same dtype, of the first W blocks.
-      start: int [B or 1, T], first tokens of the queries' documents.
+      rule: the number of blocks.
+      query: bfloat16 or float16 [B, T, N, H]; products of float32 would leave no room for the scores.
+      pooled: pooled keys [B, W, K, H] of the first W blocks, in the same dtype.
+      doc_starts: int [B or 1, T], first tokens of the queries' documents.
 
     Returns:
-      int32 [B, T, N, count], in any order, -1 behind.
+      int32 [B, T, N, count], in any order, then -1.
     """
     from .choose_kernel import Products, choose_products_kernel
 
     (batch, rows, heads, size), (_, blocks, kv_heads, _) = query.shape, pooled.shape
-    products = Products(kv_heads, size, -(-size // STEP) * STEP, STEP)
-    at = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), start.shape)
-    shape, arrays = (batch, rows, heads, blocks), (query, pooled, at, start)
-    parts = [
-        _launched(choose_products_kernel, rule, part, shape, arrays, P=products) for part in _parts(rows, rule.block)
+    products = Products(kv_heads, size, -(-size // FEATURE_STEP) * FEATURE_STEP, FEATURE_STEP)
+    positions = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), doc_starts.shape)
+    shape, arrays = (batch, rows, heads, blocks), (query, pooled, positions, doc_starts)
+    results = [
+        _launch_range(choose_products_kernel, rule, row_range, shape, arrays, P=products)
+        for row_range in _launch_ranges(rows, rule.block)
     ]
-    return jnp.concatenate(parts, axis=1)
+    return jnp.concatenate(results, axis=1)
 
 
-def _parts(rows: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Launches (first query, their number, blocks of a tile): early queries have few blocks to look at."""
+def _launch_ranges(rows: int, block: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (first query, number of queries, blocks of a tile) of launches: early queries have few blocks."""
     first, span = 0, LEAST_BLOCKS
     while first < rows:
         end = min(rows, span * block)
-        if end == rows or span >= LEAST_PART:
+        if end == rows or span >= LEAST_LAUNCH_BLOCKS:
             yield first, end - first, span
             first = end
         span *= 2
 
 
-def _span(blocks: int) -> int:
-    """The blocks of the tile that holds so many."""
+def _padded_blocks(blocks: int) -> int:
+    """Returns the blocks of the smallest tile that holds ``blocks``."""
     return max(LEAST_BLOCKS, 1 << (blocks - 1).bit_length())
 
 
-def _launched(
+def _launch_range(
     kernel: Any,
-    rule: Rule,
-    part: tuple[int, int, int],
+    rule: SelectionRule,
+    row_range: tuple[int, int, int],
     shape: tuple[int, int, int, int],
     arrays: Sequence[jax.Array],
     **constants: Any,
 ) -> jax.Array:
-    """What the queries of one of `_parts` choose.
+    """Launches a kernel for a range of queries.
 
     Args:
-      kernel: one of `choose_kernel.py`.
-      rule: what is chosen.
-      part: the first query, the number of queries, and blocks of a tile.
-      shape: batch entries, queries, heads that choose, and blocks that have a score.
-      arrays: of the kernel; the last but one are the positions, int [B or 1, R].
-      **constants: further ones of the kernel.
+      kernel: a kernel of `choose_kernel.py`.
+      rule: the number of blocks.
+      row_range: first query, number of queries, and blocks of a tile.
+      shape: batch entries, queries, heads with a selection, and blocks with a score.
+      arrays: inputs of the kernel, the last two positions and document starts, int [B or 1, R].
+      **constants: further constants of the kernel.
     """
     from ..gpu import bridge
-    from .choose_kernel import Choice
+    from .choose_kernel import SelectionConstants
 
-    (first, own, span), (batch, rows, heads, blocks) = part, shape
-    tile = max(LEAST_TILE, min(MOST_TILE, SCORES // span))
-    places = max(16, 1 << (rule.count - 1).bit_length())
-    choice = Choice(rows, first, own, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, places)
-    output = jax.ShapeDtypeStruct((batch, own, heads, rule.count), jnp.int32)
-    grid, warps = (heads * -(-own // tile), batch), max(4, 4 * tile * span // SCORES)
+    (first, num_rows, span), (batch, rows, heads, blocks) = row_range, shape
+    tile = max(LEAST_TILE, min(MOST_TILE, TILE_SCORES // span))
+    padded_count = max(16, 1 << (rule.count - 1).bit_length())
+    choice = SelectionConstants(
+        rows, first, num_rows, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, padded_count
+    )
+    output = jax.ShapeDtypeStruct((batch, num_rows, heads, rule.count), jnp.int32)
+    grid, warps = (heads * -(-num_rows // tile), batch), max(4, 4 * tile * span // TILE_SCORES)
     return bridge.call_triton(
         kernel, grid, arrays, [output], {"C": choice, **constants}, num_warps=warps, num_stages=2
     )[0]

@@ -38,7 +38,7 @@ from ..gpu.tiles import zeros
 FEW = tl.constexpr(2)
 
 
-class Choice(NamedTuple):
+class SelectionConstants(NamedTuple):
     """Constants of the kernels' compilation."""
 
     ROWS: int  # queries of a batch entry
@@ -91,25 +91,25 @@ class Interval(NamedTuple):
 
 @triton.jit
 def _reorder(x):
-    """Bits of floats as integers in the order of floats, and back: flips those of negative ones, but not the sign."""
+    """Turns bits of floats into integers in the order of floats, and back: flips all but the sign of negative ones."""
     return x ^ ((x >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _number(key):
-    """The float of a key."""
+    """Returns the float of a key."""
     return _reorder(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key(number):
-    """The key of a float."""
+    """Returns the key of a float."""
     return _reorder(number.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def _by_words(scores, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Scores by row, bit and word: the tile's columns are bits of words, column c is bit c // WORDS of word c % WORDS.
+    """Reshapes scores to [row, bit, word]: column c of the tile is bit c // WORDS of word c % WORDS.
 
     A thread of a product's result has all bits of a few words, so that it packs them without any other thread.
     """
@@ -124,7 +124,7 @@ def _count_true(x):
 
 @triton.jit
 def _count_bits(word):
-    """The number of bits that are set: of pairs, of fours, of bytes, of all."""
+    """Counts the bits that are set: in pairs, fours, bytes, then the word."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -141,7 +141,7 @@ def _any(x):
 
 @triton.jit
 def _load_rows(positions, doc_starts, C: tl.constexpr):
-    """The `QueryRows` of this program."""
+    """Loads the `QueryRows` of this program."""
     TILES: tl.constexpr = (C.NUM_ROWS + C.TILE - 1) // C.TILE
     batch, head, tile = tl.program_id(1).to(tl.int64), tl.program_id(0) // TILES, tl.program_id(0) % TILES
     row_of_launch = tile * C.TILE + tl.arange(0, C.TILE)
@@ -154,7 +154,7 @@ def _load_rows(positions, doc_starts, C: tl.constexpr):
 
 @triton.jit
 def _blocks_of_columns(C: tl.constexpr):
-    """The blocks of a tile's columns, by bit and word."""
+    """Returns the blocks of a tile's columns, by bit and word."""
     bit, word = tl.arange(0, 32), tl.arange(0, C.WORDS)
     return bit[None, :, None] * C.WORDS + word[None, None, :]
 
@@ -184,7 +184,7 @@ def _bisect(scores, low, high, reach_low, reach_high, C: tl.constexpr):
 
 @triton.jit
 def _drop_last_equals(scores, block, low, interval, C: tl.constexpr):
-    """Scores without the last blocks of those from low to high, which are equal, where more than COUNT reach low."""
+    """Drops the last of equal scores from low to high, where more than COUNT scores reach low."""
     tied = (interval.reach_low > C.COUNT) & (interval.reach_high < C.COUNT)
     if _any(tied):
         above, below = _number(interval.high)[:, None, None], _number(low)[:, None, None]
@@ -204,7 +204,7 @@ def _drop_last_equals(scores, block, low, interval, C: tl.constexpr):
 
 @triton.jit
 def _store_ids(ids, selected, rows, C: tl.constexpr):
-    """Stores the blocks that are selected, and -1 behind them."""
+    """Stores the ids of selected blocks, then -1."""
     words = tl.sum(tl.where(selected, 1 << tl.arange(0, 32)[None, :, None], 0), 1)  # [TILE, WORDS]
     ones, word = _count_bits(words), tl.arange(0, C.WORDS)[None, :]
     total, position = tl.sum(ones, 1)[:, None], tl.cumsum(ones, 1) - ones
@@ -219,7 +219,7 @@ def _store_ids(ids, selected, rows, C: tl.constexpr):
 
 @triton.jit
 def _select_blocks(scores, ids, rows, C: tl.constexpr):
-    """Selects blocks by scores [TILE, 32, WORDS], and stores them in any order, and -1 behind them."""
+    """Selects blocks by scores [TILE, 32, WORDS], and stores their ids in any order, then -1."""
     q_block, first_block = rows.q_block, rows.first_block
     block, last, lowest = _blocks_of_columns(C), q_block[:, None, None], first_block[:, None, None]
     may = (block >= lowest) & (block <= last)

@@ -1,4 +1,4 @@
-"""How much queries want each key block, on GPUs: the launch of `score_kernel.py`."""
+"""Scores of key blocks by windows of pooled keys, on GPUs: the launch of `score_kernel.py`."""
 
 import enum
 import math
@@ -7,24 +7,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Of a product: columns are the query heads of a key head, times queries; rows are blocks, or windows of a softmax.
+# Columns and rows of a product. Columns are queries times query heads of a key head; rows are blocks, or windows of a
+# softmax.
 COLUMNS, STEP = 128, 64
-# Tiles of windows that are held. Exponentials take as long as products: there, more programs at a time are worth more.
+# Stages of tiles of windows. With weights, exponentials take as long as products: more programs at a time gain more.
 STAGES, STAGES_OF_WEIGHTS = 3, 2
 MOST_FEATURES = 256
 
 
 class Formula(enum.Enum):
-    """How the score of a block comes from products of queries with what is kept of windows of keys.
+    """Formulas of a block's score, from products of queries with pooled windows of keys.
 
-    But for the first formula, windows count that lie in a query's past as a whole, and begin no earlier than its
-    document. The weight of a window is ``softmax(scale * product)``, summed over the query heads of a key head.
+    All but `PRODUCT` count windows that lie in a query's past and document as a whole. The weight of a window is
+    ``softmax(scale * product)``, summed over the query heads of a key head.
 
     Attributes:
-      PRODUCT: of each query head: the product with the block's only window, which may be of two documents.
-      LARGEST_PRODUCT: of each query head: the largest product with a window that meets the block.
-      LARGEST_WEIGHT: of each key head: the largest weight of a window that meets the block.
-      TOTAL_WEIGHT: of each key head: the sum of these weights, times the strides of the window that lie in the block.
+      PRODUCT: by query head, the product with the block's only window, which may be of two documents.
+      LARGEST_PRODUCT: by query head, the largest product with a window that meets the block.
+      LARGEST_WEIGHT: by key head, the largest weight of a window that meets the block.
+      TOTAL_WEIGHT: by key head, the sum of these weights, each times the strides of its window in the block.
     """
 
     PRODUCT = enum.auto()
@@ -33,11 +34,11 @@ class Formula(enum.Enum):
     TOTAL_WEIGHT = enum.auto()
 
 
-class Scored(NamedTuple):
-    """What is scored, and how; see `Scorer`.
+class ScoreSpec(NamedTuple):
+    """The formula of scores, and the sizes of blocks and windows; see `Scorer`.
 
     Attributes:
-      formula: None for one that no kernel has.
+      formula: the formula; None for one that no kernel computes.
       block: keys in a block.
       size: keys in a window.
       stride: keys between the beginnings of two windows.
@@ -49,12 +50,12 @@ class Scored(NamedTuple):
     stride: int
 
 
-def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
-    """Why `by_windows` cannot compute such scores, or None; see there for the arguments. None is a positive scale."""
+def unsupported(spec: ScoreSpec, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:
+    """Returns why `score_windows` cannot compute scores, or None; a scale of None is any positive one."""
     from ..gpu import hardware
     from ..gpu.hardware import padded_size
 
-    formula, block, size, stride = scored
+    formula, block, size, stride = spec
     (*_, heads, features), kv_heads, device = query.shape, pooled.shape[2], hardware.local_device()
     if isinstance(device, str):
         return device
@@ -63,59 +64,59 @@ def unsupported(scored: Scored, query: jax.Array, pooled: jax.Array, scale: floa
     if query.dtype != pooled.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it multiplies bfloat16 or float16, got {query.dtype} and {pooled.dtype}"
     if size > block or size % stride or block % stride:
-        return f"windows must fit into blocks, and strides divide both, got {scored}"
+        return f"windows must fit into blocks, and strides divide both, got {spec}"
     if scale is not None and not scale > 0:
         return f"it takes largest products for largest logits, got scale={scale}"
     if heads > COLUMNS * kv_heads or features > MOST_FEATURES:
         return f"it takes {COLUMNS} query heads of a key head with {MOST_FEATURES} features at most, got {query.shape}"
-    needed = shared_memory(padded_size(features), 1)
-    return None if needed <= device.shared_memory else f"it needs {needed} bytes of shared memory"
+    needed_bytes = shared_memory(padded_size(features), 1)
+    return None if needed_bytes <= device.shared_memory else f"it needs {needed_bytes} bytes of shared memory"
 
 
 def shared_memory(size: int, stages: int) -> int:
-    """An upper estimate of the bytes of shared memory, by the head size rounded up to a power of two."""
+    """Returns an upper bound of the bytes of shared memory, by the padded head size."""
     return 2 * size * (COLUMNS + stages * STEP) + 4 * STEP * COLUMNS
 
 
-def by_windows(
-    scored: Scored,
+def score_windows(
+    spec: ScoreSpec,
     blocks: int,
     query: jax.Array,
     pooled: jax.Array,
-    at: jax.Array,
-    start: jax.Array,
+    positions: jax.Array,
+    doc_starts: jax.Array,
     scale: float,
 ) -> jax.Array:
-    """Scores of the blocks from the beginning of each query's document to before its own; others may be anything.
+    """Computes scores of the blocks from the beginning of a query's document to before its own; others are undefined.
 
     Args:
-      scored: what, and how.
-      blocks: of the sequence.
+      spec: formula, blocks and windows.
+      blocks: number of blocks of the sequence.
       query: bfloat16 or float16 [B, R, N, H].
-      pooled: [B, W, K, H] in the same dtype.
-      at: int [B or 1, R], positions of the queries.
-      start: int [B or 1, R], first tokens of their documents.
-      scale: of products, where these are weights; above 0.
+      pooled: pooled windows of keys, [B, W, K, H] in the same dtype.
+      positions: int [B or 1, R], positions of the queries.
+      doc_starts: int [B or 1, R], first tokens of their documents.
+      scale: factor of products before the softmax, above 0.
 
     Returns:
-      float32 [B, R, K, blocks] of weights, [B, R, N, blocks] of products.
+      float32 [B, R, K, blocks] for formulas of weights, [B, R, N, blocks] for products.
     """
     from ..gpu import bridge, hardware
     from ..gpu.hardware import padded_size
     from .choose import document_positions
-    from .score_kernel import Score, score_kernel
+    from .score_kernel import ScoreConstants, score_kernel
 
-    formula, block, size, stride = scored
+    formula, block, size, stride = spec
     (batch, rows, heads, features), (_, windows, kv_heads, _) = query.shape, pooled.shape
     weights, device = formula is not Formula.LARGEST_PRODUCT, hardware.local_device()
-    at, start = document_positions(at, start)
+    positions, doc_starts = document_positions(positions, doc_starts)
     assert isinstance(device, hardware.Device)
     group, padded = 1 << (heads // kv_heads - 1).bit_length(), padded_size(features)
-    constants = Score(
+    constants = ScoreConstants(
         ROWS=rows,
         HEADS=heads,
         KV_HEADS=kv_heads,
-        BATCHES=len(at),
+        BATCHES=len(positions),
         H=features,
         D=padded,
         WINDOWS=windows,
@@ -130,8 +131,8 @@ def by_windows(
         GROUP=group,
         STEP=STEP,
     )
-    most = STAGES_OF_WEIGHTS if weights else STAGES
-    stages = next(n for n in range(most, 0, -1) if n == 1 or shared_memory(padded, n) <= device.shared_memory)
+    max_stages = STAGES_OF_WEIGHTS if weights else STAGES
+    stages = next(n for n in range(max_stages, 0, -1) if n == 1 or shared_memory(padded, n) <= device.shared_memory)
     output = jax.ShapeDtypeStruct((batch, rows, kv_heads if weights else heads, blocks), jnp.float32)
-    grid, arrays = (kv_heads * -(-rows // constants.TILE), batch), (query, pooled, at, start)
+    grid, arrays = (kv_heads * -(-rows // constants.TILE), batch), (query, pooled, positions, doc_starts)
     return bridge.call_triton(score_kernel, grid, arrays, [output], {"C": constants}, num_warps=4, num_stages=stages)[0]

@@ -35,7 +35,7 @@ import triton.language as tl
 from ..gpu.tiles import addresses, full, load_rows, zeros
 
 
-class Score(NamedTuple):
+class ScoreConstants(NamedTuple):
     """Constants of the kernel's compilation."""
 
     ROWS: int  # queries of a batch entry
@@ -49,8 +49,8 @@ class Score(NamedTuple):
     STRIDE: int  # keys between the beginnings of two windows
     BLOCK: int  # keys of a block, as the other two in multiples of STRIDE
     BLOCKS: int
-    WEIGHTS: bool  # whether windows count by softmax(SCALE * product), summed over the heads of a key head
-    TOTAL: bool  # whether a block's score sums its windows, each by its strides in the block, instead of their maximum
+    WEIGHTS: bool  # True for softmax(SCALE * product), summed over the query heads of a key head
+    TOTAL: bool  # True to sum a block's windows, each times its strides in the block; else their maximum
     SCALE: float  # of products, to base 2; above 0
     TILE: int  # queries of a tile, a power of two, as are:
     GROUP: int  # at least as many as query heads of a key head
@@ -66,13 +66,13 @@ class WindowRange(NamedTuple):
 
 @triton.jit
 def _load_windows(pooled, window, exists, C: tl.constexpr):
-    """Vectors [STEP, D] of windows."""
+    """Loads vectors [STEP, D] of windows."""
     return load_rows(addresses(pooled, window, C.KV_HEADS * C.H, C.D, True), exists, C.H, C.D, True)
 
 
 @triton.jit
 def _query_and_head(column, num_queries, C: tl.constexpr):
-    """(query, head, whether both exist) of columns of a tile; queries beyond the last one are clipped to it."""
+    """Returns (query, head, True where both exist) of columns of a tile; queries beyond the last are clipped to it."""
     query, head = column % C.TILE, column // C.TILE
     clipped = tl.minimum(query, num_queries - 1)
     return clipped, head, (query < num_queries) & (head < C.HEADS // C.KV_HEADS)
@@ -80,14 +80,14 @@ def _query_and_head(column, num_queries, C: tl.constexpr):
 
 @triton.jit
 def _window_range(position, doc_start, C: tl.constexpr):
-    """The windows of a query's document that end at its position or before."""
+    """Returns the windows of a query's document that end at its position or before."""
     end = tl.maximum(position + 1 - C.SIZE + C.STRIDE, 0) // C.STRIDE
     return WindowRange((doc_start + C.STRIDE - 1) // C.STRIDE, tl.minimum(end, C.WINDOWS))
 
 
 @triton.jit
 def _log_sums(q_tile, pooled, windows, C: tl.constexpr):
-    """The log-sum-exp to base 2 of each column's logits; +inf for columns that see no window."""
+    """Computes the log-sum-exp to base 2 of each column's logits; +inf for columns that see no window."""
     begin, end = tl.min(windows.first, 0) // C.STEP * C.STEP, tl.max(windows.end, 0)
     seen_from, seen_to = tl.max(windows.first, 0), tl.min(windows.end, 0)  # windows that all columns see
     m_i, l_i = full(C.GROUP * C.TILE, float("-inf")), full(C.GROUP * C.TILE, 0.0)
@@ -107,7 +107,7 @@ def _log_sums(q_tile, pooled, windows, C: tl.constexpr):
 
 @triton.jit
 def _score_windows(q_tile, pooled, window, exists, log_sums, C: tl.constexpr):
-    """Products [STEP, columns] of windows and queries; if WEIGHTS their weights [STEP, TILE], summed over heads."""
+    """Computes products [STEP, columns] of windows and queries; if WEIGHTS weights [STEP, TILE], summed over heads."""
     window_tile = _load_windows(pooled, window, exists, C)  # [STEP, D]
     x = tl.dot(window_tile, tl.trans(q_tile), input_precision="ieee")  # [STEP, columns]
     if C.WEIGHTS:
@@ -134,7 +134,7 @@ def score_kernel(
     scores,  # float32 [B, ROWS, KV_HEADS or HEADS, BLOCKS]
     C: tl.constexpr,
 ):
-    """Scores of blocks from the beginning of a query's document to its own block; grid (key heads of tiles, B).
+    """Computes scores of blocks from the beginning of a query's document to its own; grid (key heads of tiles, B).
 
     Scores of other blocks are undefined.
     """

@@ -61,7 +61,7 @@ from ..gpu.tiles import (
 from .forward_kernel import KVPointers
 
 
-class QueryTile(NamedTuple):
+class BackwardQueryTile(NamedTuple):
     """The queries of a program."""
 
     q_tile: Any  # [Q.TILE, D]
@@ -100,11 +100,11 @@ class GradientPointers(NamedTuple):
 
 
 @triton.jit
-def _p_and_ds(scores, lse, dp, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
-    """(p, ds) of logits to base 2; lse, to base 2, and delta broadcast against them."""
+def _p_and_ds(scores, lse, dp, delta, allowed, A: tl.constexpr, MASKED: tl.constexpr):
+    """Returns (p, ds) of logits to base 2; lse, to base 2, and delta broadcast against them."""
     p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered_lse`
     if MASKED:
-        p = tl.where(may, p, 0.0)
+        p = tl.where(allowed, p, 0.0)
     ds = p * (dp - delta)
     if A.CAP != 0:
         squashed = scores / (A.CAP * LOG2_E)
@@ -133,7 +133,7 @@ def _store_split(results, x, work_tile, batch, row_in_block, BATCH: tl.constexpr
 
 @triton.jit
 def _load_earlier(base, row, exists, STRIDE: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr):
-    """Rows of a gradient of earlier passes, STRIDE elements apart, in float32."""
+    """Loads rows of a gradient of earlier passes, STRIDE elements apart, in float32."""
     return load_rows(addresses(base, row, STRIDE, SIZE, True), exists, LENGTH, SIZE, True).to(tl.float32)
 
 
@@ -142,7 +142,7 @@ def _load_earlier(base, row, exists, STRIDE: tl.constexpr, LENGTH: tl.constexpr,
 
 @triton.jit
 def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
-              KV: tl.constexpr, L: tl.constexpr, BEFORE_KV: tl.constexpr, MASKED: tl.constexpr,
+              KV: tl.constexpr, L: tl.constexpr, EARLIER_KV: tl.constexpr, MASKED: tl.constexpr,
               WITH_DKV: tl.constexpr):  # fmt: skip
     """Adds steps first .. end - 1 to dq, which is not yet scaled; stores their dk and dv if WITH_DKV."""
     q_tile, dout_tile = queries.q_tile, queries.dout_tile
@@ -153,18 +153,18 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
         k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         v_tile = load_rows(addresses(kv.v, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, MASKED)
         scores = logits(tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
-        may = 0
+        allowed = 0
         if MASKED:
-            may = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
+            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
         dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
-        p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, may, A, MASKED)
+        p, ds = _p_and_ds(scores, queries.lse, dp, queries.delta, allowed, A, MASKED)
         ds = ds.to(k_tile.dtype)
         dq = tl.dot(ds, k_tile, dq, input_precision="ieee")
         if WITH_DKV:
             dv = tl.dot(tl.trans(p.to(k_tile.dtype)), dout_tile, input_precision="ieee")  # [KV.TILE, DV]
             dk = tl.dot(tl.trans(ds), q_tile, input_precision="ieee") * A.SCALE  # [KV.TILE, D]
-            if BEFORE_KV.EXISTS:
-                row, has_earlier = row_of(token, exists, BEFORE_KV)
+            if EARLIER_KV.EXISTS:
+                row, has_earlier = row_of(token, exists, EARLIER_KV)
                 dk += _load_earlier(gradients.earlier_dk, row, has_earlier, A.KV_HEADS * A.H, A.H, A.D)
                 dv += _load_earlier(gradients.earlier_dv, row, has_earlier, A.KV_HEADS * A.HV, A.HV, A.DV)
             store_rows(addresses(gradients.dk, token, A.KV_HEADS * A.H, A.D, True), dk, exists, A.H, A.D)
@@ -174,22 +174,22 @@ def _dq_steps(first, end, num_entries, dq, queries, kv, lists, gradients, A: tl.
 
 @triton.jit
 def _dq_pass(work_tile, steps_before, span, dq, queries, kv, lists, gradients, A: tl.constexpr, Q: tl.constexpr,
-             KV: tl.constexpr, L: tl.constexpr, BEFORE_KV: tl.constexpr, WITH_DKV: tl.constexpr):  # fmt: skip
+             KV: tl.constexpr, L: tl.constexpr, EARLIER_KV: tl.constexpr, WITH_DKV: tl.constexpr):  # fmt: skip
     """Adds the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     lists = move_to_list(lists, span)
-    if L.ANY_FREE:
-        dq = _dq_steps(first, first_masked, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
-                       BEFORE_KV, False, WITH_DKV)  # fmt: skip
-    if L.ANY_MASKED:
-        dq = _dq_steps(first_masked, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
-                       BEFORE_KV, True, WITH_DKV)  # fmt: skip
+    if L.ANY_FULL:
+        dq = _dq_steps(first, first_partial, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+                       EARLIER_KV, False, WITH_DKV)  # fmt: skip
+    if L.ANY_PARTIAL:
+        dq = _dq_steps(first_partial, end, span.num_entries, dq, queries, kv, lists, gradients, A, Q, KV, L,
+                       EARLIER_KV, True, WITH_DKV)  # fmt: skip
     return dq
 
 
 @triton.jit
 def _load_queries(pointers, q_segments, batch, head, q_rows, A: tl.constexpr, Q: tl.constexpr):
-    """The `QueryTile` of a program; ``pointers`` are those to the arrays."""
+    """Loads the `BackwardQueryTile` of a program; ``pointers`` are those of `QueryPointers` to whole arrays."""
     token, row_in_block, exists = q_rows.token, q_rows.row_in_block, q_rows.exists
     base = pointers.q + (batch * A.T * A.HEADS + head) * A.H
     vectors = query_addresses(base, token, row_in_block, A.HEADS * A.H, A.H, Q, A.D, A.WIDE)
@@ -205,21 +205,21 @@ def _load_queries(pointers, q_segments, batch, head, q_rows, A: tl.constexpr, Q:
     segment = token
     if A.SEGMENTED:
         segment = tl.load(q_segments + batch * A.T + token, mask=exists, other=-2)
-    return QueryTile(q_tile, dout_tile, lse, delta, row_in_block, segment)
+    return BackwardQueryTile(q_tile, dout_tile, lse, delta, row_in_block, segment)
 
 
 @triton.jit
-def _store_dq(dq, out, earlier_dq, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, BEFORE: tl.constexpr,
+def _store_dq(dq, out, earlier_dq, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, EARLIER: tl.constexpr,
               OUT: tl.constexpr):  # fmt: skip
     """Scales dq, adds that of earlier passes, and stores it to ``out``."""
     dq = dq * A.SCALE
-    if BEFORE.EXISTS:
-        row, has_earlier = row_of(q_rows.token, q_rows.exists, BEFORE)
-        base = earlier_dq + (batch * BEFORE.ROWS * A.OWN_HEADS + pass_head) * A.H
-        dq += _load_earlier(base, row, has_earlier, A.OWN_HEADS * A.H, A.H, A.D)
+    if EARLIER.EXISTS:
+        row, has_earlier = row_of(q_rows.token, q_rows.exists, EARLIER)
+        base = earlier_dq + (batch * EARLIER.ROWS * A.PASS_HEADS + pass_head) * A.H
+        dq += _load_earlier(base, row, has_earlier, A.PASS_HEADS * A.H, A.H, A.D)
     row = q_rows.token if OUT.BY_TOKEN else q_rows.row
-    base = out + (batch * OUT.ROWS * A.OWN_HEADS + pass_head) * A.H
-    pointers = query_addresses(base, row, q_rows.row_in_block, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
+    base = out + (batch * OUT.ROWS * A.PASS_HEADS + pass_head) * A.H
+    pointers = query_addresses(base, row, q_rows.row_in_block, A.PASS_HEADS * A.H, A.H, Q, A.D, True)
     store_rows(pointers, dq, q_rows.exists, A.H, A.D)
 
 
@@ -228,7 +228,7 @@ def dq_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`
+    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`
     splits,
     spans,
     entries,
@@ -246,10 +246,10 @@ def dq_kernel(
     lse,  # float32 [B, HEADS, T], of all passes
     delta,  # float32 [B, HEADS, T]
     dout,  # [B, T, HEADS, HV]
-    earlier_dq,  # [B, BEFORE.ROWS, OWN_HEADS, H]: dq of earlier passes
-    earlier_dk,  # [B, BEFORE_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
-    earlier_dv,  # [B, BEFORE_KV.ROWS, KV_HEADS, HV]
-    dq,  # [B, OUT.ROWS, OWN_HEADS, H]; like ``split_dq`` if SPLITS
+    earlier_dq,  # [B, EARLIER.ROWS, PASS_HEADS, H]: dq of earlier passes
+    earlier_dk,  # [B, EARLIER_KV.ROWS, KV_HEADS, H]: dk of earlier passes, if WITH_DKV
+    earlier_dv,  # [B, EARLIER_KV.ROWS, KV_HEADS, HV]
+    dq,  # [B, OUT.ROWS, PASS_HEADS, H]; like ``split_dq`` if SPLITS
     dk,  # [B, S, KV_HEADS, H] if WITH_DKV
     dv,  # [B, S, KV_HEADS, HV]
     A: tl.constexpr,
@@ -259,14 +259,14 @@ def dq_kernel(
     KV2: tl.constexpr,
     L2: tl.constexpr,
     W: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BEFORE_KV: tl.constexpr,
+    EARLIER: tl.constexpr,
+    EARLIER_KV: tl.constexpr,
     OUT: tl.constexpr,
     WITH_DKV: tl.constexpr,  # every key is in one list of the first pass only, so its dk and dv are complete there
 ):
-    """dq of one work tile; grid as that of `forward_kernel`."""
+    """Computes dq of one work tile; grid as that of `triton_forward_kernel`."""
     batch = tl.program_id(1).to(tl.int64)
-    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.OWN_HEADS, Q.PACK, W)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.PASS_HEADS, Q.PACK, W)
     pass_head, q_block = work_tile.head, work_tile.block
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
@@ -274,7 +274,7 @@ def dq_kernel(
     row_in_block = q_rows.row_in_block
 
     queries = _load_queries(QueryPointers(q, dout, lse, delta), q_segments, batch, head, q_rows, A, Q)
-    vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * BEFORE_KV.ROWS * A.KV_HEADS + kv_head
+    vector, earlier = batch * A.S * A.KV_HEADS + kv_head, batch * EARLIER_KV.ROWS * A.KV_HEADS + kv_head
     kv_segments += batch * A.S
     kv = KVPointers(k + vector * A.H, v + vector * A.HV)
     dk, dv = dk + vector * A.H, dv + vector * A.HV
@@ -282,18 +282,18 @@ def dq_kernel(
     lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
     span = load_span(spans, batch, head, q_block, KV, L, W)
-    acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
+    acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, EARLIER_KV, WITH_DKV)
     if KV2.ROWS > 0:
         lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_segments, kv_segments)
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
-        acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, BEFORE_KV, False)
+        acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, EARLIER_KV, False)
 
     if W.SPLITS:
         _store_split(dq, acc, work_tile, batch, row_in_block, A.BATCH, A.D, Q)
     else:
         if W.MERGED:
             acc = _add_splits(acc, split_dq, work_tile, batch, row_in_block, A.BATCH, A.D, Q)
-        _store_dq(acc, dq, earlier_dq, batch, pass_head, q_rows, A, Q, BEFORE, OUT)
+        _store_dq(acc, dq, earlier_dq, batch, pass_head, q_rows, A, Q, EARLIER, OUT)
 
 
 # --- dk and dv -------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def dq_kernel(
 
 @triton.jit
 def _load_lse_and_delta(pointers, index, exists, MASKED: tl.constexpr):
-    """(lse to base 2, delta) of queries; lse is +inf for those without keys, whose weights are 0."""
+    """Loads (lse to base 2, delta) of queries; lse is +inf for queries without keys, so their weights are 0."""
     if MASKED:
         lse = tl.load(pointers.lse + index, mask=exists, other=float("inf"))
         delta = tl.load(pointers.delta + index, mask=exists, other=0.0)
@@ -323,24 +323,24 @@ def _dkv_steps(first, end, num_entries, dk, dv, keys, pointers, lists, dq, A: tl
         q_tile = load_rows(vectors, exists, A.H, A.D, MASKED)
         lse, delta = _load_lse_and_delta(pointers, offset_of_head(token, row_in_block, A.T, Q), exists, MASKED)
         scores = logits(tl.dot(keys.k_tile, tl.trans(q_tile), input_precision="ieee"), A)  # [KV.TILE, Q.TILE]
-        may = 0
+        allowed = 0
         if MASKED:
-            may = load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q)
-            if L.CHOSEN > 0:
-                may = may & has_selected(lists, q_rows.entry, row_in_block, Q, L)[None, :]
+            allowed = load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q)
+            if L.GRANULARITY > 0:
+                allowed = allowed & has_selected(lists, q_rows.entry, row_in_block, Q, L)[None, :]
             if A.SEGMENTED:
                 q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
-                may = may & (keys.segment[:, None] == q_segment[None, :])
+                allowed = allowed & (keys.segment[:, None] == q_segment[None, :])
         vectors = query_addresses(pointers.dout, token, row_in_block, A.HEADS * A.HV, A.HV, Q, A.DV, A.WIDE)
         dout_tile = load_rows(vectors, exists, A.HV, A.DV, MASKED)
         dp = tl.dot(keys.v_tile, tl.trans(dout_tile), input_precision="ieee")  # [KV.TILE, Q.TILE]
-        p, ds = _p_and_ds(scores, lse[None, :], dp, delta[None, :], may, A, MASKED)
+        p, ds = _p_and_ds(scores, lse[None, :], dp, delta[None, :], allowed, A, MASKED)
         dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
         ds = ds.to(q_tile.dtype)
         dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
         if WITH_DQ:
             dq_tile = tl.dot(tl.trans(ds), keys.k_tile, input_precision="ieee") * A.SCALE  # [Q.TILE, D]
-            vectors = query_addresses(dq, q_rows.row, row_in_block, A.OWN_HEADS * A.H, A.H, Q, A.D, True)
+            vectors = query_addresses(dq, q_rows.row, row_in_block, A.PASS_HEADS * A.H, A.H, Q, A.D, True)
             store_rows(vectors, dq_tile, exists, A.H, A.D)
     return dk, dv
 
@@ -354,26 +354,26 @@ def _dkv_head(work_tile, batch, pass_head, dk, dv, keys, pointers, lists, splits
     # Read, not summed up from head to head: Triton 3.6 takes such a sum in this loop for 0.
     steps_before = 0
     if W.SPLITS:
-        pack = ((batch % W.BATCHES) * A.OWN_HEADS + pass_head) // Q.PACK
+        pack = ((batch % W.BATCHES) * A.PASS_HEADS + pass_head) // Q.PACK
         steps_before = tl.load(splits + pack * W.BLOCKS + work_tile.block)
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     vector, number = batch * A.T * A.HEADS + head, (batch * A.HEADS + head) * A.T
     q, dout = pointers.q + vector * A.H, pointers.dout + vector * A.HV
     pointers = QueryPointers(q, dout, pointers.lse + number, pointers.delta + number)
     lists = move_to_list(lists, span)
-    dq += (batch * Q.ROWS * A.OWN_HEADS + pass_head) * A.H
-    if L.ANY_FREE:
-        dk, dv = _dkv_steps(first, first_masked, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+    dq += (batch * Q.ROWS * A.PASS_HEADS + pass_head) * A.H
+    if L.ANY_FULL:
+        dk, dv = _dkv_steps(first, first_partial, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
                             False, WITH_DQ)  # fmt: skip
-    if L.ANY_MASKED:
-        dk, dv = _dkv_steps(first_masked, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
+    if L.ANY_PARTIAL:
+        dk, dv = _dkv_steps(first_partial, end, span.num_entries, dk, dv, keys, pointers, lists, dq, A, Q, KV, L,
                             True, WITH_DQ)  # fmt: skip
     return dk, dv
 
 
 @triton.jit
 def _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A: tl.constexpr):
-    """The `KVTile` of a program."""
+    """Loads the `KVTile` of a program."""
     token, exists = kv_rows.token, kv_rows.exists
     vector = batch * A.S * A.KV_HEADS + kv_head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
@@ -385,13 +385,13 @@ def _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A: tl.constexpr):
 
 
 @triton.jit
-def _store_dkv(dk, dv, gradients, batch, kv_head, kv_rows, A: tl.constexpr, BEFORE: tl.constexpr, OUT: tl.constexpr,
+def _store_dkv(dk, dv, gradients, batch, kv_head, kv_rows, A: tl.constexpr, EARLIER: tl.constexpr, OUT: tl.constexpr,
                IN_PLACE: tl.constexpr):  # fmt: skip
     """Scales dk, adds dk and dv of earlier passes, and stores both; ``gradients`` point to the arrays."""
     dk = dk * A.SCALE
-    if BEFORE.EXISTS:
-        row, has_earlier = row_of(kv_rows.token, kv_rows.exists, BEFORE)
-        vector = batch * BEFORE.ROWS * A.KV_HEADS + kv_head
+    if EARLIER.EXISTS:
+        row, has_earlier = row_of(kv_rows.token, kv_rows.exists, EARLIER)
+        vector = batch * EARLIER.ROWS * A.KV_HEADS + kv_head
         dk += _load_earlier(gradients.earlier_dk + vector * A.H, row, has_earlier, A.KV_HEADS * A.H, A.H, A.D)
         dv += _load_earlier(gradients.earlier_dv + vector * A.HV, row, has_earlier, A.KV_HEADS * A.HV, A.HV, A.DV)
     to_dk, to_dv = gradients.dk, gradients.dv
@@ -410,8 +410,8 @@ def dkv_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key heads and key blocks
-    splits,  # if SPLITS int32 [BATCHES, OWN_HEADS, BLOCKS]: steps of a work tile before those of a query head
+    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`, with key heads and key blocks
+    splits,  # if SPLITS int32 [BATCHES, PASS_HEADS, BLOCKS]: steps of a work tile before those of a query head
     spans,
     entries,
     mask_tiles,
@@ -424,22 +424,22 @@ def dkv_kernel(
     lse,
     delta,
     dout,
-    earlier_dk,  # [B, BEFORE.ROWS, KV_HEADS, H]: dk of earlier passes
-    earlier_dv,  # [B, BEFORE.ROWS, KV_HEADS, HV]
+    earlier_dk,  # [B, EARLIER.ROWS, KV_HEADS, H]: dk of earlier passes
+    earlier_dv,  # [B, EARLIER.ROWS, KV_HEADS, HV]
     dk,  # [B, OUT.ROWS, KV_HEADS, H]; like ``split_dk`` if SPLITS
     dv,  # [B, OUT.ROWS, KV_HEADS, HV]
-    dq,  # [B, Q.ROWS, OWN_HEADS, H] if WITH_DQ
+    dq,  # [B, Q.ROWS, PASS_HEADS, H] if WITH_DQ
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
     L: tl.constexpr,
     W: tl.constexpr,
-    BEFORE: tl.constexpr,
+    EARLIER: tl.constexpr,
     OUT: tl.constexpr,
     WITH_DQ: tl.constexpr,  # every row of queries is in one list only, so its dq is complete there
     IN_PLACE: tl.constexpr,  # dk and dv are written over those of earlier passes
 ):
-    """dk and dv of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    """Computes dk and dv of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
     batch = tl.program_id(1).to(tl.int64)
     work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.KV_HEADS, KV.PACK, W)
     kv_head = work_tile.head
@@ -465,4 +465,4 @@ def dkv_kernel(
             dk_tile = _add_splits(dk_tile, split_dk, work_tile, batch, row_in_block, A.BATCH, A.D, KV)
             dv_tile = _add_splits(dv_tile, split_dv, work_tile, batch, row_in_block, A.BATCH, A.DV, KV)
         gradients = GradientPointers(dk, dv, earlier_dk, earlier_dv)
-        _store_dkv(dk_tile, dv_tile, gradients, batch, kv_head, kv_rows, A, BEFORE, OUT, IN_PLACE)
+        _store_dkv(dk_tile, dv_tile, gradients, batch, kv_head, kv_rows, A, EARLIER, OUT, IN_PLACE)

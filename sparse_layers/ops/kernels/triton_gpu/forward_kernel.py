@@ -2,8 +2,8 @@
 
 **One work tile a program.** It is a tile of a block of queries, for one query head or PACK heads of a key head.
 
-**Lists, not patterns.** A program walks over the list of key blocks of its queries. Blocks without masked pairs come
-first, so that the loop over them evaluates no mask.
+**Lists, not patterns.** A program walks over the list of key blocks of its queries. Full blocks come first, so that
+the loop over them evaluates no mask.
 
 **Two passes share a softmax.** A second pass with the same query rows has lists of its own. Its steps follow those of
 the first pass.
@@ -11,12 +11,12 @@ the first pass.
 **Long lists are split.** One launch computes the splits, each with its own out and lse. The launch of all work tiles
 merges them in their order, so that results are the same from run to run.
 
-**Softmax goes on from earlier results.** It begins with the sink, or with out and lse of earlier passes.
+**The softmax starts from earlier results.** These are the sink, or out and lse of earlier passes.
 
 A work tile, with time to the right. Triton loads k_tile and v_tile of num_stages steps ahead::
 
     begin    list, q_tile, segment ids, then acc, m_i, l_i of sinks, earlier passes and splits
-    steps    free ones of pass 1, masked ones of pass 1, free ones of pass 2, masked ones of pass 2
+    steps    full ones of pass 1, partial ones of pass 1, full ones of pass 2, partial ones of pass 2
     end      out = acc / l_i, lse = (m_i + log2(l_i)) * ln 2
 
     a step   load k_tile    load v_tile
@@ -93,17 +93,17 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
         k_tile = load_rows(addresses(kv.k, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, MASKED)
         scores = tl.dot(queries.q_tile, tl.trans(k_tile), input_precision="ieee")  # [Q.TILE, KV.TILE]
         if MASKED:
-            may = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
+            allowed = may_attend(lists, kv_rows, token, exists, queries.row_in_block, queries.segment, A, Q, KV, L)
         if A.CAP == 0 and A.SCALE > 1e-30:
             # The largest logit is that of the largest product: no multiplication before the maximum.
             if MASKED:
-                scores = tl.where(may, scores, float("-inf"))
+                scores = tl.where(allowed, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1) * (A.SCALE * LOG2_E))  # [Q.TILE]
             scores = scores * (A.SCALE * LOG2_E)
         else:
             scores = logits(scores, A)
             if MASKED:
-                scores = tl.where(may, scores, float("-inf"))
+                scores = tl.where(allowed, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1))
         shift = m_new
         if MASKED:
@@ -121,31 +121,31 @@ def _attend_steps(first, end, num_entries, state, queries, kv, lists, A: tl.cons
 def _attend_pass(work_tile, steps_before, span, state, queries, kv, lists, A: tl.constexpr, Q: tl.constexpr,
                  KV: tl.constexpr, L: tl.constexpr):  # fmt: skip
     """Computes the steps of one pass that are the work tile's; ``steps_before`` are those of the pass before."""
-    first, first_masked, end = clip_steps(work_tile, steps_before, span)
+    first, first_partial, end = clip_steps(work_tile, steps_before, span)
     lists = move_to_list(lists, span)
-    if L.ANY_FREE:
-        state = _attend_steps(first, first_masked, span.num_entries, state, queries, kv, lists, A, Q, KV, L, False)
-    if L.ANY_MASKED:
-        state = _attend_steps(first_masked, end, span.num_entries, state, queries, kv, lists, A, Q, KV, L, True)
+    if L.ANY_FULL:
+        state = _attend_steps(first, first_partial, span.num_entries, state, queries, kv, lists, A, Q, KV, L, False)
+    if L.ANY_PARTIAL:
+        state = _attend_steps(first_partial, end, span.num_entries, state, queries, kv, lists, A, Q, KV, L, True)
     return state
 
 
 @triton.jit
-def _initial_state(sinks, earlier, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, BEFORE: tl.constexpr,
+def _initial_state(sinks, earlier, batch, pass_head, q_rows, A: tl.constexpr, Q: tl.constexpr, EARLIER: tl.constexpr,
                    SINKS: tl.constexpr):  # fmt: skip
-    """(acc, m_i, l_i) of sinks and of earlier passes."""
+    """Returns (acc, m_i, l_i) of sinks and of earlier passes."""
     acc = zeros(Q.TILE, A.DV)  # [Q.TILE, DV]: the sum of p @ v
     m_i = full(Q.TILE, float("-inf"))  # [Q.TILE]: the largest logit so far, to base 2
     if SINKS:
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         m_i = full(Q.TILE, 0.0) + tl.load(offset_of_head(sinks + head, q_rows.row_in_block, 1, Q)) * LOG2_E
-    if BEFORE.EXISTS:
-        row, has_earlier = row_of(q_rows.token, q_rows.exists, BEFORE)
-        lse_index = (batch * A.OWN_HEADS + pass_head) * BEFORE.ROWS
+    if EARLIER.EXISTS:
+        row, has_earlier = row_of(q_rows.token, q_rows.exists, EARLIER)
+        lse_index = (batch * A.PASS_HEADS + pass_head) * EARLIER.ROWS
         lse = tl.load(earlier.lse + lse_index + row, mask=has_earlier, other=float("-inf"))
         m_i = tl.where(has_earlier, lse * LOG2_E, m_i)
-        base = earlier.out + (batch * BEFORE.ROWS * A.OWN_HEADS + pass_head) * A.HV
-        pointers = addresses(base, row, A.OWN_HEADS * A.HV, A.DV, True)
+        base = earlier.out + (batch * EARLIER.ROWS * A.PASS_HEADS + pass_head) * A.HV
+        pointers = addresses(base, row, A.PASS_HEADS * A.HV, A.DV, True)
         acc = load_rows(pointers, has_earlier, A.HV, A.DV, True).to(tl.float32)
     l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)  # [Q.TILE]: the sum of 2 ** (logit - m_i)
     return acc, m_i, l_i
@@ -153,7 +153,7 @@ def _initial_state(sinks, earlier, batch, pass_head, q_rows, A: tl.constexpr, Q:
 
 @triton.jit
 def _merge_splits(work_tile, state, splits, batch, row_in_block, A: tl.constexpr, Q: tl.constexpr):
-    """Adds the results of a work tile's splits."""
+    """Merges the results of a work tile's splits into the state."""
     acc, m_i, l_i = state
     for split in tl.range(work_tile.first_split, work_tile.end_split):
         row = (split.to(tl.int64) * A.BATCH + batch) * (Q.TILES * Q.TILE)
@@ -183,20 +183,20 @@ def _store_results(state, results, work_tile, batch, pass_head, q_rows, A: tl.co
         tl.store(results.lse + row + q_rows.row_in_block, lse)
     else:
         row = q_rows.token if OUT.BY_TOKEN else q_rows.row
-        base = results.out + (batch * OUT.ROWS * A.OWN_HEADS + pass_head) * A.HV
-        pointers = query_addresses(base, row, q_rows.row_in_block, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True)
+        base = results.out + (batch * OUT.ROWS * A.PASS_HEADS + pass_head) * A.HV
+        pointers = query_addresses(base, row, q_rows.row_in_block, A.PASS_HEADS * A.HV, A.HV, Q, A.DV, True)
         store_rows(pointers, out, q_rows.exists, A.HV, A.DV)
-        lse_index = offset_of_head((batch * A.OWN_HEADS + pass_head) * OUT.ROWS, q_rows.row_in_block, OUT.ROWS, Q)
+        lse_index = offset_of_head((batch * A.PASS_HEADS + pass_head) * OUT.ROWS, q_rows.row_in_block, OUT.ROWS, Q)
         tl.store(results.lse + lse_index + row, lse, mask=q_rows.exists)
 
 
 @triton.jit
-def forward_kernel(
+def triton_forward_kernel(
     q,  # [B, T, HEADS, H]
     k,  # [B, S, KV_HEADS, H]
     v,  # [B, S, KV_HEADS, HV]
-    work_tiles,  # int32 [OWN_HEADS * BLOCKS, BATCHES] if ORDERED, [splits, BATCHES, 3] if SPLITS; see `load_work_tile`
-    splits,  # int32 [BATCHES, OWN_HEADS * BLOCKS, 2] if MERGED: first split and end of the splits of each work tile
+    work_tiles,  # int32 [PASS_HEADS * BLOCKS, BATCHES] if ORDERED, [splits, BATCHES, 3] if SPLITS; see `load_work_tile`
+    splits,  # int32 [BATCHES, PASS_HEADS * BLOCKS, 2] if MERGED: first split and end of the splits of each work tile
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
@@ -212,10 +212,10 @@ def forward_kernel(
     split_out,  # float32 [splits, B, rows of a block, DV], if MERGED
     split_lse,  # float32 [splits, B, rows of a block]
     sinks,  # float32 [HEADS]
-    earlier_out,  # [B, BEFORE.ROWS, OWN_HEADS, HV]: out of earlier passes
-    earlier_lse,  # float32 [B, OWN_HEADS, BEFORE.ROWS]
-    out,  # [B, OUT.ROWS, OWN_HEADS, HV]; like ``split_out`` if SPLITS
-    lse,  # float32 [B, OWN_HEADS, OUT.ROWS]; like ``split_lse`` if SPLITS
+    earlier_out,  # [B, EARLIER.ROWS, PASS_HEADS, HV]: out of earlier passes
+    earlier_lse,  # float32 [B, PASS_HEADS, EARLIER.ROWS]
+    out,  # [B, OUT.ROWS, PASS_HEADS, HV]; like ``split_out`` if SPLITS
+    lse,  # float32 [B, PASS_HEADS, OUT.ROWS]; like ``split_lse`` if SPLITS
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -223,13 +223,13 @@ def forward_kernel(
     KV2: tl.constexpr,
     L2: tl.constexpr,
     W: tl.constexpr,
-    BEFORE: tl.constexpr,
+    EARLIER: tl.constexpr,
     OUT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Attention of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
+    """Computes attention of one work tile; grid (work tiles or splits, times tiles of a block, B)."""
     batch = tl.program_id(1).to(tl.int64)
-    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.OWN_HEADS, Q.PACK, W)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, Q, A.PASS_HEADS, Q.PACK, W)
     pass_head, q_block = work_tile.head, work_tile.block
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
@@ -246,7 +246,7 @@ def forward_kernel(
         q_segment = tl.load(q_segments + batch * A.T + token, mask=q_rows.exists, other=-2)
 
     earlier = ResultPointers(earlier_out, earlier_lse)
-    state = _initial_state(sinks, earlier, batch, pass_head, q_rows, A, Q, BEFORE, SINKS)
+    state = _initial_state(sinks, earlier, batch, pass_head, q_rows, A, Q, EARLIER, SINKS)
     if W.MERGED:
         state = _merge_splits(work_tile, state, ResultPointers(split_out, split_lse), batch, row_in_block, A, Q)
 

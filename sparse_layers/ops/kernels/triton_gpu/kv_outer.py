@@ -1,7 +1,7 @@
 """Launches of the plain Triton kernels that hold a block of keys and gather the queries that selected it.
 
-They compute `SelectedRows`: each selection of a single query has a result of its own. `gpu_attention/kv_outer.py` puts
-the results of a query together.
+They compute `SelectedRows`: each selection of a single query has its own result. `gpu_attention/kv_outer.py` merges the
+results of a query.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from ...planning.params import BwdParams
 from ..call import Call
 from ..gpu import hardware
-from ..gpu.lists import Side
-from ..gpu.passes import BackwardInputs, GroupPass, Rows, SelectedRows
+from ..gpu.lists import RowTiling
+from ..gpu.passes import BackwardInputs, GroupPass, PassResults, SelectedRows
 from ..operands import Operands
 from .kv_outer_kernel import kv_outer_kernel
-from .launch import Prepared, block_shape, dkv_of, head_sizes, prepare
-from .settings import Settings, choose, shared_memory
+from .launch import PreparedLaunch, block_shape, head_sizes, launch_dkv, prepare
+from .settings import Settings, choose_settings, shared_memory
 
-KERNELS = "kv_outer", "dqkv"  # as their settings are called
+KERNELS = "kv_outer", "dkv_with_dq"  # names of their settings
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -30,7 +30,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     # What the user asks of kernels is meant for those that hold queries.
     if any(params.has_kernel_settings for params in call.params):
         return "settings are for kernels that hold queries"
-    queries = queries_together(call, operands)
+    queries = queries_per_tile(call, operands)
     if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:
         return "queries are gathered that choose one by one, at least two tiles of them"
     device, rows = hardware.local_gpu(), SelectedRows(call, operands, 0, 1, ())
@@ -42,51 +42,51 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return None
 
 
-def queries_together(call: Call, operands: Operands) -> int:
-    """Queries in a tile of the kernels that hold queries."""
+def queries_per_tile(call: Call, operands: Operands) -> int:
+    """Returns the number of queries in a tile of the kernels that hold queries."""
     return block_shape(GroupPass(call, operands, 0, 1, ()), "forward")[0]
 
 
-def most_keys(call: Call, operands: Operands) -> int:
-    """Keys that a program can hold."""
+def max_keys(call: Call, operands: Operands) -> int:
+    """Returns the number of keys that a program can hold."""
     rows = SelectedRows(call, operands, 0, 1, ())
     return min(settings_of(rows, kernel).major for kernel in KERNELS)
 
 
 def bytes_needed(rows: SelectedRows) -> int:
-    """Bytes of the results by selection."""
+    """Returns the bytes of the results by selection."""
     query, value = rows.operands.query, rows.operands.value
     return rows.per_query * query.nbytes // query.shape[-1] * max(query.shape[-1], value.shape[-1])
 
 
 def forward(rows: SelectedRows) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, k, N, Hv] in the dtype of the query, lse [B, T, k, N]) of each selection; undefined unless live."""
-    prepared, number = _prepare(rows, "kv_outer"), rows.q_order.rows
+    """Returns (out [B, T, k, N, Hv] in the query dtype, lse [B, T, k, N]) of selections; undefined unless live."""
+    prepared, num_rows = _prepare(rows, "kv_outer"), rows.q_order.rows
     outputs = (
-        prepared.output((number, rows.heads, rows.operands.value.shape[-1]), True),
-        prepared.output((rows.heads, number)),
+        prepared.output((num_rows, rows.heads, rows.operands.value.shape[-1]), True),
+        prepared.output((rows.heads, num_rows)),
     )
     segments = rows.operands.segments or (None, None)
-    out, lse = prepared.run(kv_outer_kernel, segments, [], [], outputs, {}, {}, rows.q_order)
+    out, lse = prepared.launch_kernel(kv_outer_kernel, segments, [], [], outputs, {}, {}, rows.q_order)
     return rows.by_token(out), rows.by_token(lse.swapaxes(1, 2))
 
 
-def backward(rows: SelectedRows, inputs: BackwardInputs, before: Any) -> tuple[jax.Array, Any]:
-    """(dq [B, T, N, H] in the dtype of the query, (dk, dv)), the latter added to those ``before``."""
-    before = None if before is None else Rows(rows.kv_order, before)
-    dkv, dq = dkv_of(_prepare(rows, "dqkv"), inputs, before, before is None, rows.q_order.rows)
+def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[jax.Array, Any]:
+    """Returns (dq [B, T, N, H] in the dtype of the query, (dk, dv)); ``earlier`` are added to the latter."""
+    earlier = None if earlier is None else PassResults(rows.kv_order, earlier)
+    dkv, dq = launch_dkv(_prepare(rows, "dkv_with_dq"), inputs, earlier, earlier is None, rows.q_order.rows)
     dq = jnp.where(rows.live[..., None], rows.by_token(dq), 0).sum(2, dtype=jnp.float32)
     return dq.astype(rows.operands.query.dtype), dkv.arrays
 
 
 def settings_of(rows: SelectedRows, kernel: str) -> Settings:
-    """The settings of a kernel, whatever the block."""
+    """Returns the settings of a kernel, as for long blocks."""
     itemsize, blocks = rows.operands.query.dtype.itemsize, (max(32, rows.block), 1 << 16)
-    return choose(kernel, itemsize, head_sizes(rows), blocks, BwdParams(), hardware.local_gpu())
+    return choose_settings(kernel, itemsize, head_sizes(rows), blocks, BwdParams(), hardware.local_gpu())
 
 
-def _prepare(rows: SelectedRows, kernel: str) -> Prepared:
+def _prepare(rows: SelectedRows, kernel: str) -> PreparedLaunch:
     settings = settings_of(rows, kernel)
-    q = Side(rows.q_order, 1, settings.minor, rows.pack, gathered=True)
-    kv = Side(rows.kv_order, rows.block, settings.major)
-    return prepare(rows, q, kv, kv, [(q, rows.lists_by_key(q, kv))], settings, None, kernel == "dqkv")
+    q = RowTiling(rows.q_order, 1, settings.minor, rows.pack, gathers_rows=True)
+    kv = RowTiling(rows.kv_order, rows.block, settings.major)
+    return prepare(rows, q, kv, kv, [(q, rows.lists_by_key(q, kv))], settings, None, kernel == "dkv_with_dq")

@@ -1,7 +1,7 @@
-"""The Triton forward kernel with keys in the outer loop: a program holds a block of keys and gathers who selected it.
+"""The Triton forward kernel with keys in the outer loop: a program holds a key block and gathers its queries.
 
-**For selections whose queries hardly agree.** A tile of neighbouring queries would walk over blocks that few of them
-selected.
+**For selections whose queries hardly agree.** A tile of neighbouring queries would walk many blocks, each selected by
+few of them.
 
 **One work tile a program.** It is a block of keys, for one query head or PACK heads of a key head. The list of a block
 has its selections, each of them a query and one of its blocks.
@@ -62,11 +62,11 @@ def _attend_steps(first, end, num_entries, keys, q, lists, results, A: tl.conste
         q_tile = load_rows(vectors, exists, A.H, A.D, MASKED)  # [Q.TILE, D]
         scores = logits(tl.dot(q_tile, tl.trans(keys.k_tile), input_precision="ieee"), A)  # [Q.TILE, KV.TILE]
         if MASKED:
-            may = tl.trans(load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q))
+            allowed = tl.trans(load_mask(lists, q_rows.entry, q_rows.tile, keys.row_in_block, KV, Q))
             if A.SEGMENTED:
                 q_segment = tl.load(lists.q_segments + token, mask=exists, other=-2)
-                may = may & (q_segment[:, None] == keys.segment[None, :])
-            scores = tl.where(may, scores, float("-inf"))
+                allowed = allowed & (q_segment[:, None] == keys.segment[None, :])
+            scores = tl.where(allowed, scores, float("-inf"))
         m_i = tl.max(scores, 1)  # [Q.TILE]
         shift = tl.where(m_i == float("-inf"), 0.0, m_i)
         p = tl.exp2(scores - shift[:, None])  # [Q.TILE, KV.TILE]
@@ -75,7 +75,7 @@ def _attend_steps(first, end, num_entries, keys, q, lists, results, A: tl.conste
         l_i = tl.where(is_empty, 1.0, l_i)
         out = tl.dot(p.to(keys.v_tile.dtype), keys.v_tile, input_precision="ieee") / l_i[:, None]  # [Q.TILE, DV]
         lse = tl.where(is_empty, float("-inf"), (shift + tl.log2(l_i)) * LN_2)
-        vectors = query_addresses(results.out, row, row_in_block, A.OWN_HEADS * A.HV, A.HV, Q, A.DV, True)
+        vectors = query_addresses(results.out, row, row_in_block, A.PASS_HEADS * A.HV, A.HV, Q, A.DV, True)
         store_rows(vectors, out, exists, A.HV, A.DV)
         tl.store(offset_of_head(results.lse, row_in_block, Q.ROWS, Q) + row, lse, mask=exists)
 
@@ -85,7 +85,7 @@ def kv_outer_kernel(
     q,
     k,
     v,
-    work_tiles,  # this and all up to ``kv_segments``: as in `forward_kernel`, with key blocks
+    work_tiles,  # this and all up to ``kv_segments``: as in `triton_forward_kernel`, with key blocks
     splits,
     spans,
     entries,
@@ -94,8 +94,8 @@ def kv_outer_kernel(
     mask_bits,
     q_segments,
     kv_segments,
-    out,  # [B, Q.ROWS, OWN_HEADS, HV]
-    lse,  # float32 [B, OWN_HEADS, Q.ROWS]
+    out,  # [B, Q.ROWS, PASS_HEADS, HV]
+    lse,  # float32 [B, PASS_HEADS, Q.ROWS]
     A: tl.constexpr,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -103,9 +103,9 @@ def kv_outer_kernel(
     W: tl.constexpr,
     OUT: tl.constexpr,
 ):
-    """Attention of one work tile's selections to one block of keys; grid (work tiles or splits, B)."""
+    """Computes attention of selections to one block of keys; grid (work tiles or splits, B)."""
     batch = tl.program_id(1).to(tl.int64)
-    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.OWN_HEADS, Q.PACK, W)
+    work_tile = load_work_tile(Schedule(work_tiles, splits), batch, KV, A.PASS_HEADS, Q.PACK, W)
     pass_head, kv_block = work_tile.head, work_tile.block
     head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
     kv_head = head // (A.HEADS // A.KV_HEADS)
@@ -114,7 +114,7 @@ def kv_outer_kernel(
     exists = (row_in_block < KV.BLOCK) & (token < A.S)
 
     span = load_span(spans, batch, head, kv_block, Q, L, W)
-    first, first_masked, end = clip_steps(work_tile, 0, span)
+    first, first_partial, end = clip_steps(work_tile, 0, span)
     vector = batch * A.S * A.KV_HEADS + kv_head
     k_tile = load_rows(addresses(k + vector * A.H, token, A.KV_HEADS * A.H, A.D, A.WIDE), exists, A.H, A.D, True)
     v_tile = load_rows(addresses(v + vector * A.HV, token, A.KV_HEADS * A.HV, A.DV, A.WIDE), exists, A.HV, A.DV, True)
@@ -126,7 +126,7 @@ def kv_outer_kernel(
     lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     lists = move_to_list(lists, span)
     q += (batch * A.T * A.HEADS + head) * A.H
-    row = batch * Q.ROWS * A.OWN_HEADS
+    row = batch * Q.ROWS * A.PASS_HEADS
     results = ResultPointers(out + (row + pass_head) * A.HV, lse + row + pass_head * Q.ROWS)
-    _attend_steps(first, first_masked, span.num_entries, keys, q, lists, results, A, Q, KV, False)
-    _attend_steps(first_masked, end, span.num_entries, keys, q, lists, results, A, Q, KV, True)
+    _attend_steps(first, first_partial, span.num_entries, keys, q, lists, results, A, Q, KV, False)
+    _attend_steps(first_partial, end, span.num_entries, keys, q, lists, results, A, Q, KV, True)

@@ -1,7 +1,7 @@
 """Launches of the plain Triton kernels: one pass of a head group, or two of them by one kernel.
 
-`forward`, `dq` and `dkv` compute a `GroupPass`. Each makes block lists, looks up tile sizes, cuts lists that are much
-longer than others into splits, and calls the bridge.
+`forward`, `dq` and `dkv` compute a `GroupPass`. Each builds block lists, looks up tile sizes, splits long work tiles,
+and calls the bridge.
 """
 
 import dataclasses
@@ -17,244 +17,261 @@ from ...planning.block_lists import MAX_QUERY_GROUPS, planned_block_pairs
 from ...planning.row_orders import RowOrder
 from ..gpu import bridge, hardware, tiles
 from ..gpu.hardware import padded_size
-from ..gpu.lists import Lists, Side, kernel_order, lists_of
-from ..gpu.passes import BackwardInputs, GroupPass, Rows, varying_like
+from ..gpu.lists import PassLists, RowTiling, build_pass_lists, row_order_constants
+from ..gpu.passes import BackwardInputs, GroupPass, PassResults, varying_like
 from ..gpu.splits import MIN_STEPS, Splits, count_splits, longest_first_order, split_work_tiles
 from .backward_kernel import dkv_kernel, dq_kernel
-from .forward_kernel import forward_kernel
-from .settings import Settings, choose, pieces_asked, rows_of
+from .forward_kernel import triton_forward_kernel
+from .settings import Settings, choose_settings, major_rows, requested_splits
 
 # Rows of a tile that keep tensor cores busy.
 FULL_TILE = 64
 
 
-def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, rounded: bool) -> Rows:
-    """(out, lse) of a pass.
+def forward(work: GroupPass, earlier: PassResults | None, sinks: jax.Array | None, rounded: bool) -> PassResults:
+    """Launches the forward kernel: returns (out, lse) of a pass.
 
     Args:
-      work: the pass, or two.
-      before: results that the kernel goes on from; None for none.
-      sinks: float32 [N] that it starts from; None for none.
-      rounded: whether out of all tokens is kept in the dtype of the query; else in float32.
+      work: the pass, or two that are fused.
+      earlier: out and lse of earlier passes, from which the softmax goes on; None for none.
+      sinks: float32 [N], logits from which it starts; None for none.
+      rounded: True to store out of all tokens in the dtype of the query, else in float32.
     """
-    prepared, order = _prepare(work, "forward"), _destination(work.q_order)
+    prepared, order = _prepare(work, "forward"), _result_order(work.q_order)
     rows, size = order.rows, work.operands.value.shape[-1]
     outputs = (
         prepared.output((rows, work.heads, size), rounded and order.natural),
         prepared.output((work.heads, rows)),
     )
-    constants = prepared.more_constants | {"BEFORE": _rows(before)}
-    out, lse = prepared.run(
-        forward_kernel,
-        [*prepared.more_arrays, *_segments(work)],
+    constants = prepared.second_list_constants | {"EARLIER": _result_rows(earlier)}
+    out, lse = prepared.launch_kernel(
+        triton_forward_kernel,
+        [*prepared.second_list_arrays, *_segments(work)],
         [head_sizes(work)[1], None],
-        [sinks, *_arrays(before, 2)],
+        [sinks, *_result_arrays(earlier, 2)],
         outputs,
         constants | {"SINKS": sinks is not None},
-        constants | {"SINKS": False, "BEFORE": _rows(None)},
+        constants | {"SINKS": False, "EARLIER": _result_rows(None)},
         order,
     )
-    return Rows(order, (out, lse))
+    return PassResults(order, (out, lse))
 
 
 def dq(
     work: GroupPass,
     inputs: BackwardInputs,
-    before: Rows | None,
-    before_kv: Rows | None,
+    earlier: PassResults | None,
+    earlier_kv: PassResults | None,
     rounded: bool,
     rounded_kv: bool,
     with_dkv: bool,
-) -> tuple[Rows, Rows | None]:
-    """(dq, (dk, dv) or None) of a pass, added to gradients that are there.
+) -> tuple[PassResults, PassResults | None]:
+    """Launches the dq kernel: returns (dq, (dk, dv) or None) of a pass, added to earlier gradients.
 
     Args:
-      work: the pass, or two.
-      inputs: arrays by query.
-      before: dq that the kernel adds to; None for none.
-      before_kv: dk and dv that it adds to; None for none.
-      rounded: whether dq of all tokens is kept in the dtype of the query; else in float32.
+      work: the pass, or two that are fused.
+      inputs: lse, delta and dout.
+      earlier: dq of earlier passes; None for none.
+      earlier_kv: dk and dv of earlier passes; None for none.
+      rounded: True to store dq of all tokens in the dtype of the query, else in float32.
       rounded_kv: the same of dk and dv.
-      with_dkv: whether the kernel computes dk and dv as well; see `each_key_once`.
+      with_dkv: True to compute dk and dv in the same kernel, see `each_key_once`.
     """
-    prepared, order = _prepare(work, "fused" if with_dkv else "dq"), _destination(work.q_order)
+    prepared, order = _prepare(work, "dq_with_dkv" if with_dkv else "dq"), _result_order(work.q_order)
     sizes = work.operands.query.shape[-1], work.operands.value.shape[-1]
     kv_rows, kv_heads = work.operands.key.shape[1:3]
     outputs = [prepared.output((order.rows, work.heads, sizes[0]), rounded and order.natural)]
     outputs += [prepared.output((kv_rows, kv_heads, x) if with_dkv else (1,), rounded_kv) for x in sizes]
-    constants = prepared.more_constants | {"BEFORE_KV": _rows(before_kv), "WITH_DKV": with_dkv}
-    dq, dk, dv = prepared.run(
+    constants = prepared.second_list_constants | {"EARLIER_KV": _result_rows(earlier_kv), "WITH_DKV": with_dkv}
+    dq, dk, dv = prepared.launch_kernel(
         dq_kernel,
-        [*prepared.more_arrays, *_segments(work)],
+        [*prepared.second_list_arrays, *_segments(work)],
         [head_sizes(work)[0]],
-        [*inputs, *_arrays(before, 1), *_arrays(before_kv, 2)],
+        [*inputs, *_result_arrays(earlier, 1), *_result_arrays(earlier_kv, 2)],
         outputs,
-        constants | {"BEFORE": _rows(before)},
-        constants | {"BEFORE": _rows(None)},
+        constants | {"EARLIER": _result_rows(earlier)},
+        constants | {"EARLIER": _result_rows(None)},
         order,
     )
-    return Rows(order, (dq,)), Rows(RowOrder(kv_rows), (dk, dv)) if with_dkv else None
+    return PassResults(order, (dq,)), PassResults(RowOrder(kv_rows), (dk, dv)) if with_dkv else None
 
 
-def dkv(work: GroupPass, inputs: BackwardInputs, before: Rows | None, rounded: bool) -> Rows:
-    """(dk, dv) of a pass, added to ``before``; arguments as in `dq`."""
-    return dkv_of(_prepare(work, "dkv"), inputs, before, rounded, None)[0]
+def dkv(work: GroupPass, inputs: BackwardInputs, earlier: PassResults | None, rounded: bool) -> PassResults:
+    """Launches the dkv kernel: returns (dk, dv) of a pass, added to ``earlier``; arguments as in `dq`."""
+    return launch_dkv(_prepare(work, "dkv"), inputs, earlier, rounded, None)[0]
 
 
-def dkv_of(
-    prepared: "Prepared", inputs: BackwardInputs, before: Rows | None, rounded: bool, q_rows: int | None
-) -> tuple[Rows, jax.Array]:
-    """(dk, dv) as `dkv` has them, and dq [B, q_rows, heads, H], if each of that many rows meets one key block."""
+def launch_dkv(
+    prepared: "PreparedLaunch", inputs: BackwardInputs, earlier: PassResults | None, rounded: bool, q_rows: int | None
+) -> tuple[PassResults, jax.Array]:
+    """Returns (dk, dv) as `dkv`, and dq [B, q_rows, heads, H] if each query row is in one list, else an unused array.
+
+    ``q_rows`` is the number of these rows; None to compute no dq.
+    """
     work, with_dq = prepared.work, q_rows is not None
-    order, key, value = _destination(work.kv_order), work.operands.key, work.operands.value
+    order, key, value = _result_order(work.kv_order), work.operands.key, work.operands.value
     dq_shape = (1,) if q_rows is None else (q_rows, work.heads, key.shape[-1])
     outputs = [prepared.output((order.rows, *x.shape[2:]), rounded and order.natural) for x in (key, value)]
     outputs.append(prepared.output(dq_shape, True))
-    in_place = before is not None and before.order == order and not rounded
-    of_tiles = {"BEFORE": _rows(before), "WITH_DQ": with_dq and prepared.splits is None, "IN_PLACE": in_place}
-    of_splits = {"BEFORE": _rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
-    earlier, sizes = [*inputs, *_arrays(before, 2)], head_sizes(work)
-    *dkv, dq = prepared.run(dkv_kernel, _segments(work), sizes, earlier, outputs, of_tiles, of_splits, order)
-    return Rows(order, tuple(dkv)), dq
+    in_place = earlier is not None and earlier.order == order and not rounded
+    tile_constants = {
+        "EARLIER": _result_rows(earlier),
+        "WITH_DQ": with_dq and prepared.splits is None,
+        "IN_PLACE": in_place,
+    }
+    split_constants = {"EARLIER": _result_rows(None), "WITH_DQ": with_dq, "IN_PLACE": False}
+    earlier_arrays, sizes = [*inputs, *_result_arrays(earlier, 2)], head_sizes(work)
+    *dkv, dq = prepared.launch_kernel(
+        dkv_kernel, _segments(work), sizes, earlier_arrays, outputs, tile_constants, split_constants, order
+    )
+    return PassResults(order, tuple(dkv)), dq
 
 
 def each_key_once(work: GroupPass) -> bool:
-    """True if each key is in one list, whose program then has all that adds to its dk and dv."""
-    heads, kv_heads, rows = work.operands.query.shape[2], work.operands.key.shape[2], _rows_held(work, "fused")
+    """True if each key is in one list, so that one program computes all of its dk and dv."""
+    heads, kv_heads, rows = work.operands.query.shape[2], work.operands.key.shape[2], _tile_rows(work, "dq_with_dkv")
     complete = work.q_order.complete and work.kv_order.complete and work.step == 1 and heads == kv_heads
     if rows is None or not complete or not work.passes or work.fused_with or work.operands.segments is not None:
         return False
-    for one in work.passes:  # a quick look, before lists are made for the sake of the question
+    for one in work.passes:  # an early exit, before lists are built for this test alone
         columns = planned_block_pairs([one.mask], one.fwd_shape, False)[0].column
         if np.bincount(columns.ravel()).max(initial=0) > max(1, rows // one.fwd_shape[0]):
             return False
-    prepared = _prepare(work, "fused")
-    return prepared.walks[0][1].single and prepared.q.parts == 1 and prepared.splits is None
+    prepared = _prepare(work, "dq_with_dkv")
+    return prepared.walked_lists[0][1].is_partition and prepared.q.tiles_per_block == 1 and prepared.splits is None
 
 
 def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
-    """(bq, bkv) of the lists that a kernel walks over."""
+    """Returns (bq, bkv), the block shape of the lists that a kernel walks."""
     if (selection := work.operands.selection) is not None:
         granularity = selection.granularity
         return max(granularity, min(FULL_TILE // work.pack, MAX_QUERY_GROUPS * granularity)), selection.block
-    bq, bkv = work.block_shape(dkv=kernel == "dkv")
+    bq, bkv = work.block_shape(kv_major=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv
-    if work.fused_with is not None:  # queries are cut as the pass with more to do has them
+    if work.fused_with is not None:  # the pass with more pairs decides the block of queries
         pair = work.passes[0], work.fused_with.passes[0]
         bq = max(pair, key=lambda one: one.fwd_blocks * math.prod(one.fwd_shape)).fwd_shape[0]
-    rows = _rows_held(work, kernel)
-    if rows and work.call.params[0].q_blocksize is None and (kernel == "fused" or rows < bq <= 2 * rows):
-        bq = rows  # lists as fine as the tiles
+    rows = _tile_rows(work, kernel)
+    if rows and work.call.params[0].q_blocksize is None and (kernel == "dq_with_dkv" or rows < bq <= 2 * rows):
+        bq = rows  # one tile a block
     return bq, bkv
 
 
 def head_sizes(work: GroupPass) -> tuple[int, int]:
-    """Padded head sizes of q and k, and of v."""
+    """Returns the padded head sizes of q and k, and of v."""
     return padded_size(work.operands.query.shape[-1]), padded_size(work.operands.value.shape[-1])
 
 
-def _rows_held(work: GroupPass, kernel: str) -> int | None:
-    return rows_of(kernel, work.operands.query.dtype.itemsize, head_sizes(work))
+def _tile_rows(work: GroupPass, kernel: str) -> int | None:
+    return major_rows(kernel, work.operands.query.dtype.itemsize, head_sizes(work))
 
 
 def _segments(work: GroupPass) -> tuple[jax.Array | None, ...]:
     return work.operands.segments or (None, None)
 
 
-def _lists(work: GroupPass, major: Side, minor: Side, dkv: bool) -> Lists:
-    return lists_of(work.call, work.operands, work.passes, major, minor, dkv)
+def _lists(work: GroupPass, major: RowTiling, minor: RowTiling, kv_major: bool) -> PassLists:
+    return build_pass_lists(work.call, work.operands, work.passes, major, minor, kv_major)
 
 
-def _prepare(work: GroupPass, kernel: str) -> "Prepared":
-    """The launch of a kernel, but for its earlier results."""
-    dkv, shape, params = kernel == "dkv", block_shape(work, kernel), work.call.params[kernel != "forward"]
-    rows = shape[0] * work.pack
-    itemsize, blocks = work.operands.query.dtype.itemsize, (shape[1], rows) if dkv else (rows, shape[1])
-    settings = choose(kernel, itemsize, head_sizes(work), blocks, params, hardware.local_gpu())
-    rows_held = (settings.minor, settings.major) if dkv else (settings.major, settings.minor)
-    q, kv = Side(work.q_order, shape[0], rows_held[0], work.pack), Side(work.kv_order, shape[1], rows_held[1])
-    major, minor = (kv, q) if dkv else (q, kv)
-    walks = [(minor, _lists(work, major, minor, dkv))]
+def _prepare(work: GroupPass, kernel: str) -> "PreparedLaunch":
+    """Prepares the launch of a kernel: tile sizes, lists and work tiles."""
+    kv_major, (bq, bkv), params = kernel == "dkv", block_shape(work, kernel), work.call.params[kernel != "forward"]
+    rows = bq * work.pack
+    itemsize, blocks = work.operands.query.dtype.itemsize, (bkv, rows) if kv_major else (rows, bkv)
+    settings = choose_settings(kernel, itemsize, head_sizes(work), blocks, params, hardware.local_gpu())
+    q_tile, kv_tile = (settings.minor, settings.major) if kv_major else (settings.major, settings.minor)
+    q, kv = RowTiling(work.q_order, bq, q_tile, work.pack), RowTiling(work.kv_order, bkv, kv_tile)
+    major, minor = (kv, q) if kv_major else (q, kv)
+    walked_lists = [(minor, _lists(work, major, minor, kv_major))]
     second = work.fused_with
-    if second is not None and not dkv:
-        side = Side(second.kv_order, block_shape(second, kernel)[1], settings.minor)
-        walks.append((side, _lists(second, q, side, dkv)))
-    return prepare(work, q, kv, major, walks, settings, pieces_asked(params, minor.order.rows), dkv)
+    if second is not None and not kv_major:
+        second_kv = RowTiling(second.kv_order, block_shape(second, kernel)[1], settings.minor)
+        walked_lists.append((second_kv, _lists(second, q, second_kv, kv_major)))
+    return prepare(work, q, kv, major, walked_lists, settings, requested_splits(params, minor.order.rows), kv_major)
 
 
 def prepare(
     work: GroupPass,
-    q: Side,
-    kv: Side,
-    major: Side,
-    walks: Sequence[tuple[Side, Lists]],
+    q: RowTiling,
+    kv: RowTiling,
+    major: RowTiling,
+    walked_lists: Sequence[tuple[RowTiling, PassLists]],
     settings: Settings,
-    asked: int | None,
-    dkv: bool,
-) -> "Prepared":
-    """A launch over lists, for dk and dv if ``dkv``.
+    requested: int | None,
+    kv_major: bool,
+) -> "PreparedLaunch":
+    """Prepares a launch: splits its work tiles and orders them.
 
-    ``asked`` is what `pieces_asked` says, the other arguments are fields of `Prepared`.
+    Args:
+      work, q, kv, major, walked_lists, settings: see `PreparedLaunch`.
+      requested: number of splits of every work tile by the user, see `requested_splits`; None to choose.
+      kv_major: True if programs hold keys.
     """
     processors = hardware.local_gpu().processors
-    steps, steps_before = work.count_steps(walks, dkv=dkv, pack=work.pack)
-    programs = major.parts * work.operands.query.shape[0] // len(steps)  # that do the same work tile
+    steps, steps_before = work.count_steps(walked_lists, kv_major=kv_major, pack=work.pack)
+    programs = major.tiles_per_block * work.operands.query.shape[0] // len(steps)  # of a work tile
     most = None
-    if asked is not None:
-        number, most = np.full(steps.shape, asked, np.int32), asked * steps.shape[1]
+    if requested is not None:
+        num_splits, most = np.full(steps.shape, requested, np.int32), requested * steps.shape[1]
     elif isinstance(steps, np.ndarray):
-        number = count_splits(steps, programs, 2 * processors)
+        num_splits = count_splits(steps, programs, 2 * processors)
     else:
-        number, most = _run_time_splits(work, walks, steps, programs, processors, dkv)
-    splits = split_work_tiles(steps, number, most)
-    heads = work.operands.key.shape[2] if dkv else work.heads // work.pack
-    rest = (np if isinstance(steps, np.ndarray) else jnp).where(number == 0, steps, 0)
-    order = longest_first_order(rest.reshape(len(rest), heads, major.blocks), 8 * processors)
-    return Prepared(work, q, kv, major, walks, settings, order, splits, steps_before, steps.shape[1])
+        num_splits, most = _run_time_splits(work, walked_lists, steps, programs, processors, kv_major)
+    splits = split_work_tiles(steps, num_splits, most)
+    heads = work.operands.key.shape[2] if kv_major else work.heads // work.pack
+    rest = (np if isinstance(steps, np.ndarray) else jnp).where(num_splits == 0, steps, 0)
+    order = longest_first_order(rest.reshape(len(rest), heads, major.num_blocks), 8 * processors)
+    return PreparedLaunch(work, q, kv, major, walked_lists, settings, order, splits, steps_before, steps.shape[1])
 
 
 def _run_time_splits(
-    work: GroupPass, walks: Sequence[tuple[Side, Lists]], steps: Any, programs: int, slots: int, dkv: bool
+    work: GroupPass,
+    walked_lists: Sequence[tuple[RowTiling, PassLists]],
+    steps: Any,
+    programs: int,
+    slots: int,
+    kv_major: bool,
 ):
-    """(splits of each work tile, a bound of their sum), for lists of which only bounds are known."""
-    heads, members = work.heads_of_lists(dkv=dkv, pack=work.pack)
+    """Returns (number of splits of each work tile, bound of their sum) for lists that are built on the device."""
+    heads, members = work.heads_by_list(kv_major=kv_major, pack=work.pack)
     total = longest = 0
-    for minor, lists in walks:
-        batches, kinds = lists.lists.spans.shape[:2]
-        total += minor.steps(lists.lists.block.size // batches) * -(-len(heads) // kinds)
-        longest += minor.steps(lists.longest) * int(members.sum(1).max())
+    for minor, lists in walked_lists:
+        batches, kinds = lists.block_lists.spans.shape[:2]
+        total += minor.num_steps(lists.block_lists.block.size // batches) * -(-len(heads) // kinds)
+        longest += minor.num_steps(lists.longest) * int(members.sum(1).max())
     limit = max(MIN_STEPS, -(-total * programs // slots))
     if longest <= limit:
         return np.zeros(steps.shape, np.int32), 0
     splits = -(-steps // limit)
-    if walks[0][0].gathered:  # what is stored by minor row comes from one launch: every work tile is cut
-        number = steps.shape[1]
-        return jnp.maximum(splits, 1), (total + number * int(members.sum(1).max())) // limit + number
+    if walked_lists[0][0].gathers_rows:  # results by minor row need one launch, so every work tile is split
+        num_splits = steps.shape[1]
+        return jnp.maximum(splits, 1), (total + num_splits * int(members.sum(1).max())) // limit + num_splits
     return jnp.where(steps > limit, splits, 0), 2 * total // limit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prepared:
-    """A launch but for the kernel.
+class PreparedLaunch:
+    """Tiles, lists and work tiles of a launch, for any kernel.
 
     Attributes:
-      work: the pass, or two.
-      q, kv: how rows are cut.
-      major: the one of them that programs hold.
-      walks: the minor side and the blocks of this pass, and those of the second one, if there is one.
-      settings: tile sizes are those of q and kv.
-      order: in which order work tiles are begun, or None.
-      splits: how long work tiles are split, or None.
-      steps_before: the steps of a work tile before those of each query head; see `dkv_kernel`.
+      work: the pass, or two that are fused.
+      q, kv: tilings of query rows and of key rows.
+      major: the tiling of the side that programs hold, one of the two.
+      walked_lists: minor tiling and lists of the pass, then those of a fused second one.
+      settings: warps and pipeline stages; tile sizes are those of q and kv.
+      order: order of the work tiles, see `longest_first_order`; None for any.
+      splits: splits of long work tiles; None for none.
+      steps_before: steps of a work tile before those of each query head, see `dkv_kernel`.
       work_tiles: number of work tiles of a batch entry.
     """
 
     work: GroupPass
-    q: Side
-    kv: Side
-    major: Side
-    walks: Sequence[tuple[Side, Lists]]
+    q: RowTiling
+    kv: RowTiling
+    major: RowTiling
+    walked_lists: Sequence[tuple[RowTiling, PassLists]]
     settings: Settings
     order: Any
     splits: Splits | None
@@ -262,84 +279,91 @@ class Prepared:
     work_tiles: int
 
     def output(self, shape: Sequence[int], rounded: bool = False) -> jax.ShapeDtypeStruct:
-        """An output; in the dtype of the query if it may be rounded, else in float32."""
+        """Returns an output with a batch axis, in the dtype of the query if ``rounded``, else in float32."""
         query = self.work.operands.query
         return jax.ShapeDtypeStruct((query.shape[0], *shape), query.dtype if rounded else jnp.float32)
 
     @property
-    def more_arrays(self) -> list[Any]:
-        """What the second pass reads."""
-        return _arrays_of(self.walks[1][1]) if len(self.walks) > 1 else [None] * 5
+    def second_list_arrays(self) -> list[Any]:
+        """Arrays of the second pass' lists; None each if there is none."""
+        return _list_arrays(self.walked_lists[1][1]) if len(self.walked_lists) > 1 else [None] * 5
 
     @property
-    def more_constants(self) -> dict[str, Any]:
-        """The constants of the second pass; it has no rows if there is none."""
-        side, lists = self.walks[-1]
-        axis = side.axis if len(self.walks) > 1 else side.axis._replace(ROWS=0)
-        return {"KV2": axis, "L2": _walk(lists)}
+    def second_list_constants(self) -> dict[str, Any]:
+        """Constants KV2 and L2 of the second pass; KV2 has no rows if there is none."""
+        kv, lists = self.walked_lists[-1]
+        tiling = kv.constants if len(self.walked_lists) > 1 else kv.constants._replace(ROWS=0)
+        return {"KV2": tiling, "L2": _list_shapes(lists)}
 
-    def run(
+    def launch_kernel(
         self,
         kernel: Any,
-        others: Sequence[Any],
+        arrays_before_splits: Sequence[Any],
         sizes: Sequence[int | None],
-        earlier: Sequence[Any],
+        arrays_after_splits: Sequence[Any],
         outputs: Sequence[jax.ShapeDtypeStruct],
         constants: dict[str, Any],
-        of_splits: dict[str, Any],
+        split_constants: dict[str, Any],
         order: RowOrder,
     ) -> list[jax.Array]:
-        """Returns the results of a kernel. It is launched twice if work tiles are cut: for splits, then for all.
+        """Launches a kernel and returns its results: once for splits if there are any, then for all work tiles.
 
         Args:
           kernel: the kernel.
-          others: its arrays between those of the first pass' lists and the results of splits.
-          sizes: of the results of a split, by major row: None for a number.
-          earlier: its arrays after these.
-          outputs: its results by major row, as many as ``sizes``, and what it stores as it walks.
-          constants: those that not all kernels have. With IN_PLACE, results by major row are written over the last of
-            ``earlier``, which are alike.
-          of_splits: those of ``constants`` that differ for splits.
-          order: the order of the results' rows.
+          arrays_before_splits: its arrays between the lists of the first pass and the results of splits.
+          sizes: vector sizes of its results by major row; None for one number a row.
+          arrays_after_splits: its arrays after the results of splits.
+          outputs: its results by major row, as many as ``sizes``, then those that it stores in each step.
+          constants: constants that not all kernels have. With IN_PLACE, results by major row overwrite the last of
+            ``arrays_after_splits``, which have the same shapes.
+          split_constants: constants that differ in the launch of splits.
+          order: row order of the results.
         """
-        operands, parts, by_row, blocks = self.work.operands, self.major.parts, len(sizes), self.major.blocks
+        operands, num_major_results = self.work.operands, len(sizes)
+        tiles_per_block, blocks = self.major.tiles_per_block, self.major.num_blocks
         constants = self._constants(order) | constants
-        first = operands.query, operands.key, operands.value
-        lists = [*_arrays_of(self.walks[0][1]), *others]
+        qkv = operands.query, operands.key, operands.value
+        lists = [*_list_arrays(self.walked_lists[0][1]), *arrays_before_splits]
         batches = max([1, *(x.shape[1] for x in (self.order, self.splits and self.splits.steps) if x is not None)])
-        of_rows: Sequence[Any] = [None] * by_row  # results of splits
-        stored: Sequence[Any] | None = None  # by splits, as they walked
+        split_results: Sequence[Any] = [None] * num_major_results
+        step_results: Sequence[Any] | None = None  # stored in each step by the launch of splits
         if self.splits is not None:
-            number = len(self.splits.steps)
-            rows = number, operands.query.shape[0], parts * self.major.tile
+            split_count = len(self.splits.steps)
+            rows = split_count, operands.query.shape[0], tiles_per_block * self.major.tile
             results = [jax.ShapeDtypeStruct(rows if x is None else (*rows, x), jnp.float32) for x in sizes]
-            arrays = [*first, self.splits.steps, self.steps_before, *lists, *of_rows, *earlier]
-            work = {"W": tiles.Work(blocks, False, True, False, batches)}
-            results = self._call(
-                kernel, number * parts, arrays, [*results, *outputs[by_row:]], constants | of_splits | work
+            arrays = [*qkv, self.splits.steps, self.steps_before, *lists, *split_results, *arrays_after_splits]
+            work = {"W": tiles.WorkSchedule(blocks, False, True, False, batches)}
+            results = self._launch_once(
+                kernel,
+                split_count * tiles_per_block,
+                arrays,
+                [*results, *outputs[num_major_results:]],
+                constants | split_constants | work,
             )
-            of_rows, stored = results[:by_row], results[by_row:]
-            outputs = [*outputs[:by_row], *(self.output((1,)) for _ in stored)]
+            split_results, step_results = results[:num_major_results], results[num_major_results:]
+            outputs = [*outputs[:num_major_results], *(self.output((1,)) for _ in step_results)]
             if not sizes:
-                return list(stored)
+                return list(step_results)
         splits = None if self.splits is None else self.splits.ranges
-        arrays = [*first, self.order, splits, *lists, *of_rows, *earlier]
+        arrays = [*qkv, self.order, splits, *lists, *split_results, *arrays_after_splits]
         in_place: Sequence[int] = ()
         if constants.get("IN_PLACE", False):
-            in_place = range(len(arrays) - by_row, len(arrays))
-            outputs = [*(self.output((1,)) for _ in sizes), *outputs[by_row:]]
-        work = {"W": tiles.Work(blocks, self.order is not None, False, self.splits is not None, batches)}
-        results = self._call(kernel, self.work_tiles * parts, arrays, outputs, constants | work, in_place)
+            in_place = range(len(arrays) - num_major_results, len(arrays))
+            outputs = [*(self.output((1,)) for _ in sizes), *outputs[num_major_results:]]
+        work = {"W": tiles.WorkSchedule(blocks, self.order is not None, False, self.splits is not None, batches)}
+        results = self._launch_once(
+            kernel, self.work_tiles * tiles_per_block, arrays, outputs, constants | work, in_place
+        )
         if in_place:
-            results = [*results[-by_row:], *results[by_row:-by_row]]
-        return [*results[:by_row], *(results[by_row:] if stored is None else stored)]
+            results = [*results[-num_major_results:], *results[num_major_results:-num_major_results]]
+        return [*results[:num_major_results], *(results[num_major_results:] if step_results is None else step_results)]
 
     def _constants(self, order: RowOrder) -> dict[str, Any]:
-        """The constants of all kernels, for results in a row order."""
+        """Returns the constants that all kernels have, for results in a row order."""
         work, operands = self.work, self.work.operands
         b, t, heads, h = operands.query.shape
         _, s, kv_heads, hv = operands.value.shape
-        arrays = tiles.Arrays(
+        arrays = tiles.ArrayShapes(
             t,
             s,
             heads,
@@ -356,13 +380,13 @@ class Prepared:
             max(t * heads, s * kv_heads) * max(h, hv) >= 2**31,
             operands.segments is not None,
         )
-        destination = tiles.Rows(True, order.natural, order.rows, kernel_order(order))
-        walk = _walk(self.walks[0][1])
-        return {"A": arrays, "Q": self.q.axis, "KV": self.kv.axis, "L": walk, "OUT": destination}
+        destination = tiles.ResultRows(True, order.natural, order.rows, row_order_constants(order))
+        list_shapes = _list_shapes(self.walked_lists[0][1])
+        return {"A": arrays, "Q": self.q.constants, "KV": self.kv.constants, "L": list_shapes, "OUT": destination}
 
-    def _call(self, kernel, programs, arrays, outputs, constants, in_place=()) -> list[jax.Array]:
+    def _launch_once(self, kernel, programs, arrays, outputs, constants, in_place=()) -> list[jax.Array]:
         query = self.work.operands.query
-        # A kernel does not look at arrays that its constants rule out: any array stands in for them.
+        # A kernel does not read arrays that its constants switch off: any array stands in for them.
         arrays = [query if x is None else jnp.asarray(x) for x in arrays]
         grid, settings = (programs, query.shape[0]), self.settings
         results = bridge.call_triton(
@@ -371,27 +395,29 @@ class Prepared:
         return [varying_like(query, x) for x in results]
 
 
-def _destination(order: RowOrder) -> RowOrder:
-    """The order in which a pass in some order keeps its results."""
+def _result_order(order: RowOrder) -> RowOrder:
+    """Returns the row order of a pass' results: by token if it has all tokens."""
     return RowOrder(order.length) if order.complete else order
 
 
-def _arrays_of(lists: Lists) -> list[Any]:
-    of_blocks = lists.lists
-    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.active_rows_mask, lists.bits]
+def _list_arrays(lists: PassLists) -> list[Any]:
+    block_lists = lists.block_lists
+    return [block_lists.spans, block_lists.block, block_lists.tile, block_lists.active_rows_mask, lists.mask_bits]
 
 
-def _walk(lists: Lists) -> tiles.Walk:
-    batches, heads = lists.lists.spans.shape[:2]
-    return tiles.Walk(batches, heads, lists.lists.group, lists.any_free, lists.any_masked, lists.chosen)
+def _list_shapes(lists: PassLists) -> tiles.BlockListShapes:
+    batches, heads = lists.block_lists.spans.shape[:2]
+    return tiles.BlockListShapes(
+        batches, heads, lists.block_lists.group, lists.any_full, lists.any_partial, lists.granularity
+    )
 
 
-def _rows(rows: Rows | None) -> tiles.Rows:
-    """By which a kernel finds earlier results."""
+def _result_rows(rows: PassResults | None) -> tiles.ResultRows:
+    """Returns the constants of earlier results: whether there are any, and in which order."""
     if rows is None:
-        return tiles.Rows(False, True, 0, kernel_order(RowOrder(0)))
-    return tiles.Rows(True, rows.order.natural, rows.order.rows, kernel_order(rows.order))
+        return tiles.ResultRows(False, True, 0, row_order_constants(RowOrder(0)))
+    return tiles.ResultRows(True, rows.order.natural, rows.order.rows, row_order_constants(rows.order))
 
 
-def _arrays(rows: Rows | None, count: int) -> tuple[jax.Array | None, ...]:
+def _result_arrays(rows: PassResults | None, count: int) -> tuple[jax.Array | None, ...]:
     return (None,) * count if rows is None else rows.arrays

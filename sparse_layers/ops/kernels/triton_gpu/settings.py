@@ -1,4 +1,4 @@
-"""Tile sizes, warps and pipeline depths of the kernels: the tuned table, and what does not fit made to fit."""
+"""Tile sizes, warps and pipeline stages of the Triton kernels: a tuned table, reduced to what fits a device."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from ..gpu.splits import MAX_SPLITS
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How one kernel is compiled.
+    """Tile sizes and compiler options of one kernel.
 
     Attributes:
       major: rows of the tile that a program holds.
@@ -25,9 +25,9 @@ class Settings:
 
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
-# blocks of at least as many rows, or else the last. Measured on an H200. "fused" is the dq kernel that gives dk and dv,
-# too; it is not used where it has no entry. "kv_outer" is the forward kernel that holds keys and gathers queries; its
-# backward kernel, which gives all three gradients, is "dqkv".
+# blocks of at least as many rows, or else the last. Measured on an H200. "dq_with_dkv" is the dq kernel that stores dk
+# and dv, too; without an entry it is not used. "kv_outer" is the forward kernel that holds keys and gathers queries.
+# "dkv_with_dq" is its backward kernel: the dkv kernel that stores dq, too.
 _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
     ("forward", 2): {
         64: (Settings(64, 64, 4, 3),),
@@ -44,49 +44,55 @@ _TABLE: dict[tuple[str, int], dict[int, tuple[Settings, ...]]] = {
         128: (Settings(64, 64, 4, 2),),
         256: (Settings(64, 32, 8, 2),),
     },
-    ("fused", 2): {64: (Settings(128, 64, 4, 2),), 128: (Settings(128, 64, 8, 2),)},
+    ("dq_with_dkv", 2): {64: (Settings(128, 64, 4, 2),), 128: (Settings(128, 64, 8, 2),)},
     ("kv_outer", 2): {
         64: (Settings(128, 64, 4, 3),),
         128: (Settings(128, 64, 4, 3),),
         256: (Settings(64, 64, 8, 2),),
     },
-    ("dqkv", 2): {64: (Settings(128, 64, 8, 2),), 128: (Settings(128, 64, 8, 2),), 256: (Settings(64, 64, 8, 1),)},
+    ("dkv_with_dq", 2): {
+        64: (Settings(128, 64, 8, 2),),
+        128: (Settings(128, 64, 8, 2),),
+        256: (Settings(64, 64, 8, 1),),
+    },
     ("forward", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("dkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
     ("kv_outer", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
-    ("dqkv", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
+    ("dkv_with_dq", 4): {64: (Settings(64, 32, 4, 2),), 128: (Settings(32, 32, 4, 2),), 256: (Settings(32, 32, 8, 1),)},
 }
 # Shared memory beside the tiles: layout changes of scores, and what reductions need.
 _SPARE = 2048
 
 
 def shared_memory(kernel: str, settings: Settings, itemsize: int, sizes: tuple[int, int], capability: int) -> int:
-    """An upper estimate of the bytes of shared memory; ``sizes`` are head sizes rounded up to powers of two."""
-    held, loaded = settings.major * sizes[0], settings.minor * sum(sizes)
+    """Returns an upper bound of the bytes of shared memory; ``sizes`` are padded head sizes."""
+    major_elements, minor_elements = settings.major * sizes[0], settings.minor * sum(sizes)
     if kernel != "forward":
-        held += settings.major * sizes[1]
+        major_elements += settings.major * sizes[1]
     # One stage of three and more is the look-up of the block; without a pipeline, tiles are kept in several layouts.
     buffers = {1: 1.5, 2: 2}.get(settings.num_stages, settings.num_stages - 1)
     scores = settings.major * settings.minor * (1 if kernel == "forward" else 2)
     if capability >= 100:  # tensor cores read scores from shared memory, too
         scores *= 2
-    elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("fused", "dqkv"):
+    elif capability < 90 and settings.num_stages > 1 and itemsize == 2 and kernel not in ("dq_with_dkv", "dkv_with_dq"):
         # They read the left side of a product from registers; only these two need all their tiles on either side.
-        held, scores = (0, scores) if kernel == "forward" else (held / 2, scores / 2)
-    return int(itemsize * (held + buffers * loaded + scores)) + _SPARE
+        major_elements, scores = (0, scores) if kernel == "forward" else (major_elements / 2, scores / 2)
+    return int(itemsize * (major_elements + buffers * minor_elements + scores)) + _SPARE
 
 
-def misfit(
+def unsupported(
     itemsize: int, sizes: tuple[int, int], params: tuple[KernelParams, KernelParams], device: Device
 ) -> str | None:
-    """Why not even the smallest tiles that forward and backward parameters leave open fit a device, or None."""
+    """Returns why even the smallest tiles that the parameters allow do not fit a device, or None."""
     for kernel in ("forward", "dq", "dkv"):
-        own = params[kernel != "forward"]
-        least = choose(kernel, itemsize, sizes, (16, 32), own, device)
-        needed = shared_memory(kernel, least, itemsize, sizes, device.capability)
+        kernel_params = params[kernel != "forward"]
+        smallest = choose_settings(kernel, itemsize, sizes, (16, 32), kernel_params, device)
+        needed = shared_memory(kernel, smallest, itemsize, sizes, device.capability)
         if needed > device.shared_memory:
-            explicit = "".join(f", {name}={value}" for name, value in dataclasses.asdict(own).items() if value)
+            explicit = "".join(
+                f", {name}={value}" for name, value in dataclasses.asdict(kernel_params).items() if value
+            )
             return (
                 f"head sizes of {max(sizes)} with {itemsize} bytes an element{explicit} need about {needed} bytes of "
                 f"shared memory, and this GPU has {device.shared_memory}"
@@ -94,8 +100,8 @@ def misfit(
     return None
 
 
-def rows_of(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
-    """The rows that a program of a kernel holds by the table, or None if the table does not have the kernel."""
+def major_rows(kernel: str, itemsize: int, sizes: tuple[int, int]) -> int | None:
+    """Returns the major tile of a kernel in the table, or None if the table does not have the kernel."""
     entries = _entries(kernel, itemsize, sizes)
     return entries[0].major if entries else None
 
@@ -106,18 +112,18 @@ def _entries(kernel: str, itemsize: int, sizes: tuple[int, int]) -> tuple[Settin
     return table.get(size, ())
 
 
-def choose(
+def choose_settings(
     kernel: str, itemsize: int, sizes: tuple[int, int], blocks: tuple[int, int], params: KernelParams, device: Device
 ) -> Settings:
-    """The settings of a kernel: explicit ones, else those of the table, made to fit the device and the blocks.
+    """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
     Args:
-      kernel: "forward", "dq", "dkv", "fused", "kv_outer" or "dqkv".
+      kernel: "forward", "dq", "dkv", "dq_with_dkv", "kv_outer" or "dkv_with_dq".
       itemsize: bytes of an element of q, k and v.
-      sizes: head sizes of q and k, and of v, rounded up to powers of two.
-      blocks: rows of a block of the side that a program holds, and of the other.
-      params: the user's; for programs that hold keys, blocksize_m and blocksize_n change places.
-      device: where it will run.
+      sizes: padded head sizes of q and k, and of v.
+      blocks: rows of a block of the major side and of the minor one.
+      params: the user's. blocksize_m is of the major side, also where that is keys.
+      device: the GPU.
     """
     entries = _entries(kernel, itemsize, sizes)
     settings = next((entry for entry in entries if entry.major <= blocks[0]), entries[-1])
@@ -126,25 +132,30 @@ def choose(
         for default, least, block in zip((settings.major, settings.minor), (16, 32), blocks, strict=True)
     )
     fields = (params.blocksize_m, params.blocksize_n, params.num_warps, params.num_stages)
-    given = {x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None}
-    settings = dataclasses.replace(settings, **({"major": major, "minor": minor} | given))
+    explicit = {
+        x.name: value for x, value in zip(dataclasses.fields(Settings), fields, strict=True) if value is not None
+    }
+    settings = dataclasses.replace(settings, **({"major": major, "minor": minor} | explicit))
     while shared_memory(kernel, settings, itemsize, sizes, device.capability) > device.shared_memory:
-        # Two stages are given up last but for the tile itself: without them, loads wait for products.
+        # A single stage comes late, before a smaller major tile only: with it, loads wait for products.
         steps = (
             ("num_stages", settings.num_stages - 1, 2),
             ("minor", settings.minor // 2, 32),
             ("num_stages", settings.num_stages - 1, 1),
             ("major", settings.major // 2, 16),
         )
-        step = next(((name, value) for name, value, least in steps if name not in given and value >= least), None)
+        step = next(((name, value) for name, value, least in steps if name not in explicit and value >= least), None)
         if step is None:
             break
         settings = dataclasses.replace(settings, **{step[0]: step[1]})
     return settings
 
 
-def pieces_asked(params: KernelParams, rows: int) -> int | None:
-    """Into how many pieces the user wants each list of so many minor rows cut, 0 for none; None leaves it open."""
+def requested_splits(params: KernelParams, rows: int) -> int | None:
+    """Returns the number of splits of every work tile that the user requests, 0 for none; None to choose.
+
+    ``rows`` is the number of minor rows.
+    """
     number = params.num_key_splits
     if number is None and params.blocksize_keys is not None:
         number = min(MAX_SPLITS, -(-rows // params.blocksize_keys))
