@@ -42,8 +42,8 @@ class MaskInfo(NamedTuple):
         counted within its query shard).
       mask_next: integer, same shape: the tile of ``partial_mask_blocks`` to read; None without tiles.
       block_mask: integer, same shape: 0 nothing allowed, 1 some pairs, 2 all.
-      partial_mask_blocks: bool [P, bq, bkv] (dkv: [P, bkv, bq]), the distinct tiles of the blocks in state 1; None if
-        there are none or the mask is computed. Dynamic: [H, nq, nk, bq, bkv], every block.
+      partial_mask_blocks: bool [P, bq, bkv] (dkv: [P, bkv, bq]), the distinct tiles of the blocks in state 1; None
+        without such blocks, or if the mask is computed. Dynamic: [H, nq, nk, bq, bkv], every block.
       q_sequence: int32 [Q], the position of each query if the mask is computed; else None.
       is_dynamic_mask: True if ``partial_mask_blocks`` holds every block; else None.
     """
