@@ -216,7 +216,7 @@ class AttentionFn:
 
     def _check_selection(self, selection: Selection | None) -> None:
         if self.selection is not None and selection is not None:
-            raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
+            raise ValueError(f"selection must be None, as {self.selection} selects the blocks, got {selection!r}")
 
     # Each parameter is named: Linen passes those in the signature and drops all others silently.
     @strict_kwargs
@@ -270,8 +270,8 @@ class AttentionFn:
         never = "block-sparse attention never forms the attention weights"
         if bias is not None:
             raise ValueError(
-                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits; relative "
-                "positions are said by rotary embeddings, sl.Rope"
+                f"bias must be None, got shape {jnp.shape(bias)}: the pattern's kernels add none to logits; encode "
+                "relative positions with rotary position embeddings, sl.Rope"
             )
         if dropout_rate > 0 and not deterministic:
             raise ValueError(
@@ -333,8 +333,8 @@ def ids_from_padding(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any)
     if not fits or (heads, queries) != (1, 1) or any(a not in (1, b) for a, b in zip(batch, tokens, strict=False)):
         raise ValueError(
             f"mask must be key padding of shape [..., 1, 1, T] that broadcasts to {(*tokens[:-1], 1, 1, tokens[-1])}, "
-            f"got {jnp.shape(mask)}: who attends to whom is said by the pattern (causality, too), documents by "
-            "segment_ids; of tokens that are valid [..., T], pass valid[..., None, None, :]"
+            f"got {jnp.shape(mask)}: the pattern masks pairs of tokens (causality too), segment_ids separate "
+            "documents; for valid tokens [..., T], pass valid[..., None, None, :]"
         )
     valid = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
     ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else segment_ids

@@ -275,7 +275,7 @@ class Rope:
         if head_size % (2 * axes):
             raise ValueError(
                 f"rope={self} rotates equally many pairs of features with each axis, so {2 * axes} must divide {name}, "
-                f"got {head_size}; sizes= says other shares"
+                f"got {head_size}; sizes= sets other shares"
             )
         return (head_size // (2 * axes),) * axes
 

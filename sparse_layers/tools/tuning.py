@@ -1,14 +1,10 @@
 """Tuning: measures settings of the kernels for one call's shapes on this machine, when asked to, and only then."""
 
-import dataclasses
-import functools
 import importlib.metadata
 import os
 import pathlib
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,19 +13,14 @@ import numpy as np
 
 from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, as_masks
-from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import check_implementation, implementation_order, platform
 from .files import check_writable, checked_path
-from .oracle import largest_by_rows, neighbour
-from .tuned import SIZES, Measured, Tuned, save_tuned
+from .measuring import TunedCall, measure
+from .tuned import SIZES, Tuned, save_tuned
 
-Params = tuple[FwdParams, BwdParams]
-
-# A candidate has to save more than this share of the time: less is within what two measurements of one program differ.
-GAIN = 0.02
 _PACKAGES = ("sparse-layers", "jax", "jaxlib", "triton", "libtpu")
 # Candidates for queries and keys in a block of the plan, forward and backward.
 _BLOCKS = {
@@ -163,7 +154,7 @@ def tune(
     else:
         make_plan(mask, sizes["q_len"], sizes["kv_len"])
         options["plan_or_mask"], text = mask, ", ".join(" ".join(repr(entry).split()) for entry in as_masks(mask))
-    call = _Call(options, arrays, _shapes(sizes, dtype, sinks), gradients)
+    call = TunedCall(options, arrays, _shapes(sizes, dtype, sinks), gradients)
     tunable = _tunable(call)
     if candidates is None:
         candidates = _default_candidates(tunable, sizes["q_len"], sizes["kv_len"])
@@ -173,7 +164,7 @@ def tune(
     device = next(iter(jnp.zeros(()).devices())).device_kind
     about |= {"implementation": implementation, "tunable": tunable, "device": device, "versions": _versions()}
 
-    table, (fwd_params, bwd_params) = _measure(call, candidates, repeats)
+    table, (fwd_params, bwd_params) = measure(call, candidates, repeats)
     result = Tuned(fwd_params, bwd_params, about, tuple(table))
     if file is not None:
         save_tuned(result, file)
@@ -181,35 +172,6 @@ def tune(
 
 
 # --- the call --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The call of the op that is tuned, without its parameters.
-
-    Attributes:
-      options: arguments that are no arrays.
-      arrays: arguments without gradients: segment ids and a run-time mask.
-      shapes: of the arguments with gradients: query, key, value and perhaps sinks.
-      gradients: True if the backward is tuned, too.
-    """
-
-    options: dict[str, Any]
-    arrays: dict[str, Any]
-    shapes: dict[str, jax.ShapeDtypeStruct]
-    gradients: bool
-
-    def compiled(self, fwd_params: FwdParams, bwd_params: BwdParams, **options: Any) -> tuple[Callable, Callable]:
-        """Returns the functions for out and for the gradients, which compile at their first call."""
-        options = {**self.options, "fwd_params": fwd_params, "bwd_params": bwd_params, **options}
-
-        def forward(inputs, arrays):
-            return block_sparse_attention(**inputs, **arrays, **options)
-
-        def forward_backward(inputs, arrays, dout):
-            return jax.vjp(lambda x: forward(x, arrays), inputs)[1](dout)[0]
-
-        return jax.jit(forward), jax.jit(forward_backward)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:
@@ -259,16 +221,7 @@ def _shapes(sizes: dict[str, int], dtype: np.dtype, sinks: bool) -> dict[str, ja
     return structs | ({"sinks": jax.ShapeDtypeStruct((n,), jnp.float32)} if sinks else {})
 
 
-def _random_inputs(shapes: dict[str, jax.ShapeDtypeStruct]) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns arrays of these shapes and a gradient of out: standard normal, and the same at every call."""
-    *keys, last = jax.random.split(jax.random.key(0), len(shapes) + 1)
-    pairs = zip(keys, shapes.items(), strict=True)
-    inputs = {name: jax.random.normal(key, like.shape, like.dtype) for key, (name, like) in pairs}
-    dout_shape = *shapes["query"].shape[:3], shapes["value"].shape[3]
-    return inputs, jax.random.normal(last, dout_shape, shapes["query"].dtype)
-
-
-def _tunable(call: _Call) -> str | None:
+def _tunable(call: TunedCall) -> str | None:
     """Returns the implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
     jax.eval_shape(call.compiled(FwdParams(), BwdParams())[0], call.shapes, call.arrays)
     name = call.options["implementation"]
@@ -306,120 +259,3 @@ def _default_candidates(implementation: str | None, q_len: int, kv_len: int) -> 
             if all((size or 0) <= most for size, most in zip(row[:2], largest, strict=True)):
                 candidates.append(kind(**dict(zip(names, row, strict=False))))
     return candidates
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
-
-
-def _measure(call: _Call, candidates: Sequence[FwdParams | BwdParams], repeats: int) -> tuple[list[Measured], Params]:
-    """Checks and measures the candidates, forward ones first, and returns the table and the best parameters."""
-    bench, best, table = _Bench(call), (FwdParams(), BwdParams()), []
-    for kind in (FwdParams, BwdParams):
-        mine = [candidate for candidate in candidates if isinstance(candidate, kind)]
-        pairs = [(x, BwdParams()) if isinstance(x, FwdParams) else (best[0], x) for x in mine]
-        pairs = list(dict.fromkeys((best, *pairs)))
-        if kind is FwdParams or len(pairs) > 1:
-            rows = bench.rows(pairs, repeats)
-            row = rows[_fastest([row.both_ms if call.gradients else row.forward_ms for row in rows])]
-            best = row.fwd_params, row.bwd_params
-            table += rows
-    return table, best
-
-
-class _Bench:
-    """A call with random inputs, the results of its default parameters, and the error budgets of other parameters."""
-
-    def __init__(self, call: _Call):
-        self.call, self.compiled = call, functools.cache(call.compiled)
-        self.inputs, self.dout = _random_inputs(call.shapes)
-        default = FwdParams(), BwdParams()
-        self.right = self.results(default, self.inputs, self.dout)
-        *keys, last = jax.random.split(jax.random.key(1), len(self.inputs) + 1)
-        moved = {name: neighbour(key, x) for key, (name, x) in zip(keys, self.inputs.items(), strict=True)}
-        results = self.results(default, moved, neighbour(last, self.dout))
-        self.budgets = {name: self._budget(name, results[name]) for name in self.right}
-
-    def results(self, params: Params, inputs: dict[str, jax.Array], dout: jax.Array) -> dict[str, jax.Array]:
-        """Returns out, and the gradients if they are tuned, by name."""
-        forward, forward_backward = self.compiled(*params)
-        results = {"out": forward(inputs, self.call.arrays)}
-        if self.call.gradients:
-            gradients = forward_backward(inputs, self.call.arrays, dout)
-            results |= {f"gradient of {name}": gradient for name, gradient in gradients.items()}
-        return results
-
-    def rows(self, pairs: Sequence[Params], repeats: int) -> list[Measured]:
-        """Returns a row for each pair of parameters, the first of which is known to work."""
-        reasons, functions = [None, *map(self._failure, pairs[1:])], []
-        for params in (params for params, reason in zip(pairs, reasons, strict=True) if reason is None):
-            forward, forward_backward = self.compiled(*params)
-            functions.append(functools.partial(forward, self.inputs, self.call.arrays))
-            if self.call.gradients:
-                functions.append(functools.partial(forward_backward, self.inputs, self.call.arrays, self.dout))
-        times, rows = iter(_milliseconds(functions, repeats)), []
-        for params, reason in zip(pairs, reasons, strict=True):
-            forward_ms = None if reason else next(times)
-            both_ms = None if reason or not self.call.gradients else next(times)
-            rows.append(Measured(*params, forward_ms, both_ms, reason))
-        return rows
-
-    def _failure(self, params: Params) -> str | None:
-        """Returns the error that the parameters raise, or says which result is wrong; None if all is right."""
-        try:
-            # The one place where anything may go wrong that is the candidate's fault; the table shows what it was.
-            results = jax.block_until_ready(self.results(params, self.inputs, self.dout))
-        except Exception as error:
-            return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        for name, right in self.right.items():
-            errors, budgets = np.asarray(largest_by_rows(results[name], right)), self.budgets[name]
-            wrong = ~(errors <= budgets)  # also where an error is NaN
-            if wrong.any():
-                worst = np.unravel_index(np.argmax(np.where(wrong, errors, -1)), errors.shape)
-                error, budget = errors[worst], budgets[worst]
-                return f"wrong result: {name} is {error:.2g} off the default's where {budget:.2g} is allowed"
-        return None
-
-    def _budget(self, name: str, moved: jax.Array) -> np.ndarray:
-        """Returns the largest difference from the default's result that is rounding, for each group of rows.
-
-        Args:
-          name: of the result.
-          moved: the same result for neighbouring inputs.
-        """
-        right = self.right[name]
-        size = np.asarray(largest_by_rows(right, jnp.zeros_like(right)))
-        if not np.isfinite(size).all():
-            raise ArithmeticError(f"{name} of the default parameters is not finite")
-        budget = np.asarray(largest_by_rows(moved, right)) + float(jnp.finfo(right.dtype).eps) * size
-        if name in ("gradient of query", "gradient of key"):
-            # Differences of dot products of dout and v: what should cancel leaves the rounding of these.
-            wide = jnp.promote_types(right.dtype, jnp.float32)
-            budget = budget + float(jnp.finfo(wide).eps) * self.dout.shape[-1] ** 0.5
-        return 4 * budget
-
-
-def _fastest(times: Sequence[float | None]) -> int:
-    """Returns the index of the least time, or 0 unless that saves more than `GAIN`; None is no time."""
-    default = times[0]
-    assert default is not None
-    least, index = min((ms, i) for i, ms in enumerate(times) if ms is not None)
-    return index if least < (1 - GAIN) * default else 0
-
-
-def _milliseconds(
-    functions: Sequence[Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Returns the median time of one call of each function, over groups of calls; the functions take turns."""
-
-    def seconds_of(function, calls):
-        start = clock()
-        # Calls follow each other without waiting: what counts is the device's time, not that of reaching it.
-        jax.block_until_ready([function() for _ in range(calls)][-1])
-        return (clock() - start) / calls
-
-    calls = []
-    for function in functions:
-        jax.block_until_ready(function())
-        calls.append(max(1, min(10, int(0.5 / max(seconds_of(function, 1), 1e-9)))))
-    groups = [[1e3 * seconds_of(*pair) for pair in zip(functions, calls, strict=True)] for _ in range(repeats)]
-    return [statistics.median(times) for times in zip(*groups, strict=True)]

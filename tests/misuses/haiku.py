@@ -60,7 +60,7 @@ MISUSES = [
         ValueError,
         "mask",
         "(1, 1, 32, 32)",
-        "said by the pattern",
+        "the pattern masks pairs of tokens",
     ),
     Misuse("attend(call={'mask': jnp.ones((2, 32), bool)})", ValueError, "mask", "got (2, 32)", "[..., 1, 1, T]"),
     Misuse(

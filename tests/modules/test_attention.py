@@ -160,7 +160,7 @@ def test_any_leading_batch_dimensions():
     np.testing.assert_allclose(out[1, 2], run(layer, x[1, 2], ids[1, 2]), atol=1e-6)
 
 
-def test_a_selection_hides_what_it_does_not_choose():
+def test_keys_outside_a_selection_are_hidden():
     layer, x = varied(make(MASKS["union"], num_kv_heads=2)), inputs(2, 3, T, F)
     ids = np.random.default_rng(0).integers(-1, 2, (2, 3, 2, 2, 1))  # of blocks of 16, by key head
     chosen = sl.Selection(ids, block=16, granularity=16)

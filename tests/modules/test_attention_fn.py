@@ -142,7 +142,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
     assert_close(grads, exact, 8 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
-def test_the_dtype_is_that_of_the_arrays_together_or_the_given_one():
+def test_dtype_defaults_to_the_result_type_of_the_arrays():
     q = inputs(1, T, N, 8)
     fn = sparse(UNION)
     assert jax.eval_shape(lambda q: fn(q.astype(jnp.bfloat16), q, q), q).dtype == jnp.float32
@@ -270,7 +270,7 @@ def test_key_padding_mask(kind, form):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_and_padding_together(kind):
+def test_documents_with_padding(kind):
     ids = jnp.asarray(np.array([[0] * 9 + [1] * 15, [5] * 20 + [-1] * 4]), jnp.int32)
     valid = jnp.ones((B, T), bool).at[0, 2].set(False).at[1, 7:9].set(False)
     x, weights = inputs(B, T, F), inputs(B, T, F, seed=9)
@@ -617,7 +617,7 @@ def test_how_often_the_attention_is_computed_and_that_its_gradients_stay(recompu
 
 
 @pytest.mark.parametrize("recompute, remat, runs", RUNS)
-def test_what_is_kept_for_the_backward_pass(recompute, remat, runs):
+def test_residuals_of_the_backward_pass(recompute, remat, runs):
     q, k, v = inputs(1, T, N, 8), inputs(1, T, 1, 8, seed=1), inputs(1, T, 1, 5, seed=2)
     kept = [x.shape for x in jax.tree.leaves(jax.vjp(layer_of(recompute, **remat), q, k, v)[1])]
     assert (1, T, 1, 5) in kept  # the values, in any case

@@ -136,7 +136,7 @@ def test_segments_of_both_sides_and_padding():
     assert (~mask.any((1, 3))).sum() > 3 and float(np.abs(grads["key"]["kernel"]).max()) > 0.01
 
 
-def test_a_selection_hides_what_it_does_not_choose_and_batches_may_have_any_axes():
+def test_keys_outside_a_selection_are_hidden_with_any_batch_axes():
     ids = np.random.default_rng(0).integers(-1, 2, (2, 3, 2, 2, 1))  # of blocks of 16, by key head
     chosen = sl.Selection(ids, block=16, granularity=16)
     layer, x, y = make(sl.Full(), num_kv_heads=2), inputs(2, 3, T, F), inputs(2, 3, S, G, seed=1)

@@ -273,7 +273,7 @@ def test_embedding_scale_and_soft_cap():
     assert np.abs(logits).max() > 1
 
 
-def test_ropes_and_patterns_in_turn():
+def test_ropes_and_patterns_cycle_over_layers():
     def ropes_of(**options):
         made = nnx.eval_shape(lambda: model(changed=False, **options))
         return [block.attention.attention_fn.rope for block in made.blocks]

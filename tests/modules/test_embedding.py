@@ -23,7 +23,7 @@ def test_rows_are_those_of_flax_and_gradients_exact(dtype):
     assert np.all(np.abs(slope - exact) <= np.finfo(np.float32).eps * size)
 
 
-def test_what_flax_does_with_other_tables_and_tokens():
+def test_large_tables_and_other_tokens_follow_flax():
     for size in (1, 2000):
         ours, theirs = (kind(size, 8, rngs=nnx.Rngs(0)) for kind in (Embed, nnx.Embed))
         np.testing.assert_array_equal(ours(TOKENS), theirs(TOKENS))

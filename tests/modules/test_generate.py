@@ -291,7 +291,7 @@ def test_generation_is_compiled_once():
     assert _generate._cache_size() == before
 
 
-def test_what_follows_a_prompt_is_not_read():
+def test_padding_is_not_read():
     """Not even where it is no token: an embedding of those is NaN."""
     model = make(**MODELS["interleaved"])
     want, *others = [sl.generate(model, padded(pad), COUNT, lengths=LENGTHS) for pad in (0, V, -100)]
@@ -430,7 +430,7 @@ def test_any_object_with_the_two_methods_is_sampled_from_and_its_arrays_may_chan
     assert sl.generate(kind(jnp.asarray(first), 1), [[1, 2], [5]], 4).tolist()[1] == chain(first, 1, 5, 4)
 
 
-def test_what_changes_inside_of_a_plain_model_is_seen():
+def test_changes_inside_a_plain_model_take_effect():
     table = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
     model = Plain(table, 0)
     assert sl.generate(model, [[1]], 3).tolist() == [chain(table, 0, 1, 3)]
@@ -495,7 +495,7 @@ def test_stop_tokens_end_sequences_and_all_of_them_end_the_steps(stop, rows, ste
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_a_stream_raises_comes_out(error):
+def test_exceptions_of_on_tokens_propagate(error):
     raised, seen = error(), []
 
     def show(tokens):
@@ -576,7 +576,7 @@ def test_an_nnx_model_of_blocks_is_sampled_from():
         ((jnp.zeros((1, 9), int), ()), ValueError, ["floats", "int32"]),
     ],
 )
-def test_a_decoder_that_returns_something_else_is_told(result, error, words):
+def test_wrong_results_of_a_decoder_are_refused(result, error, words):
     model = types.SimpleNamespace(prefill=lambda *_: result, decode_step=lambda *_: result)
     with pytest.raises(error) as caught:
         sl.generate(model, [[1]], 2)

@@ -342,7 +342,7 @@ def test_the_pattern_and_its_plan_can_be_asked_for():
     assert seen[0][1] is sl.make_plan(masks, T, fwd_params=BLOCKS)
 
 
-def test_without_haiku_the_import_says_what_to_install(monkeypatch):
+def test_import_error_without_haiku_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "haiku", None)
     monkeypatch.delitem(sys.modules, "sparse_layers.haiku")
     with pytest.raises(ImportError, match=re.escape("pip install 'sparse-layers[haiku]'")):

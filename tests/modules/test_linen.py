@@ -462,7 +462,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("make, reference", [(attention, nnx_attention), (block, nnx_block)])
-def test_modules_are_values_whatever_the_pattern(name, make, reference):
+def test_modules_are_values_with_any_pattern(name, make, reference):
     pattern = PATTERNS[name]
     module, equal = make(pattern=pattern), make(pattern=pattern.copy() if hasattr(pattern, "copy") else pattern)
     assert module == equal and hash(module) == hash(equal) and module == module.clone()
@@ -702,7 +702,7 @@ def test_wrong_settings_are_refused_before_any_work(make, options, words):
     assert str(again.value) == str(error.value)
 
 
-def test_what_attention_never_does_is_refused():
+def test_unsupported_attention_options_are_refused():
     x = inputs(2, T, F)
     with pytest.raises(ValueError, match=r"dropout_rate.*0\.1.*residual"):
         attention(dropout_rate=0.1).init(jax.random.key(0), x)

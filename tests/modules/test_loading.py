@@ -135,7 +135,7 @@ def calls_of(name, function, seen):
 
 
 @pytest.mark.parametrize("kind", ["functions", "classes"])
-def test_nnx_takes_over_what_the_projections_and_norms_call(kind):
+def test_nnx_keeps_functions_of_projections_and_norms(kind):
     seen = set()
     norms = {"ln_promote_dtype": dtypes.promote_dtype}
     if kind == "functions":
@@ -236,7 +236,7 @@ def test_linen_dtypes():
     np.testing.assert_allclose(run(wide, x), attention(x, params, CAUSAL), atol=5e-6)
 
 
-def test_linen_arrays_keep_their_dtypes_of_their_own():
+def test_linen_arrays_keep_their_dtypes():
     _, params = linen_layer(normalize_qk=True)
     mixed = {name: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params[name]) for name in ("query", "key_ln")}
     layer = from_linen(params | mixed, pattern="all", seq_len=T)
@@ -262,7 +262,7 @@ def test_linen_sinks_of_the_sparse_layer():
         from_linen(params | {"sinks": jnp.zeros(3)}, **settings)
 
 
-def test_norms_of_q_and_k_are_what_they_were():
+def test_norms_of_q_and_k_are_kept():
     """Parameters of an RMS norm look like those of a layer norm: NNX layers know, of Linen's the caller does."""
     x, settings = inputs(1, T, F), {"pattern": "all", "seq_len": T}
     sparse = sparse_layers.linen.SparseSelfAttention(N, normalize_qk="rms", norm_epsilon=0.1, **settings)

@@ -50,7 +50,7 @@ def turned(rope, x, positions=None, sign=1):
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_each_pair_turns_by_its_coordinate_and_gradients_turn_back(name):
+def test_each_pair_rotates_by_its_coordinate_and_gradients_rotate_back(name):
     rope, size = ROPES[name]
     x, weights = inputs(T, N, size), inputs(T, N, size, seed=1)
 
@@ -84,7 +84,7 @@ def test_logits_depend_on_the_differences_of_coordinates_only(name):
     assert len(np.unique(first.round(3))) > 0.9 * len(first), "other differences have other logits"
 
 
-def test_tokens_off_the_grid_are_not_turned():
+def test_tokens_off_the_grid_are_not_rotated():
     rope, size = ROPES["behind a prompt, with tokens beyond"]
     x = inputs(T, N, size)
     out = np.asarray(rope(x))
@@ -93,7 +93,7 @@ def test_tokens_off_the_grid_are_not_turned():
     assert np.all(np.abs(out[8:19] - x[8:19]).max((1, 2)) > 0.01)
 
 
-def test_it_is_a_value_in_the_dtype_of_what_it_turns():
+def test_it_is_a_value_and_keeps_the_dtype():
     rope = sl.Rope(100, [5, 6], np.int64(3), sizes=np.array([4, 8]))
     assert rope == sl.Rope(100.0, (5, 6), 3, (4, 8)) == pickle.loads(pickle.dumps(rope))
     assert hash(rope) == hash(sl.Rope(100.0, (5, 6), 3, (4, 8))) and rope != sl.Rope(100.0, (5, 6), 3)
@@ -182,7 +182,7 @@ def test_scaled_frequencies_are_those_of_their_definitions(pairs):
     assert len({round(a / b, 6) for a, b in zip(scaled, plain, strict=True)}) > 2
 
 
-def test_scaled_embeddings_turn_by_them_and_grow():
+def test_scaled_embeddings_rotate_and_grow():
     x, positions = inputs(3, N, 12), np.array([5, 40, 7])
     scaling = sl.YarnScaling(16.0, 64)
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(16) + 1)

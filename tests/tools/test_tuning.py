@@ -13,7 +13,7 @@ from sparse_layers.ops import implementations
 from sparse_layers.ops.kernels import reference
 from sparse_layers.ops.kernels.operands import Gradients
 from sparse_layers.ops.planning import platforms
-from sparse_layers.tools import oracle, tuned, tuning
+from sparse_layers.tools import measuring, oracle, tuned, tuning
 
 SMALL, LARGE = sl.FwdParams(q_blocksize=32, kv_blocksize=32), sl.FwdParams(q_blocksize=64, kv_blocksize=64)
 BACK = sl.BwdParams(q_blocksize=32, kv_blocksize=64)
@@ -30,7 +30,7 @@ def times(monkeypatch):
         assert len(next_times) == len(functions)
         return next_times
 
-    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    monkeypatch.setattr(measuring, "_milliseconds", milliseconds)
     return queued
 
 
@@ -115,7 +115,7 @@ def test_without_gradients_the_forward_alone_counts(fake, times):
     ],
 )
 def test_the_default_wins_ties(measured, index):
-    assert tuning._fastest(measured) == index
+    assert measuring._fastest(measured) == index
 
 
 def test_the_default_is_all_that_is_measured_without_candidates(fake, times):
@@ -146,10 +146,10 @@ def test_the_median_of_groups_in_turns():
 
     # Two calls of each to warm up, one of which is timed to see how many make a group; then one a group, in turns.
     functions = [function("a", [9.0, 9.0, 1.0, 5.0, 2.0]), function("b", [9.0, 9.0, 7.0])]
-    assert tuning._milliseconds(functions, 3, lambda: now[0]) == [2000.0, 7000.0]
+    assert measuring._milliseconds(functions, 3, lambda: now[0]) == [2000.0, 7000.0]
     assert ran == ["a", "a", "b", "b"] + ["a", "b"] * 3
     ran.clear()
-    assert tuning._milliseconds([function("c", [0.25])], 1, lambda: now[0]) == [250.0]
+    assert measuring._milliseconds([function("c", [0.25])], 1, lambda: now[0]) == [250.0]
     assert ran == ["c"] * 4
 
 
@@ -225,7 +225,7 @@ def test_a_default_that_fails_raises(fake, times):
 
 def test_inputs_are_random():
     shapes = tuning._shapes(dict(zip(tuned.SIZES, (2, 5, 7, 4, 2, 8, 6), strict=True)), jnp.dtype("bfloat16"), True)
-    arrays, dout = tuning._random_inputs(shapes)
+    arrays, dout = measuring._random_inputs(shapes)
     shapes = [arrays[name].shape for name in ("query", "key", "value", "sinks")]
     assert shapes == [(2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6), (4,)] and dout.shape == (2, 5, 4, 6)
     for x in (*arrays.values(), dout):
@@ -381,7 +381,7 @@ def test_printed_table(result):
 
 
 def test_tune_overwrites_nothing(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "_measure", lambda *args: pytest.fail("work has begun"))
+    monkeypatch.setattr(tuning, "measure", lambda *args: pytest.fail("work has begun"))
     name, _ = fake()
     path = tmp_path / "notes.txt"
     path.write_text("mine")
@@ -398,7 +398,7 @@ def test_a_failed_run_leaves_no_file(fake, times, tmp_path, monkeypatch, stage):
         raise KeyboardInterrupt
 
     if stage == "measuring":
-        monkeypatch.setattr(tuning, "_milliseconds", interrupt)
+        monkeypatch.setattr(measuring, "_milliseconds", interrupt)
     else:
         times += [[1.0, 2.0]]
         monkeypatch.setattr(tuned.json, "dumps", interrupt)
@@ -414,7 +414,7 @@ def test_a_file_that_appears_during_a_run_is_kept_as_is_the_result(fake, monkeyp
         path.write_text("theirs")
         return [4.0, 9.0]
 
-    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    monkeypatch.setattr(measuring, "_milliseconds", milliseconds)
     with pytest.raises(FileExistsError, match=r"must be a new file, .*tuned\.json': the result is in ") as error:
         sl.tune(sl.Causal(), 64, **SIZES, implementation=fake()[0], candidates=(), path=path)
     assert path.read_text() == "theirs"
@@ -532,7 +532,7 @@ def test_load_refuses_other_files(tmp_path, content):
     ],
 )
 def test_wrong_calls(tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr(tuning, "_measure", lambda *args: pytest.fail("work has begun"))
+    monkeypatch.setattr(tuning, "measure", lambda *args: pytest.fail("work has begun"))
     arguments = {"mask": sl.Causal(), "q_len": 64, **SIZES, "path": tmp_path / "tuned.json", **arguments}
     with pytest.raises(ValueError) as error:
         sl.tune(arguments.pop("mask"), arguments.pop("q_len"), **arguments)

@@ -80,7 +80,7 @@ def from_nnx(
         raise ValueError(
             f"attention_fn: the dense layer has one of its own, {dense.attention_fn!r}; what it does besides dense "
             "attention (rotary embeddings, caps, ...) cannot be seen from here. Set dense.attention_fn = "
-            "flax.nnx.dot_product_attention first, and say the rest by options (rope, logits_soft_cap, scale)"
+            "flax.nnx.dot_product_attention first, and pass the rest as options (rope, logits_soft_cap, scale)"
         )
     sizes = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads")
     kept = ("use_bias", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")

@@ -71,7 +71,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
     differing = [i for i, layer in enumerate(layers) if layer != layers[0]]
     if differing:
         raise ValueError(
-            f"model: layers must be alike but for patterns and rope, layer {differing[0]} is not as layer 0"
+            f"model: layers must be equal except for patterns and rope, layer {differing[0]} differs from layer 0"
         )
     ropes = tuple(block.attention.attention_fn.rope for block in blocks)
     tables = (("learned", model.position_embedding), ("row_column", model.row_embedding), ("rope", ropes[0]))

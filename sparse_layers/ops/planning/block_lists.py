@@ -348,17 +348,17 @@ def selected_block_pairs(
     start: Any = 0,
     ordered: bool = True,
 ) -> BlockPairs:
-    """The blocks that queries chose and that a mask leaves something of.
+    """Returns the blocks that queries selected, without those in which the mask allows no pair.
 
     Args:
-      ids: int32 [B, Tq, G, k], key blocks of shape[1] keys, of which each ``granularity`` queries chose k; what is no
-        number of a block is left out, and what comes twice counts once.
-      granularity: queries that choose together.
+      ids: int32 [B, Tq, G, k], the k key blocks of shape[1] keys that each query group selected. Numbers of no block
+        are left out, repeated ones count once.
+      granularity: queries in a query group, which selects as one.
       shape: (bq, bkv) of the lists; bq is ``granularity`` times a number up to `MAX_QUERY_GROUPS`, or divides it.
-      table: what the mask says of the blocks.
+      table: the states of all blocks of the mask.
       heads: number of query heads N, of which G are 1, or a divisor.
-      start: the block of queries in ``table`` that is the first one here.
-      ordered: whether blocks of a row are to be in order. If not, those of up to `MAX_COMPARED` choices are as given.
+      start: the query block of ``table`` that is the first of these queries.
+      ordered: True sorts the blocks of a row. False keeps the order of ``ids`` in rows of up to `MAX_COMPARED` blocks.
     """
     bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
     if classes > 1:  # lists differ by head in two ways

@@ -83,7 +83,7 @@ def _causal_by_formula(mask: Mask) -> bool:
 
 @outside_trace()
 def _first_pair(block_pass: Pass) -> tuple[int, int]:
-    """The first query of a pass's first block that sees a key, and that key, as tokens."""
+    """Returns the first query in the first block of a pass that sees a key, and that key, as tokens."""
     height, width = block_pass.fwd_shape
     rows, columns = block_pass.padded(block_pass.fwd_shape)
     grid = active_blocks(block_pass.mask, rows // height, columns // width, height, width)

@@ -31,9 +31,9 @@ def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tupl
     """Groups query heads by the chains that they take in turn: head h takes chain ``h % len(chains)``.
 
     Args:
-      chains: the passes of each; None stands for a pass whose blocks are known at run time only.
-      merge: whether the backend takes several masks in one pass. Chains that differ in their masks only are one group
-        of all heads then.
+      chains: the passes of each chain; None stands for a pass whose blocks are known at run time only.
+      merge: True if the backend takes several masks in one pass. Chains that differ in their masks alone are then one
+        group of all heads.
 
     Returns:
       The groups by their first heads: one for each chain, or one for all.

@@ -1,4 +1,4 @@
-"""Settings of the kernels: `FwdParams` and `BwdParams`. None means: chosen for the device, head size and lengths."""
+"""Settings of the kernels: `FwdParams` and `BwdParams`. The library chooses fields that are None."""
 
 import dataclasses
 import hashlib
@@ -10,10 +10,10 @@ from ...arguments.checks import as_int, checked, strict_kwargs
 class KernelParams:
     """Fields that the forward and the backward pass share. Explicit values always win over the library's choice.
 
-    Every implementation but `cudnn`, which takes none, reads ``q_blocksize`` and ``kv_blocksize``; the other fields are
-    those of GPU kernels, which `triton` reads but for ``blocksize_k`` and ``blocksize_heads``: nothing reads these yet.
-    `hopper` has blocks of 128 and no settings, and leaves a pass with others to `triton`.
-    A selection takes its blocks from itself; where any of the other fields is given, `triton` computes it by queries.
+    Every implementation reads ``q_blocksize`` and ``kv_blocksize``, except `cudnn`, which has no settings. The other
+    fields are those of GPU kernels. `triton` reads them, except ``blocksize_k`` and ``blocksize_heads``, which nothing
+    reads yet. `hopper` has blocks of 128 and no settings, and leaves a pass with others to `triton`.
+    A selection brings its own blocks. If any other field is set, `triton` computes it by queries.
 
     Attributes:
       q_blocksize: rows of q in one block of the plan (a multiple of 8). In `triton`, the lists of dq are the forward's.
@@ -66,7 +66,7 @@ class KernelParams:
         return f"{type(self).__name__}({changed})"
 
     def content_hash(self) -> str:
-        """A hash of class, field names and values (64 hex digits): the same in every process and Python version."""
+        """Returns a hash of class, field names and values, 64 hex digits, equal in every process and Python version."""
         # Later fields count if they are set: tuned tables are stored under these hashes.
         values = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
         fields = [f"{f.name}={value!r}" for f, value in values if f.name in _RANGES or value != f.default]
@@ -113,9 +113,8 @@ class BwdParams(KernelParams):
     """Settings of the backward pass; see `KernelParams` for the other fields (all int or None) and their ranges.
 
     Attributes:
-      deterministic: whether gradients must be the same bit for bit from run to run. An implementation that adds numbers
-        up in the order in which they come then refuses the call, as `cudnn`, or leaves this pass to `triton`, as
-        `hopper`.
+      deterministic: True if gradients must be the same bit for bit from run to run. Of the implementations that add
+        in an order that varies, `cudnn` then refuses the call and `hopper` leaves this pass to `triton`.
 
     Raises:
       ValueError: a value lies outside its range, or deterministic is no bool.
@@ -137,7 +136,7 @@ class BwdParams(KernelParams):
 
 
 def resolve_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:
-    """Both parameters, where None takes the defaults; the backward's blocks default to the forward's.
+    """Returns both parameters with None replaced by the defaults; backward blocks default to the forward's.
 
     Raises:
       ValueError: an argument is of another type.

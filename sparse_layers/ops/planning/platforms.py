@@ -106,7 +106,7 @@ def check_implementation(name: Any) -> None:
     """Raises an error if a name is neither None nor that of an implementation.
 
     Raises:
-      ValueError: says which there are, and which of them is meant.
+      ValueError: names the implementations, and the one with the most similar name.
     """
     if name is not None and name not in tuple(TUNING):
         raise ValueError(f"implementation must be None or one of implementations(), got {suggest(name, TUNING)}")

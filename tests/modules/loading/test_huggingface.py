@@ -143,7 +143,7 @@ def test_configurations_without_layer_types(tmp_path):
     assert settings(tmp_path, "mistral", sliding_window=None)["patterns"] == (sl.Causal(),)
 
 
-def test_what_configurations_may_say_beside(tmp_path):
+def test_additional_settings_of_configurations(tmp_path):
     found = settings(tmp_path, "llama", attention_bias=True, mlp_bias=True, partial_rotary_factor=1.0)
     assert found["use_bias"] == ("query", "key", "value", "out", "mlp")
     found = settings(tmp_path, "llama", drop=("rope_theta", "num_key_value_heads", "head_dim"), rope_scaling=None)
@@ -160,7 +160,7 @@ def test_what_configurations_may_say_beside(tmp_path):
         )
 
 
-def test_what_is_meant_where_configurations_say_nothing(tmp_path):
+def test_defaults_of_configurations(tmp_path):
     """Layers with a window turn slowly and are never scaled, whatever is said of the others."""
     silent = dict.fromkeys(("rope_parameters", "rope_theta", "rope_local_base_freq", "rope_scaling"))
     linear = {"rope_type": "linear", "factor": 8.0}

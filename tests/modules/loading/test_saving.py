@@ -34,7 +34,7 @@ def tensors(folder):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_hold_what_those_of_hugging_face_held(name, tmp_path):
+def test_files_equal_those_of_hugging_face(name, tmp_path):
     model = sl.from_huggingface(FIXTURES / name)
     sl.to_huggingface(model, tmp_path / "new")
     written, known = json.loads((tmp_path / "new" / "config.json").read_text()), config(name)
@@ -54,7 +54,7 @@ def test_files_hold_what_those_of_hugging_face_held(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_read_again_gives_the_same_logits(name, tmp_path):
+def test_reloaded_models_give_the_same_logits(name, tmp_path):
     how = {"param_dtype": jnp.float32, "implementation": "reference"}
     model = sl.from_huggingface(FIXTURES / name, **how)
     sl.to_huggingface(model, tmp_path)
@@ -113,7 +113,7 @@ UNWRITTEN = [
 
 
 @pytest.mark.parametrize(("name", "patterns", "count"), UNWRITTEN)
-def test_patterns_without_words_are_given_again(name, patterns, count, tmp_path):
+def test_patterns_that_files_cannot_hold_are_passed_again(name, patterns, count, tmp_path):
     how = {"implementation": "reference", "param_dtype": jnp.float32}
     sparse = sl.from_huggingface(FIXTURES / name, patterns, **how)
     with pytest.warns(UserWarning, match=rf"the patterns of {count} layers, first of layer \d: .*from_huggingface"):

@@ -9,7 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 import sparse_layers as m
 from sparse_layers.masks.adapters import MaskMod
 from sparse_layers.masks.algebra import Array
-from sparse_layers.ops.planning import mask_info
+from sparse_layers.ops.planning import mask_info, splash_lists
 from sparse_layers.ops.planning.binding import HeadMasks, bind
 from sparse_layers.ops.planning.mask_info import (
     process_dynamic_mask,
@@ -323,7 +323,7 @@ def test_a_sliceable_object_equals_its_array():
 
 
 def test_a_million_tokens_take_little_memory():
-    mask_info.active_blocks.cache_clear()
+    splash_lists.active_blocks.cache_clear()
     mask_info._compile.cache_clear()
     length = 1 << 20
     tracemalloc.start()
