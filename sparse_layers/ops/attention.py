@@ -400,6 +400,10 @@ def pick_implementation(implementation: str | None, call: Call, operands: Operan
             raise NotImplementedError(f"{implementation}: {reason}; implementation=None or 'xla' serves this call")
         return implementation
     here, (name, reasons) = platform(), ranked(call, operands, alone)
+    _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {x}: {reason}" for x, reason in reasons.items()))
+    if _log.isEnabledFor(logging.DEBUG) and hasattr(IMPLEMENTATIONS[name], "notes"):
+        for note in IMPLEMENTATIONS[name].notes(call, operands):
+            _log.debug("%r: %s", name, note)
     if name in FALLBACK and here != "cpu":
         told = [f"{other}: {reason}" for other, reason in reasons.items()] or [f"no kernels for {here} yet"]
         _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(told)}")
@@ -408,6 +412,8 @@ def pick_implementation(implementation: str | None, call: Call, operands: Operan
 
 def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dict[str, str]]:
     """The implementation that ``implementation=None`` picks, and for each that comes before it the reason against it.
+
+    It logs nothing, so that tools may ask, too.
 
     Raises:
       NotImplementedError: none can serve the call; says why.
@@ -421,11 +427,6 @@ def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dic
         if reason is None and hasattr(backend, "outdone"):
             reason = backend.outdone(call, operands)
         if reason is None:
-            told = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
-            _log.debug("block_sparse_attention runs %r%s", name, told)
-            if _log.isEnabledFor(logging.DEBUG) and hasattr(backend, "notes"):
-                for note in backend.notes(call, operands):
-                    _log.debug("%r, %s", name, note)
             return name, reasons
         reasons[name] = reason
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from ..scorers import Scorer
-from .attention import IMPLEMENTATIONS, ranked
-from .kernels.call import Call, Operands
+from .attention import IMPLEMENTATIONS, pick_implementation, ranked
+from .kernels.call import Call, Operands, checked_scalars
 from .kernels.gpu import bridge, hardware
 from .kernels.gpu_attention import ENGINES
 from .planning.plan import Plan
 from .planning.platforms import assuming
+
+# Heads of a call whose heads are not known.
+ASSUMED_HEADS = 32
 
 
 class TracedCall(NamedTuple):
@@ -23,10 +26,13 @@ class TracedCall(NamedTuple):
 
     Attributes:
       implementation: one of `implementations`.
-      reasons: for each implementation that is preferred to it, why that one does not serve the call.
+      reasons: for each implementation that is preferred to it, why that one does not serve the call; {} if the call
+        names its implementation.
       forward: the launches of the forward pass in their order; () for implementations that launch no kernels of ours.
       backward: those of the backward pass.
-      notes: for each pass that the implementation hands to another one, the reason.
+      notes: sentences about the launches: why some are not the implementation's own, and which ones are not listed.
+      error: the message of the NotImplementedError that the call raises, if it names an implementation that cannot
+        serve it; else None.
     """
 
     implementation: str
@@ -34,9 +40,12 @@ class TracedCall(NamedTuple):
     forward: tuple[bridge.Launch, ...]
     backward: tuple[bridge.Launch, ...]
     notes: tuple[str, ...]
+    error: str | None = None
 
     def __str__(self) -> str:
         """The implementation, and below it its launches, what it hands on, and why no preferred one serves the call."""
+        if self.error is not None:
+            return f"NotImplementedError, {self.error}"
         lines = [repr(self.implementation)]
         for direction, launches in (("forward", self.forward), ("backward", self.backward)):
             if launches:
@@ -45,47 +54,107 @@ class TracedCall(NamedTuple):
         return "\n  ".join(lines)
 
 
+def assumed_heads(plan: Plan) -> int:
+    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan([sl.Causal()] * 5, 64))
+      (32, 35)
+    """
+    period = len(plan.masks)
+    return period * -(-ASSUMED_HEADS // period)
+
+
 def trace_call(
     plan: Plan,
     dtype: Any = jnp.bfloat16,
     head_size: int = 128,
     *,
-    groups: int = 1,
+    heads: tuple[int, int] | None = None,
     scorer: Scorer | None = None,
     segment_ids: bool = False,
+    sinks: bool = False,
+    logits_soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    recompute: bool = False,
     device: hardware.Device | None = None,
 ) -> TracedCall:
-    """Traces a call with a plan, ``implementation=None``, one batch entry and 32 key heads of each mask.
+    """Traces a call with a plan and one batch entry.
 
     Args:
       plan: the plan, made for the device.
       dtype: of query, key and value.
       head_size: of query, key and value.
-      groups: query heads of a key head.
+      heads: query heads and key heads; None for `assumed_heads` of both.
       scorer: that selects blocks within the plan's masks, if one does.
-      segment_ids: whether the calls have segment ids.
+      segment_ids: whether the call has segment ids.
+      sinks: whether the call has sinks.
+      logits_soft_cap, scale, implementation: those of the call, as in `block_sparse_attention`.
+      recompute: whether the backward pass computes the forward pass again.
       device: the GPU, which need not be there; None for the device at hand.
 
     Raises:
       ModuleNotFoundError: a GPU is given, and Triton is not installed.
     """
-    lengths, kv_heads, shaped = (plan.q_len, plan.kv_len), 32 * len(plan.masks), jax.ShapeDtypeStruct
+    if device is not None:
+        check_triton()
+    lengths, (num_heads, kv_heads) = (plan.q_len, plan.kv_len), heads or (assumed_heads(plan),) * 2
+    shaped = jax.ShapeDtypeStruct
     query, key = (
-        shaped((1, t, n, head_size), dtype) for t, n in zip(lengths, (kv_heads * groups, kv_heads), strict=True)
+        shaped((1, length, n, head_size), dtype) for length, n in zip(lengths, (num_heads, kv_heads), strict=True)
     )
     arrays: dict[str, Any] = {"query": query, "key": key, "value": key}
     if segment_ids:
         arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
+    if sinks:
+        arrays["sinks"] = shaped((num_heads,), jnp.float32)
     selection = None
     if scorer is not None and scorer.chooses(plan.q_len):
-        selection, heads = (scorer.block, 1), (query if scorer.per_query_head else key).shape[2]
-        arrays["chosen"] = shaped((1, plan.q_len, heads, scorer.count), jnp.int32)
+        selection, lists = (scorer.block, 1), (query if scorer.per_query_head else key).shape[2]
+        arrays["chosen"] = shaped((1, plan.q_len, lists, scorer.count), jnp.int32)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
-    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=selection)
+    scalars = checked_scalars(scale, logits_soft_cap, head_size)
+    call = Call(plan, (128, 128), (128, 128), params, *scalars, selection=selection)
     with assuming(device):
-        name, reasons = ranked(call, operands)
-        notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
-        return TracedCall(name, reasons, *trace_launches(name, call, operands), notes)
+        name, reasons = implementation, {}
+        if name is None:
+            name, reasons = ranked(call, operands)
+        else:
+            try:
+                pick_implementation(name, call, operands)
+            except NotImplementedError as error:
+                return TracedCall(name, {}, (), (), (), str(error))
+        notes = list(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
+        if selection is not None:
+            notes += _notes_of(scorer)
+        if recompute:
+            notes.append("the forward pass runs once more before the backward pass, which recomputes it")
+        return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes))
+
+
+def check_triton() -> None:
+    """Checks that Triton is installed, whose kernels are traced.
+
+    Raises:
+      ModuleNotFoundError: it is not; says what to install.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "device: the kernels of a GPU are traced by triton, which is not installed: install this package with its "
+            f"extra 'gpu', which exists for Linux only, or leave device out ({error})"
+        ) from error
+
+
+def _notes_of(scorer: Scorer | None) -> list[str]:
+    """Sentences about the launches of a layer that are not those of its call of the op."""
+    notes = ["the launches that score and choose blocks come before these and are not listed"]
+    if scorer is not None and scorer.indexed:
+        notes.append("the launches of the index loss, in training, are not listed either")
+    return notes
 
 
 def trace_launches(

@@ -8,12 +8,15 @@ import jax
 
 from ....masks.bounded_cache import bounded_cache
 from ...planning.head_groups import HeadGroup
+from ...planning.report import heads
 from ..call import Call, Operands, groups_of
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
 from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
+# The alternatives of a call in which single queries select blocks, see `kv_outer.neighbours_disagree`.
+DISAGREE, AGREE = "if neighbouring queries disagree", "if neighbouring queries agree"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Launch:
         to these afterwards.
       rounded: whether its results (of "dqkv" dq) are kept in the dtype of the query; else in float32.
       rounded_kv: the same of dk and dv.
+      reason: why the preferred engine does not compute the work; None where it does.
     """
 
     kernel: Kernel
@@ -38,6 +42,7 @@ class Launch:
     starts_from_state: bool
     rounded: bool
     rounded_kv: bool = False
+    reason: str | None = None
 
 
 class KvOuter(NamedTuple):
@@ -47,18 +52,12 @@ class KvOuter(NamedTuple):
       engine: whose kernels they are.
       always: whether the call runs them in any case. Otherwise it is decided at run time: it runs them where
         neighbouring queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
+      reason: why the preferred engine has no such kernel for the call; None where it has.
     """
 
     engine: Engine
     always: bool
-
-
-class PassReasons(NamedTuple):
-    """Why the preferred engine does not compute a pass, forward and backward; None where it does."""
-
-    orders: str
-    forward: str | None
-    backward: str | None
+    reason: str | None = None
 
 
 class Route(NamedTuple):
@@ -70,7 +69,8 @@ class Route(NamedTuple):
       backward: those of the backward pass.
       kv_outer_forward: what may run in the place of ``forward``; None for nothing.
       kv_outer_backward: what may run in the place of ``backward``; None for nothing.
-      passes: for each pass of each head group, why the preferred engine does not compute it.
+      forward_reasons: for each pass of each head group by itself, before any two are fused, why the preferred engine
+        does not compute it in the forward pass; None where it does.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -78,7 +78,39 @@ class Route(NamedTuple):
     backward: tuple[Launch, ...]
     kv_outer_forward: KvOuter | None
     kv_outer_backward: KvOuter | None
-    passes: tuple[PassReasons, ...]
+    forward_reasons: tuple[str | None, ...]
+
+    def notes(self) -> list[str]:
+        """Returns a sentence for each reason that leaves launches to another engine than the preferred one.
+
+        It names the launches: forward or backward, the row orders and heads if the call has several, the condition.
+        """
+        launches: dict[str, list[str]] = {}
+        for direction, own, kv_outer in (
+            ("forward", self.forward, self.kv_outer_forward),
+            ("backward", self.backward, self.kv_outer_backward),
+        ):
+            condition = "" if kv_outer is None else f" {AGREE}"
+            if kv_outer is not None and kv_outer.reason is not None:
+                launches.setdefault(kv_outer.reason, []).append(f"{direction} {DISAGREE}")
+            if kv_outer is not None and kv_outer.always:
+                continue
+            for launch in own:
+                if launch.reason is not None:
+                    launches.setdefault(launch.reason, []).append(f"{direction}{self._work(launch)}{condition}")
+        return [
+            f"Triton runs {' and '.join(dict.fromkeys(names))}, because {reason}" for reason, names in launches.items()
+        ]
+
+    def _work(self, launch: Launch) -> str:
+        """The row orders and the heads of a launch in brackets, if the call has several of them."""
+        row_orders = {work.orders for x in (*self.forward, *self.backward) for work in x.work.unfused()}
+        words = []
+        if len(row_orders) > 1:
+            words.append(" and ".join(dict.fromkeys(work.orders for work in launch.work.unfused())))
+        if len(self.groups) > 1:
+            words.append(heads(self.groups[launch.group].first, self.groups[launch.group].step))
+        return f" ({'; '.join(words)})" if words else ""
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
@@ -96,22 +128,21 @@ def route(implementation: str, call: Call, operands: Operands) -> Route:
 @bounded_cache()
 def _route(engines: tuple[Engine, ...], call: Call, shapes: Operands, device: hardware.Device) -> Route:
     groups = groups_of(call, shapes, merge=True)
-    works = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
-    outer = None, None
-    if triton_kv_outer_unsupported(call, shapes) is None:
-        by_hopper = "hopper" in engines and query_gather_unsupported(call, shapes) is None
-        outer = KvOuter("triton", False), KvOuter("hopper", True) if by_hopper else KvOuter("triton", False)
-    reasons = tuple(
-        PassReasons(
-            work.orders,
-            _pick(engines, work, "forward")[1],
-            None if outer[1] is not None and outer[1].always else _pick(engines, work, "dkv")[1],
-        )
-        for group_passes in works
-        for work in group_passes
-    )
+    works = [[GroupPass(call, shapes, group.first, group.step, one) for one in group.passes] for group in groups]
+    reasons = tuple(_pick(engines, work, "forward").reason for passes in works for work in passes)
     forward = [launch for group, passes in enumerate(works) for launch in _forward(engines, passes, group)]
-    return Route(groups, tuple(forward), _backward(engines, works), *outer, reasons)
+    return Route(groups, tuple(forward), _backward(engines, works), *_kv_outer(engines, call, shapes), reasons)
+
+
+def _kv_outer(engines: tuple[Engine, ...], call: Call, shapes: Operands) -> tuple[KvOuter | None, KvOuter | None]:
+    """The kernels that hold keys, forward and backward; None where a call has none."""
+    if triton_kv_outer_unsupported(call, shapes) is not None:
+        return None, None
+    if "hopper" not in engines:
+        return KvOuter("triton", False), KvOuter("triton", False)
+    reason = query_gather_unsupported(call, shapes)
+    forward = KvOuter("triton", False, "the Hopper kernel that gathers queries computes gradients only")
+    return forward, KvOuter("hopper", True) if reason is None else KvOuter("triton", False, reason)
 
 
 def triton_kv_outer_unsupported(call: Call, operands: Operands) -> str | None:
@@ -133,32 +164,49 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     return query_gather.unsupported(call, operands, call.selection[0] // divisor(call, operands))
 
 
-def _pick(engines: tuple[Engine, ...], work: GroupPass, kernel: str) -> tuple[Engine, str | None]:
-    """The engine of a pass, "forward" or "dkv", and why it is not the preferred one."""
+class _EngineWork(NamedTuple):
+    """One pass, or two that are fused, with the engine that computes them.
+
+    Attributes:
+      work: the pass or the passes.
+      engine: whose kernel computes them.
+      reason: why it is not the preferred engine; None where it is.
+      each_key_once: True if the kernel for dq has dk and dv, too, see `triton_gpu.launch.each_key_once`.
+    """
+
+    work: GroupPass
+    engine: Engine
+    reason: str | None
+    each_key_once: bool
+
+
+def _pick(engines: tuple[Engine, ...], work: GroupPass, kernel: str) -> _EngineWork:
+    """The engine for one kernel of a pass, "forward" or "dkv"."""
     from ..triton_gpu import launch as triton
 
+    once = kernel == "dkv" and triton.each_key_once(work)
     if engines == ("triton",):
-        return "triton", None
+        return _EngineWork(work, "triton", None, once)
     from ..hopper_gpu import launch as hopper
 
-    if kernel == "dkv" and triton.each_key_once(work):
-        return "triton", "each key is in one list, and plain Triton's kernel then writes each gradient once"
-    reason = hopper.unsupported(work, kernel)
-    return ("hopper" if reason is None else "triton"), reason
+    if once:
+        reason = "each key is in one block list, so one Triton kernel has dq, dk and dv and writes each once"
+    else:
+        reason = hopper.unsupported(work, kernel)
+    return _EngineWork(work, "hopper" if reason is None else "triton", reason, once)
 
 
-def _fuse(engines: tuple[Engine, ...], works: Sequence[GroupPass], kernel: str) -> list[tuple[GroupPass, Engine]]:
+def _fuse(engines: tuple[Engine, ...], works: Sequence[GroupPass], kernel: str) -> list[_EngineWork]:
     """The passes with their engines: those of some queries first, two at a time where one kernel can do both."""
-    fused: list[tuple[GroupPass, Engine]] = []
+    fused: list[_EngineWork] = []
     for work in sorted(works, key=lambda work: work.q_order.complete):
-        engine, _ = _pick(engines, work, kernel)
-        for i, (other, its_engine) in enumerate(fused):
-            if other.fused_with is None and its_engine == engine and _can_fuse(engine, other, work, kernel):
-                pair = other.fuse(work)
-                fused[i] = pair, _pick(engines, pair, kernel)[0]
+        picked = _pick(engines, work, kernel)
+        for i, (first, engine, *_) in enumerate(fused):
+            if first.fused_with is None and engine == picked.engine and _can_fuse(engine, first, work, kernel):
+                fused[i] = _pick(engines, first.fuse(work), kernel)
                 break
         else:
-            fused.append((work, engine))
+            fused.append(picked)
     return fused
 
 
@@ -173,51 +221,55 @@ def _can_fuse(engine: Engine, work: GroupPass, other: GroupPass, kernel: str) ->
 def _forward(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
     """The launches of a head group."""
     fused = _fuse(engines, works, "forward")
-    rounded = _may_round([work for work, _ in fused if work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
     launches = []
-    for i, (work, engine) in enumerate(fused):
-        starts_from_state = i == 0 or work.q_order.complete
-        launches.append(Launch("forward", engine, work, group, starts_from_state, starts_from_state and rounded(work)))
+    for i, (work, engine, reason, _) in enumerate(fused):
+        starts = i == 0 or work.q_order.complete
+        launches.append(Launch("forward", engine, work, group, starts, starts and rounded(work), reason=reason))
     return launches
 
 
 def _backward(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
     """The launches of all head groups, whose dk and dv are sums over them."""
     dq_launches: list[Launch] = []
-    by_keys: list[tuple[GroupPass, int]] = []  # what takes a kernel for dk and dv of its own
+    dkv_launches: list[Launch] = []  # of passes whose kernel for dq does not have dk and dv
     for group, group_passes in enumerate(works):
         launches = _dq_launches(engines, group_passes, group)
-        by_keys += [(work, group) for x in launches if x.kernel == "dq" for work in x.work.unfused()]
+        dkv_launches += [
+            Launch("dkv", "triton", work, group, work.kv_order.complete, False, reason=x.reason)
+            for x in launches
+            if x.kernel == "dq"
+            for work in x.work.unfused()
+        ]
         dq_launches += launches
     # Those that hold some keys only come before those that write dk and dv of all.
-    some = [Launch("dkv", "triton", work, group, False, False) for work, group in by_keys if not work.kv_order.complete]
-    every = [(work, group) for work, group in by_keys if work.kv_order.complete]
-    rounded = _may_round([*(x.work for x in dq_launches if x.kernel == "dqkv"), *(work for work, _ in every)])
+    some = [x for x in dkv_launches if not x.starts_from_state]
+    every = [x for x in dkv_launches if x.starts_from_state]
+    rounded = _may_round([x.work for x in (*(x for x in dq_launches if x.kernel == "dqkv"), *every)])
     return (
         *some,
         *(dataclasses.replace(launch, rounded_kv=rounded(launch.work)) for launch in dq_launches),
-        *(Launch("dkv", "triton", work, group, True, rounded(work)) for work, group in every),
+        *(dataclasses.replace(launch, rounded=rounded(launch.work)) for launch in every),
     )
 
 
 def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
     """The launches of a head group that have dq. That of Hopper has all gradients, and adds to dq in float32."""
-    from ..triton_gpu import launch as triton
-
     fused = _fuse(engines, works, "dkv")
-    once = {work: triton.each_key_once(work) for work, _ in fused}
-    kernels: dict[GroupPass, Kernel] = {x: "dqkv" if engine == "hopper" or once[x] else "dq" for x, engine in fused}
+    kernels: dict[GroupPass, Kernel] = {
+        x.work: "dqkv" if x.engine == "hopper" or x.each_key_once else "dq" for x in fused
+    }
     # Of the passes with all queries, those that have dk and dv of some keys only come before those that write all. Of
     # the latter those with each key in one list come first: their kernel does more than others, and had better not read
     # earlier results, too.
     fused.sort(
         key=lambda x: (
-            x[0].q_order.complete,
-            x[0].kv_order.complete or kernels[x[0]] == "dq",
-            not once[x[0]],
+            x.work.q_order.complete,
+            x.work.kv_order.complete or kernels[x.work] == "dq",
+            not x.each_key_once,
         )
     )
-    rounded = _may_round([work for work, _ in fused if work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
     return [
         Launch(
             kernels[work],
@@ -225,9 +277,10 @@ def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group:
             work,
             group,
             starts_from_state=i == 0 or work.q_order.complete,
-            rounded=rounded(work) and not any(later == "hopper" for _, later in fused[i + 1 :]),
+            rounded=rounded(work) and not any(later.engine == "hopper" for later in fused[i + 1 :]),
+            reason=reason,
         )
-        for i, (work, engine) in enumerate(fused)
+        for i, (work, engine, reason, _) in enumerate(fused)
     ]
 
 

@@ -20,7 +20,7 @@ from ..gpu.hardware import MAX_BATCH_ENTRIES
 from ..gpu.passes import BackwardInputs, Rows
 from ..triton_gpu import launch as triton
 from . import kv_outer
-from .route import Launch, Route, route
+from .route import AGREE, DISAGREE, Launch, Route, route
 
 
 def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -69,8 +69,8 @@ def _if_neighbours_disagree(
 ) -> Any:
     """One of two functions of the operands and other arrays, as it is decided at run time."""
     disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
-    by_key = bridge.conditional("if neighbouring queries disagree", by_key)
-    by_query = bridge.conditional("if they agree", by_query)
+    by_key = bridge.conditional(DISAGREE, by_key)
+    by_query = bridge.conditional(AGREE, by_query)
     return jax.lax.cond(disagree, by_key, by_query, operands, *args)
 
 
