@@ -63,7 +63,10 @@ def test_describe_explains_its_signs():
     "subject, setting",
     [
         (sl.Causal(), "assuming bfloat16, 32 heads of 128, 1 batch entry"),
-        (sl.make_plan([sl.Causal()] * 3, 64), "assuming bfloat16, 33 heads of 128, 1 batch entry"),
+        (
+            sl.make_plan([sl.Causal(), sl.Window(1), sl.Window(2)], 64),
+            "assuming bfloat16, 33 heads of 128, 1 batch entry",
+        ),
         (sl.make_attention_fn("causal", 64), "assuming bfloat16, 32 heads of 128, 1 batch entry"),
         (
             linen.SparseSelfAttention(2, pattern="causal", seq_len=64),
@@ -142,10 +145,8 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
         "  not 'hopper': it needs compute capability 9.0, and this GPU has 8.0",
     ]
     layer = sl.SparseSelfAttention(4, 256, pattern=window, seq_len=1024, dtype="bfloat16", rngs=nnx.Rngs(0))
-    assert (
-        runs(sl.describe(layer, device="h200"))[0]
-        == "runs on h200, in bfloat16, 4 heads of 64, assuming 1 batch entry: 'hopper'"
-    )
+    setting = "in bfloat16, 4 heads of 64, assuming 1 batch entry"
+    assert runs(sl.describe(layer, device="h200"))[0] == f"runs on h200, {setting}: 'hopper'"
     # Selections of single queries, of which some are decided at run time; grouped heads have no kernel for all three.
     forward, backward, *notes = runs(sl.describe(sl.MoBA(64, 8), 8192, device="h100"))[1:6]
     assert forward.split(", then ")[::2] == [
@@ -153,8 +154,8 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
         "triton forward_kernel (if neighbouring queries agree)",
     ]
     assert notes == [
-        "  Triton runs forward if neighbouring queries disagree, because the Hopper kernel that gathers queries computes "
-        "gradients only",
+        "  Triton runs forward if neighbouring queries disagree, because the Hopper kernel that gathers queries "
+        "computes gradients only",
         "  Triton runs forward if neighbouring queries agree, because the Hopper forward kernel takes blocks of 128 "
         "queries and 64 or a multiple of 128 keys, got 32 queries and 64 keys",
         "  the launches that score and choose blocks come before these and are not listed",
@@ -226,9 +227,9 @@ def test_describe_logs_nothing(caplog):
 def test_describe_says_what_to_install(monkeypatch):
     """Before it does any work: the subject is not looked at."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ModuleNotFoundError, match="^device: .* its extra 'gpu', which exists for Linux only"):
+    with pytest.raises(ModuleNotFoundError, match=r"^device: .* its extra 'gpu', which exists for Linux only"):
         sl.describe(None, device="h100")
-    with pytest.raises(ModuleNotFoundError, match="^device: "):
+    with pytest.raises(ModuleNotFoundError, match=r"^device: "):
         traced_call.trace_call(sl.make_plan(sl.Causal(), 64), device=hardware.DEVICES["h100"])
 
 

@@ -131,7 +131,7 @@ def test_the_default_is_the_faster_one(mask, size, name, on_a_gpu, caplog):
         assert traced_call.trace_call(sl.make_plan(mask, 2048), head_size=size).implementation == name
     assert f"runs '{name}'" in caplog.text
     picked = traced_call.trace_call(sl.make_plan(mask, 256)).implementation
-    assert f"bfloat16 with heads of 128: {picked!r}" in sl.describe(mask, 256)
+    assert f"bfloat16, 32 heads of 128, 1 batch entry: {picked!r}" in sl.describe(mask, 256)
 
 
 def test_vmap_in_every_way(on_a_gpu):
