@@ -27,7 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.ops.planning.communication import parts_of
+from sparse_layers.ops.planning.context_parallel import plan_exchanges
 
 from . import gpu
 from .record import Record, add_option
@@ -132,12 +132,12 @@ def received(mask: sl.Mask, shape: tuple[int, ...], size: int, devices: int) -> 
     length, heads, kv_heads, features = shape
     key, row, number = 2 * kv_heads * features * size, heads * features * size, 4 * heads
     total, implementation = [0] * devices, sl.make_plan(mask, length).implementation
-    for route, _ in parts_of(sl.as_masks(mask), length, devices, implementation, heads // kv_heads):
-        for place in range(devices):
-            x = route.received(place)
+    for keys_exchange, _ in plan_exchanges(sl.as_masks(mask), length, devices, implementation, heads // kv_heads):
+        for rank in range(devices):
+            x = keys_exchange.received(rank)
             # Queries bring q, and dout with lse and delta; results out with lse, and dq.
-            total[place] += (x.keys + x.gradients) * key + x.queries * (2 * row + 2 * number)
-            total[place] += x.results * (2 * row + number)
+            total[rank] += (x.keys + x.gradients) * key + x.queries * (2 * row + 2 * number)
+            total[rank] += x.results * (2 * row + number)
     return max(total)
 
 

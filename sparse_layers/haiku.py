@@ -12,13 +12,13 @@ try:
 except ImportError as error:
     raise ImportError("sparse_layers.haiku needs dm-haiku: pip install 'sparse-layers[haiku]'") from error
 
+from .arguments.checks import strict_kwargs
 from .masks.algebra import Mask
-from .masks.options import own_keywords
 from .modules.attention_fn import Pattern, padded
 from .modules.block import check_input, forward
 from .modules.rope import Rope
 from .modules.settings import GATED, Computation, check_array, check_order, check_settings
-from .modules.step import Extras, attention_step, check_inputs
+from .modules.step import CallInputs, attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 from .scorers import Scorer
@@ -95,7 +95,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
       (1, 16, 8)
     """
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -174,7 +174,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         """The compiled pattern for ``seq_len`` tokens (cached)."""
         return self.attention_step.fn.plan(self.seq_len)
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         query: jax.Array,
@@ -242,7 +242,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         if self.normalize_qk:
             q, k = normed(q, "query_ln"), normed(k, "key_ln")
         sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=Extras(ids, sinks, selection, positions=positions))
+        out = self.attention_step(q, k, v, mask=CallInputs(ids, sinks, selection, positions=positions))
         out = out.reshape(*tokens, self.num_heads * self.value_size)
         return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
 
@@ -294,7 +294,7 @@ class SparseTransformerBlock(hk.Module):
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -374,7 +374,7 @@ class SparseTransformerBlock(hk.Module):
         # No method: Haiku would apply a policy of mixed precision to what it returns, in the middle of the block.
         self.dropout = functools.partial(_dropout, dropout_rate)
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         x: jax.Array,

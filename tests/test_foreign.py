@@ -11,8 +11,8 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import haiku, linen
-from sparse_layers.masks import foreign
-from sparse_layers.masks.options import _keywords
+from sparse_layers.arguments import foreign
+from sparse_layers.arguments.checks import _keywords
 
 OP, DENSE = sl.block_sparse_attention, jax.nn.dot_product_attention
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 2, 32, 4, 16))

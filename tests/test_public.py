@@ -30,7 +30,7 @@ assert not changed, changed
 for name in ("torch", "triton", "haiku", "equinox", "matplotlib", "jax.experimental.pallas"):
     assert name not in sys.modules, name
 parts = {name for name in sys.modules if name.startswith("sparse_layers.")}
-assert all(name.startswith("sparse_layers.masks") for name in parts), parts
+assert all(name.startswith(("sparse_layers.arguments", "sparse_layers.masks")) for name in parts), parts
 assert set(sparse_layers.__all__) <= set(dir(sparse_layers))
 more = {name.partition(".")[0] for name in set(sys.modules) - loaded} - sys.stdlib_module_names
 print(*sorted(more))

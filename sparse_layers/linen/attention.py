@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..modules.attention import SparseSelfAttention as NNXSelfAttention
 from ..modules.settings import Kernels, biased, check_array, check_features, query_features
-from ..modules.step import Extras, attention_step, check_inputs
+from ..modules.step import CallInputs, attention_step, check_inputs
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .settings import OfOneSequence, OverPattern, around
 
 
-@own_keywords
+@strict_kwargs
 class SparseSelfAttention(OfOneSequence, OverPattern):
     """Self-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseSelfAttention`.
 
@@ -91,7 +91,7 @@ class SparseSelfAttention(OfOneSequence, OverPattern):
     dropout_rate: float = dataclasses.field(default=0.0, kw_only=True)
     decode: bool | None = dataclasses.field(default=None, kw_only=True)
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         inputs: jax.Array,
@@ -259,13 +259,15 @@ def _attend(
         query, key = made.query_ln(query), made.key_ln(key)
     losses = [] if layer.is_mutable_collection("losses") and not layer.is_initializing() else None
     index = made._index(of_queries, losses)
-    attended = made.attention_fn(query, key, value, mask=Extras(segment_ids, made._sinks, selection, index, positions))
+    attended = made.attention_fn(
+        query, key, value, mask=CallInputs(segment_ids, made._sinks, selection, index, positions)
+    )
     if losses:
         layer.sow("losses", "index", losses[0])
     return made.out(attended)
 
 
-@own_keywords
+@strict_kwargs
 class SparseCrossAttention(OverPattern):
     """Cross-attention over a sparsity pattern, for Linen; parameters are those of `sparse_layers.SparseCrossAttention`.
 
@@ -310,7 +312,7 @@ class SparseCrossAttention(OverPattern):
     def lengths(self) -> dict[str, int]:
         return {"q_len": self.q_len, "kv_len": self.kv_len}
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         inputs_q: jax.Array,

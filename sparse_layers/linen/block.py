@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..modules.block import IN_BLOCK, check_input, forward
 from ..modules.block import SparseTransformerBlock as NNXBlock
 from ..modules.settings import GATED, PROJECTIONS, biased, check_order
@@ -20,7 +20,7 @@ from .native_sparse_attention import NativeSparseAttention
 from .settings import OfOneSequence, OverPattern
 
 
-@own_keywords
+@strict_kwargs
 class SparseTransformerBlock(OfOneSequence, OverPattern):
     """The residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
 
@@ -146,7 +146,7 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
         self.mlp_module = None if self.make_mlp is None else self.make_mlp()
         self.dropout = nn.Dropout(self.dropout_rate)
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         x: jax.Array,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.typing import Dtype, PrecisionLike
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..modules.native_sparse_attention import NativeSparseAttention as NNXNativeSparseAttention
 from ..modules.native_sparse_attention import branches, checked_nsa, fixed_parts
 from ..modules.native_sparse_cache import NSACache
@@ -37,7 +37,7 @@ class Compression(nn.Module):
         return nn.Dense(self.features, name="outer", **shared)(nn.gelu(inner)).swapaxes(1, 2)
 
 
-@own_keywords
+@strict_kwargs
 class NativeSparseAttention(OfOneSequence):
     """Native sparse attention, for Linen; parameters are those of `sparse_layers.NativeSparseAttention`.
 
@@ -90,7 +90,7 @@ class NativeSparseAttention(OfOneSequence):
         fns: dict[str, Any] = branches(pattern, self.seq_len, **self._of(_KERNELS))
         return around(NNXNativeSparseAttention, pattern=pattern, seq_len=self.seq_len, **fns).plans
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         inputs: jax.Array,

@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeAlias
 import jax.tree_util
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
+from ..arguments.foreign import BY_ENTRY, one_line, scorer_hint
 from .algebra import Array, Mask, PerHead, answer, set_integers
-from .foreign import BY_ENTRY, one_line, scorer_hint
-from .options import Positive, checked, own_keywords
 from .presets import preset
 
 
@@ -124,7 +124,7 @@ class MaskMod(Mask):
         return (q == q) & (k == k) & answer(what, self.function, batch, head, q, k)
 
 
-@own_keywords
+@strict_kwargs
 def from_mask_mod(
     mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
 ) -> Mask | PerHead:

@@ -23,7 +23,7 @@ import jax.errors
 import jax.tree_util
 import numpy as np
 
-from .options import LONGEST, Positive, checked, own_keywords, whole
+from ..arguments.checks import LONGEST, Positive, as_int, checked, strict_kwargs
 from .serialization import register_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -80,7 +80,7 @@ def set_integers(
         value: Any = getattr(mask, name)
         if optional and value is None:
             continue
-        number = whole(value)
+        number = as_int(value)
         if number is None or (least is not None and number < least):
             rule = "an integer" if least is None else f"an integer >= {least}"
             raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
@@ -436,7 +436,7 @@ class Transposed(Mask):
         return f"{_operand(self.mask, Not)}.T"
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Blocks(Mask):
     """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
@@ -478,7 +478,7 @@ class Blocks(Mask):
         return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mask):
     """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.

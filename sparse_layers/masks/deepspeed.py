@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..arguments.checks import Natural, Positive, checked, strict_kwargs, suggest
 from .algebra import And, Blocks, Mask, Or, PerHead, shifted
-from .options import Natural, Positive, checked, near, own_keywords
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Empty, Full, Global, Prefix, Random, Window
 
 _FAR = 2**30  # blocks; a longer window has no end
@@ -37,7 +37,7 @@ _HINTS: dict[str, Any] = {
 }
 
 
-@own_keywords
+@strict_kwargs
 def from_deepspeed(
     config: Mapping[str, Any] | str, *, num_heads: int | None = None, seq_len: int | None = None
 ) -> Mask | PerHead:
@@ -121,10 +121,10 @@ def _read(config: Mapping[str, Any] | str) -> dict[str, Any]:
         raise ValueError(f"from_deepspeed: config must be a dict or a JSON object, got {config!r}")
     for key in config:
         if key not in _DEFAULTS:
-            raise ValueError(f"from_deepspeed: unknown key {near(str(key), _DEFAULTS)}")
+            raise ValueError(f"from_deepspeed: unknown key {suggest(str(key), _DEFAULTS)}")
     c = _DEFAULTS | dict(config)
     if c["mode"] not in _MODES:
-        raise ValueError(f"from_deepspeed: unknown mode {near(str(c['mode']), _MODES)}")
+        raise ValueError(f"from_deepspeed: unknown mode {suggest(str(c['mode']), _MODES)}")
     if c["attention"] is None:
         c["attention"] = "unidirectional" if c["mode"] == "local_sliding_window" else "bidirectional"
     if c["attention"] not in ("unidirectional", "bidirectional"):

@@ -15,9 +15,9 @@ import math
 import operator
 from typing import Any
 
+from ..arguments.checks import Axes, BoolPerAxis, NaturalOrNone, NaturalPerAxis, Positive, PositivePerAxis, Shape
 from .algebra import Blocks, Mask, shifted
 from .grids import ColumnMajor, Grid, Neighborhood, Radial
-from .options import Axes, BoolPerAxis, NaturalOrNone, NaturalPerAxis, Positive, PositivePerAxis, Shape
 from .primitives import BlockDiagonal, Causal, Columns, Full, Strided, Window
 
 

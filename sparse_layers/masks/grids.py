@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments.checks import LONGEST, as_int, checked, strict_kwargs
 from .algebra import (
     AND_TABLE,
     EMPTY,
@@ -23,7 +24,6 @@ from .algebra import (
     set_masks,
     united,
 )
-from .options import LONGEST, checked, own_keywords, whole
 
 # Axes are independent: if each allows something and one not everything, so does the grid.
 _PRODUCT_TABLE = AND_TABLE.copy()
@@ -87,7 +87,7 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
     """
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
         raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
-    lengths = tuple(n for n in map(whole, shape) if n is not None and n > 0)
+    lengths = tuple(n for n in map(as_int, shape) if n is not None and n > 0)
     if len(lengths) != len(shape) or not lengths:
         raise ValueError(f"{owner}: shape must be integers >= 1, one for each axis, got {shape!r}")
     if math.prod(lengths) > LONGEST:
@@ -95,7 +95,7 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
     return lengths
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Grid(OnGrid):
     """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
@@ -189,7 +189,7 @@ def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(lambda a, b: _PRODUCT_TABLE[a, b], grades, np.array(FULL, np.int8))
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class ColumnMajor(OnGrid):
     """Tokens on a grid, and a mask that counts them column by column: its positions are ``column * rows + row``.
@@ -255,7 +255,7 @@ class ColumnMajor(OnGrid):
         return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Radial(OnGrid):
     """Frames of ``places`` tokens: the window of places halves as the distance in frames doubles.
@@ -345,7 +345,7 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
                 yield exists & inner, [(row, row), *box]
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Neighborhood(Mask):
     """The ``kernel`` keys nearest to the query on an axis of ``length``: near an edge the window slides inward.

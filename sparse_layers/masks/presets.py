@@ -8,14 +8,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
+from ..arguments.checks import LONGEST, Natural, Positive, checked_by_axis, parsed_options, strict_kwargs, suggest
+from ..arguments.foreign import PRESETS
 from . import grid_presets
 from .algebra import And, Blocks, Mask, PerHead
-from .foreign import PRESETS
-from .options import LONGEST, Natural, Positive, checked_by_axis, near, own_keywords, parsed_options
 from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, LogSparse, Prefix, Random, Strided, Window
 
 
-@own_keywords
+@strict_kwargs
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | PerHead:
     """The mask of a pattern that has a name; `presets` lists the names.
 
@@ -54,7 +54,7 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
     given = parsed | options
     for option, value in given.items():
         if option not in inspect.signature(make).parameters:
-            raise ValueError(f"preset {name!r}: unknown option {near(option, inspect.signature(make).parameters)}")
+            raise ValueError(f"preset {name!r}: unknown option {suggest(option, inspect.signature(make).parameters)}")
         given[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
     for option, parameter in inspect.signature(make).parameters.items():
         if parameter.default is parameter.empty and option not in given:
@@ -75,7 +75,7 @@ def presets() -> dict[str, str]:
     return {name: line.replace("``", "") for name, line in lines.items()}
 
 
-@own_keywords
+@strict_kwargs
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
     """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
 
@@ -125,7 +125,7 @@ def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
     if not isinstance(name, str):
         raise ValueError(f"{what}: name must be a string, got {name!r}")
     if name not in _PRESETS:
-        hint = f"{name!r}: {PRESETS[name.lower()]}" if name.lower() in PRESETS else near(name, _PRESETS)
+        hint = f"{name!r}: {PRESETS[name.lower()]}" if name.lower() in PRESETS else suggest(name, _PRESETS)
         raise ValueError(f"{what}: unknown name {hint}")
     return _PRESETS[name]
 

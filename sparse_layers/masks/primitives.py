@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import numpy as np
 
+from ..arguments.checks import strict_kwargs
 from .algebra import BEYOND, EMPTY, FARTHEST, FULL, UNSURE, Mask, graded, set_integers
-from .options import own_keywords
 
 MOST_DRAWS = 1 << 15  # of a row of `Random`
 Draws = Annotated[int, 0, MOST_DRAWS]
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key.
@@ -33,7 +33,7 @@ class Full(Mask):
         return np.int8(FULL)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Empty(Mask):
     """No query sees any key: output 0 and log-sum-exp -inf in every row.
@@ -53,7 +53,7 @@ class Empty(Mask):
         return np.int8(EMPTY)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
     """``k <= q``: a query sees itself and all earlier keys.
@@ -87,7 +87,7 @@ class Causal(Mask):
         return graded(k0 <= q1, k1 <= q0)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Compressed(Mask):
     """``k * stride + size <= q + 1``: key k stands for ``size`` tokens from token ``k * stride`` on, all of the past.
@@ -136,7 +136,7 @@ class Compressed(Mask):
         return (q + 1 + whole * self.stride - self.size) // self.stride - (whole - 1)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
     """``q - left <= k <= q + right``: inclusive reach to each side; the query itself always counts.
@@ -183,7 +183,7 @@ class Window(Mask):
         return graded(some, every)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Strided(Mask):
     """``(q - k) % stride == 0``: every stride-th key, in both directions (Child et al. 2019, A2 of 'strided').
@@ -220,7 +220,7 @@ class Strided(Mask):
         return graded(some, some & ((lowest == highest) | (self.stride == 1)))
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class BlockDiagonal(Mask):
     """``q // size == k // size``: attention within groups of ``size`` neighbours.
@@ -256,7 +256,7 @@ class BlockDiagonal(Mask):
         return graded(some, some & (a0 == a1) & (b0 == b1))
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Columns(Mask):
     """``start <= k % period < stop``: the same summary keys of every period, seen by all (Child et al. 2019, 'fixed').
@@ -316,7 +316,7 @@ class Columns(Mask):
         return graded(count > 0, count == k1 - k0 + 1)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
     """``k < size``: all see the first ``size`` keys (prefix LM, attention-sink tokens, global columns).
@@ -348,7 +348,7 @@ class Prefix(Mask):
         return graded(k0 < self.size, k1 < self.size)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Global(Mask):
     """``k < size or q < size``: the first ``size`` tokens see all and are seen by all (Longformer, BigBird).
@@ -380,7 +380,7 @@ class Global(Mask):
         return graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class LogSparse(Mask):
     """``q - k`` is 0 or a power of two (Li et al. 2019): log2(T) + 1 keys a query, causal by itself.
@@ -409,7 +409,7 @@ class LogSparse(Mask):
         return graded(count > 0, count == highest - lowest + 1)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Random(Mask):
     """Each query draws ``count`` of the positions before it, by a counter-based hash (BigBird's random blocks).

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
 
+from ..arguments.checks import Natural, Positive, checked, strict_kwargs
+from ..arguments.foreign import one_line
 from ..masks.algebra import Mask
-from ..masks.foreign import one_line
-from ..masks.options import Natural, Positive, checked, own_keywords
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
@@ -30,7 +30,7 @@ from .settings import (
     check_stream,
     query_features,
 )
-from .step import Extras, attention_step, check_inputs, check_positions
+from .step import CallInputs, attention_step, check_inputs, check_positions
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -328,7 +328,7 @@ class SparseSelfAttention(SparseAttention):
     _limits = ("seq_len",)
     seq_len: int
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -396,7 +396,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_key = nnx.LinearGeneral(in_features, (1, size), rngs=rngs, **shared)
             self.index_loss = IndexLoss(jnp.zeros((), jnp.float32))
 
-    @own_keywords
+    @strict_kwargs
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (self-attention only, and no dense mask)
         self,
         inputs: jax.Array,
@@ -438,10 +438,10 @@ class SparseSelfAttention(SparseAttention):
         given = segment_ids, selection, sow_weights, positions
         check_inputs({"inputs": inputs}, [self.in_features], self.lengths, *given)
         index = self._index(inputs, None if self.deterministic else [])
-        extras = Extras(segment_ids, self._sinks, selection, index, positions)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection, index, positions)
         out = super().__call__(
             inputs,
-            mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
             decode=False,
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,
@@ -450,7 +450,7 @@ class SparseSelfAttention(SparseAttention):
             self.index_loss[...] = index.losses[0]
         return out
 
-    @own_keywords
+    @strict_kwargs
     def prefill(
         self,
         inputs: jax.Array,
@@ -516,7 +516,7 @@ class SparseSelfAttention(SparseAttention):
         query, key, value = self._heads(inputs, positions)
         index = self._index(inputs)
         if index is not None:
-            index = self.attention_fn.placed_index(index, self.dtype, positions)
+            index = self.attention_fn.apply_rope_to_index(index, self.dtype, positions)
         before = cache or KVCache.empty(
             self.attention_fn.fn.masks,
             self.seq_len,
@@ -531,18 +531,18 @@ class SparseSelfAttention(SparseAttention):
             implementation="xla" if self.attention_fn.fn.implementation in ("xla", "reference") else None,
         )
         after = before.filled(key, value, lengths, index_key=None if index is None else index.key, start=start)
-        fn, extras = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}
+        fn, operands = self.attention_fn.fn, {"sinks": self._sinks, "selection": selection, "index": index}
         if length == total:
-            out = fn.attend(query, key, value, **extras)
+            out = fn.attend(query, key, value, **operands)
         else:
             # Attention reads the cache that is returned: without a barrier XLA would fill a second one for it.
             after = jax.lax.optimization_barrier(after)
-            out = fn.attend_piece((before, after), query, key, value, start, total, **extras)
+            out = fn.attend_chunk((before, after), query, key, value, start, total, **operands)
         # The cache is filled now: XLA may do that at the end of a program, and keep the keys of all layers until then.
         out, after = jax.lax.optimization_barrier((out, after))
         return self.out(out), after
 
-    @own_keywords
+    @strict_kwargs
     def decode_step(
         self,
         inputs: jax.Array,
@@ -591,7 +591,7 @@ class SparseSelfAttention(SparseAttention):
         options = {"scale": fn.scale, "logits_soft_cap": fn.logits_soft_cap, "sinks": self._sinks}
         index = self._index(tokens)
         if index is not None:
-            index = self.attention_fn.placed_index(index, self.dtype, positions)
+            index = self.attention_fn.apply_rope_to_index(index, self.dtype, positions)
             options["index"] = stepped(index.query), stepped(index.key)
         out, cache = cache.step(query, key, value, position, selection=selection, **options)
         return stepped(self.out(out.reshape(*tokens.shape[:2], *out.shape[-2:]))), cache
@@ -614,4 +614,4 @@ class SparseSelfAttention(SparseAttention):
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        return self.attention_fn.placed(query, key, value, self.dtype, positions)
+        return self.attention_fn.apply_rope(query, key, value, self.dtype, positions)

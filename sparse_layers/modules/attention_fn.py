@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, PrecisionLike
 
+from ..arguments.checks import strict_kwargs
 from ..masks.adapters import MaskLike
 from ..masks.algebra import Mask
 from ..masks.bounded_cache import bounded_cache
-from ..masks.options import own_keywords
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.choosing import choose
+from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
 from ..ops.layouts import warn_of_heads
-from ..ops.pieces import attend_piece
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
@@ -188,7 +188,7 @@ class AttentionFn:
         out = (jax.checkpoint(op) if self.recompute else op)(query, key, value, sinks)
         return out.reshape(*batch, *out.shape[1:])
 
-    def attend_piece(
+    def attend_chunk(
         self,
         caches: tuple[KVCache, KVCache],
         query: jax.Array,
@@ -221,7 +221,7 @@ class AttentionFn:
         query_sharding = self.query_sharding
         if query_sharding is not None:  # devices cannot share its tokens, whose rows are in another order
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
-        return attend_piece(
+        return attend_chunk(
             *caches,
             query,
             key,
@@ -241,7 +241,7 @@ class AttentionFn:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
 
     # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         query: jax.Array,
@@ -384,7 +384,7 @@ def make_attention_fn(
 ) -> functools.partial[jax.Array]: ...
 
 
-@own_keywords
+@strict_kwargs
 def make_attention_fn(
     pattern: Pattern,
     seq_len: int,

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
-from ..masks.foreign import one_line
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
+from ..arguments.foreign import one_line
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
@@ -103,7 +103,7 @@ class SparseTransformerBlock(nnx.Module):
       Child, Gray, Radford, Sutskever: Generating Long Sequences with Sparse Transformers, 2019.
     """
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -173,8 +173,8 @@ class SparseTransformerBlock(nnx.Module):
             qk_norm = {"normalize_qk": norm if normalize_qk is True else normalize_qk, "norm_epsilon": norm_epsilon}
 
         def norm_of(placement: str) -> Any:
-            placed = norm_placement in (placement, "sandwich")
-            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if placed else nnx.data(None)
+            has_norm = norm_placement in (placement, "sandwich")
+            return make_norm(norm, features, epsilon=norm_epsilon, **shared) if has_norm else nnx.data(None)
 
         self.attention_norm, self.attention_out_norm = norm_of("pre"), norm_of("post")
         self.attention = layer(
@@ -212,7 +212,7 @@ class SparseTransformerBlock(nnx.Module):
         # Without dropout the block keeps no random state, so that its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         x: jax.Array,
@@ -241,7 +241,7 @@ class SparseTransformerBlock(nnx.Module):
         check_input(self.features, x, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, deterministic, selection, positions)
 
-    @own_keywords
+    @strict_kwargs
     def prefill(
         self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
@@ -250,7 +250,7 @@ class SparseTransformerBlock(nnx.Module):
         attended, cache = self.attention.prefill(_normed(self.attention_norm, x), lengths, **options)
         return _rest(self, x, attended, True), cache
 
-    @own_keywords
+    @strict_kwargs
     def decode_step(
         self,
         x: jax.Array,

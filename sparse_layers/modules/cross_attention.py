@@ -5,12 +5,12 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..ops.planning.selection import Selection
 from .attention import SparseAttention
 from .attention_fn import Pattern
 from .settings import CrossOptions
-from .step import Extras, check_inputs
+from .step import CallInputs, check_inputs
 
 
 class SparseCrossAttention(SparseAttention):
@@ -63,7 +63,7 @@ class SparseCrossAttention(SparseAttention):
     q_len: int
     kv_len: int
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -96,7 +96,7 @@ class SparseCrossAttention(SparseAttention):
             **options,
         )
 
-    @own_keywords
+    @strict_kwargs
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride] (keys and values of one input, no dense mask)
         self,
         inputs_q: jax.Array,
@@ -132,11 +132,11 @@ class SparseCrossAttention(SparseAttention):
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]
         check_inputs(inputs, features, self.lengths, segment_ids, selection, sow_weights)
-        extras = Extras(segment_ids, self._sinks, selection)
+        call_inputs = CallInputs(segment_ids, self._sinks, selection)
         return super().__call__(
             inputs_q,
             inputs_kv,
-            mask=extras,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
+            mask=call_inputs,  # pyright: ignore[reportArgumentType] (Flax hands it to attention_fn as it is)
             decode=False,
             out_sharding=out_sharding,
             qkv_sharding=qkv_sharding,

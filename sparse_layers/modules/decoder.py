@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
-from ..masks.foreign import one_line
+from ..arguments.foreign import one_line
 
 
 @runtime_checkable
@@ -85,16 +85,16 @@ class _Value:
         return mine is theirs or (self.by_value and type(mine) is type(theirs) and bool(mine == theirs))
 
 
-def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
-    """(a model without its arrays, hashable; its arrays), for `put_together`.
+def split(model: Any) -> tuple[Hashable, list[Any]]:
+    """(a model without its arrays, hashable; its arrays), for `merge`.
 
     Raises:
       ValueError: a module of Linen that is not bound to variables.
 
     Example:
       >>> import types, jax.numpy as jnp
-      >>> how, arrays = taken_apart(types.SimpleNamespace(parts=[jnp.ones(3)], size=3))
-      >>> put_together(how, [2 * array for array in arrays])
+      >>> how, arrays = split(types.SimpleNamespace(parts=[jnp.ones(3)], size=3))
+      >>> merge(how, [2 * array for array in arrays])
       namespace(parts=[Array([2., 2., 2.], dtype=float32)], size=3)
     """
     arrays: list[Any] = []
@@ -122,8 +122,8 @@ def taken_apart(model: Any) -> tuple[Hashable, list[Any]]:
     return (graph, *tree(model, frozenset())), arrays
 
 
-def put_together(how: Any, arrays: Iterable[Any]) -> Any:
-    """The model with these arrays; see `taken_apart`."""
+def merge(how: Any, arrays: Iterable[Any]) -> Any:
+    """The model with these arrays; see `split`."""
     arrays = iter(arrays)
 
     def tree(structure: Any, *leaves: Any) -> Any:

@@ -10,15 +10,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
+from ..arguments.foreign import one_line
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import one_line
-from ..masks.options import Positive, checked, own_keywords
 from ..ops.decoding.checks import checked_lengths
-from .decoder import Decoder, put_together, taken_apart
+from .decoder import Decoder, merge, split
 from .settings import check_array, check_settings
 
 
-@own_keywords
+@strict_kwargs
 def generate(
     model: Decoder,
     prompts: jax.Array | np.ndarray | Sequence[Sequence[int] | np.ndarray | jax.Array],
@@ -100,7 +100,7 @@ def generate(
     unrolled = getattr(model, "unrolled", None)
     if on_tokens is not None and unrolled is not None:
         model = unrolled()  # once, and not in each step
-    graph, arrays = taken_apart(model)
+    graph, arrays = split(model)
     vocab_size = _vocab_size(graph, chunk, arrays, _on_device(tokens), lengths)
     # As given: cut off to 32 bits, a wrong token could become a right one.
     if told:
@@ -232,7 +232,7 @@ def _looks(caches: Any) -> list[str]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefill(graph, chunk, arrays, tokens, lengths):
-    return put_together(graph, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
+    return merge(graph, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
 
 
 class _How(NamedTuple):
@@ -249,7 +249,7 @@ class _How(NamedTuple):
 def _generate(how, arrays, tokens, lengths, stops, sampling):
     """``sampling``: the arguments of `sample` but top_k, or None for the likeliest tokens."""
     token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
-    model = put_together(how.graph, arrays)
+    model = merge(how.graph, arrays)
     if hasattr(model, "unrolled"):
         model = model.unrolled()
 
@@ -304,7 +304,7 @@ def _step(how):
 
     @functools.partial(jax.jit, donate_argnames="caches")
     def step(arrays, count, token, caches, lengths, stops, sampling, keys):
-        return _next(how, put_together(how.graph, arrays), count, token, caches, lengths, stops, sampling, keys)
+        return _next(how, merge(how.graph, arrays), count, token, caches, lengths, stops, sampling, keys)
 
     return step
 

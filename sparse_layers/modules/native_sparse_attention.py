@@ -12,7 +12,7 @@ from flax.nnx import reprlib
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ..masks.options import own_keywords
+from ..arguments.checks import strict_kwargs
 from ..masks.primitives import Causal, Compressed, Window
 from ..ops.choosing import choose
 from ..ops.decoding.checks import checked_positions
@@ -165,7 +165,7 @@ class NativeSparseAttention(nnx.Module):
     selected: AttentionFn
     sliding: AttentionFn
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         num_heads: int,
@@ -266,7 +266,7 @@ class NativeSparseAttention(nnx.Module):
         for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern", "seq_len"):
             yield reprlib.Attr(name, getattr(self, name))
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         inputs: jax.Array,
@@ -305,7 +305,7 @@ class NativeSparseAttention(nnx.Module):
         out, *_ = self._forward(inputs, ids, selection, positions)
         return out.reshape(*batch, length, self.out_features)
 
-    @own_keywords
+    @strict_kwargs
     def prefill(
         self,
         inputs: jax.Array,
@@ -336,7 +336,7 @@ class NativeSparseAttention(nnx.Module):
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return out, NSACache.filled(self.pattern, self.seq_len, lengths, *kept, **heads)
 
-    @own_keywords
+    @strict_kwargs
     def decode_step(
         self,
         inputs: jax.Array,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Natural, Positive, as_float, as_int, checked, strict_kwargs
 from ..masks.grids import grid_shape
-from ..masks.options import Natural, Positive, checked, own_keywords, real, whole
 from ..ops.kernels.call import accumulator
 from ..ops.layouts import warn_of_heads
 
@@ -131,7 +131,7 @@ class YarnScaling:
 
     def __post_init__(self):
         if self.attention_factor is None:
-            object.__setattr__(self, "attention_factor", 0.1 * math.log(max(1.0, real(self.factor) or 1.0)) + 1)
+            object.__setattr__(self, "attention_factor", 0.1 * math.log(max(1.0, as_float(self.factor) or 1.0)) + 1)
         _check_numbers(self, factor=0.0, fast=0.0, slow=0.0, attention_factor=0.0)
         checked("YarnScaling: original_length", self.original_length, Positive)
         checked("YarnScaling: rounded", self.rounded, bool)
@@ -161,13 +161,13 @@ def _frequencies(theta: float, pairs: int) -> np.ndarray:
 
 def _check_numbers(scaling: Scaling, **above: float) -> None:
     for name, least in above.items():
-        number = real(getattr(scaling, name))
+        number = as_float(getattr(scaling, name))
         if number is None or number <= least:
             what = f"{type(scaling).__name__}: {name}"
             raise ValueError(f"{what} must be a number > {least:g}, got {getattr(scaling, name)!r}")
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embeddings: pairs of features turn with the position, so that logits know distances only.
@@ -231,7 +231,7 @@ class Rope:
         rotary_dim: int | None = None,
         scaling: Scaling | None = None,
     ):
-        base = real(theta)
+        base = as_float(theta)
         if base is None or base <= 0:
             raise ValueError(f"Rope: theta must be a number > 0, got {theta!r}")
         place = checked("Rope: offset", offset, Natural)
@@ -242,7 +242,7 @@ class Rope:
         if sizes is not None and lengths is not None:
             if isinstance(sizes, str | bytes) or not (isinstance(sizes, Sequence) or np.ndim(sizes) == 1):
                 raise TypeError(f"Rope: sizes must be a sequence of features, got {sizes!r}")
-            shares = tuple(n for n in map(whole, sizes) if n is not None and n > 0 and n % 2 == 0)
+            shares = tuple(n for n in map(as_int, sizes) if n is not None and n > 0 and n % 2 == 0)
             if len(shares) != len(sizes) or len(shares) != len(lengths):
                 raise ValueError(
                     f"Rope: sizes must be even integers >= 2, one for each of the {len(lengths)} axes, got {sizes!r}"
@@ -294,7 +294,7 @@ class Rope:
             found.append(place // stride % length)
         return found
 
-    @own_keywords
+    @strict_kwargs
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Queries or keys, turned.
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from ..masks.foreign import one_line
-from ..masks.options import Length, Positive, checked, real
+from ..arguments.checks import Length, Positive, as_float, checked
+from ..arguments.foreign import one_line
 from ..ops.kernels.call import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
 from ..scorers import Scorer
@@ -268,7 +268,7 @@ def _optional(rule: Rule) -> Rule:
 
 def _number(rule: str, holds: Callable[[float], bool]) -> Rule:
     def check(name: str, value: Any) -> None:
-        number = real(value)
+        number = as_float(value)
         if number is None or not holds(number):
             raise ValueError(f"{name} must be a number{rule}, got {one_line(value)}")
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
+from ..arguments.checks import as_float
+from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
-from ..masks.foreign import one_line
-from ..masks.options import real
 from ..ops.kernels.call import transposed
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
@@ -20,7 +20,7 @@ from .rope import Rope, resolved
 from .settings import check_array, check_features, check_settings
 
 
-class Extras(NamedTuple):
+class CallInputs(NamedTuple):
     """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
 
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
@@ -42,20 +42,20 @@ class AttentionStep:
     fn: AttentionFn
     rope: Rope | None
 
-    def __call__(self, query, key, value, *, mask: Extras, dtype=None, **_):
+    def __call__(self, query, key, value, *, mask: CallInputs, dtype=None, **_):
         # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
         ids, sinks, selection, index, positions = mask
         if index is not None:
-            index = self.placed_index(index, dtype, positions)
-        query, key, value = self.placed(query, key, value, dtype, positions)
+            index = self.apply_rope_to_index(index, dtype, positions)
+        query, key, value = self.apply_rope(query, key, value, dtype, positions)
         return self.fn.attend(query, key, value, segment_ids=ids, sinks=sinks, selection=selection, index=index)
 
-    def placed_index(self, index: Index, dtype, positions=None) -> Index:
+    def apply_rope_to_index(self, index: Index, dtype, positions=None) -> Index:
         """The same of an index."""
-        query, key, _ = self.placed(index.query, index.key, index.key, dtype, positions)
+        query, key, _ = self.apply_rope(index.query, index.key, index.key, dtype, positions)
         return index._replace(query=query, key=key)
 
-    def placed(self, query, key, value, dtype, positions=None):
+    def apply_rope(self, query, key, value, dtype, positions=None):
         """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         if self.rope is not None:
@@ -90,7 +90,7 @@ def attention_step(
     Raises:
       ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
-    if real(dropout_rate) != 0:
+    if as_float(dropout_rate) != 0:
         raise ValueError(
             f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
             "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
@@ -122,7 +122,7 @@ def attention_step(
     if index_size:
         like = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
         index = Index(*like)  # pyright: ignore[reportArgumentType] (shapes in the place of arrays)
-    jax.eval_shape(lambda q, k, i: step(q, k, k, mask=Extras(None, None, index=i)), query, key, index)
+    jax.eval_shape(lambda q, k, i: step(q, k, k, mask=CallInputs(None, None, index=i)), query, key, index)
     return step
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from ..masks.options import Natural, Positive, checked, own_keywords
+from ..arguments.checks import Natural, Positive, checked, strict_kwargs
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.causality import check_causal
@@ -134,7 +134,7 @@ class SparseTransformer(nnx.Module):
       ((1, 16, 256), 'float32')
     """
 
-    @own_keywords
+    @strict_kwargs
     def __init__(
         self,
         vocab_size: int,
@@ -257,7 +257,7 @@ class SparseTransformer(nnx.Module):
             )
         )
 
-    @own_keywords
+    @strict_kwargs
     def __call__(
         self,
         tokens: jax.Array,
@@ -287,12 +287,12 @@ class SparseTransformer(nnx.Module):
         self._check_tokens(tokens, "[..., T]")
         if positions is not None:
             check_positions(positions, tokens.shape)
-        x = self._placed(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
+        x = self._constrain(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
         def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
                 made = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
-                x = self._placed(made)
+                x = self._constrain(made)
             return x
 
         if self.scan_layers:
@@ -308,7 +308,7 @@ class SparseTransformer(nnx.Module):
         turns = range(self.num_layers // len(split))
         return [nnx.merge(graph, _layer_state(state, turn)) for turn in turns for graph, state in split]
 
-    @own_keywords
+    @strict_kwargs
     def prefill(
         self,
         tokens: jax.Array,
@@ -395,7 +395,7 @@ class SparseTransformer(nnx.Module):
                 held, last = read(first, held, last)
         return self._logits(last), held
 
-    @own_keywords
+    @strict_kwargs
     def decode_step(
         self,
         tokens: jax.Array,
@@ -480,7 +480,7 @@ class SparseTransformer(nnx.Module):
             x = x + self.row_embedding(row) + self.column_embedding(column)
         return x
 
-    def _placed(self, x: jax.Array) -> jax.Array:
+    def _constrain(self, x: jax.Array) -> jax.Array:
         return constrained(x, self.residual_sharding, "residual_sharding")
 
     def _logits(self, x: jax.Array) -> jax.Array:

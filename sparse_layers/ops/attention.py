@@ -14,11 +14,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
+from ..arguments.checks import checked, strict_kwargs
+from ..arguments.foreign import BY_ENTRY, REVERSE_ONLY
 from ..masks.adapters import MaskLike, by_entry
 from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from ..masks.foreign import BY_ENTRY, REVERSE_ONLY
-from ..masks.options import checked, own_keywords
-from . import layouts, lowering, sharding, spread
+from . import layouts, lowering, shard_calls, sharding
 from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import (
     Call,
@@ -110,7 +110,7 @@ def block_sparse_attention(
     return_lse: bool,
     **options: Unpack[_Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-@own_keywords
+@strict_kwargs
 def block_sparse_attention(
     query: jax.Array | np.ndarray,
     key: jax.Array | np.ndarray,
@@ -165,7 +165,7 @@ def block_sparse_attention(
       query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", "context",
         "heads")``, or of [T, N, H] ``PartitionSpec("context", "heads")``, with None where it is whole. It never
         changes the result; what does not lie so is moved, and axes that do not divide batch or heads are left out.
-        Devices that share a sequence exchange keys, as the pattern needs them: see `planning/communication.py`. None:
+        With context parallelism, devices exchange the keys that the pattern needs: see `planning/exchanges.py`. None:
         JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent cache, and
         gathers sequences. Without effect where there is no mesh, or one of other axes. Under `jax.vmap`, leave it out:
         the axis that is mapped over would be gathered.
@@ -201,7 +201,7 @@ def block_sparse_attention(
     checked("return_lse", return_lse, bool)
     checked_implementation(implementation)
     check_arrays(query, key, value)
-    unbatched, query_sharding = query.ndim == 3, sharding.of_batches(query_sharding, query)
+    unbatched, query_sharding = query.ndim == 3, sharding.add_batch_axis(query_sharding, query)
     if unbatched:
         query, key, value = query[None], key[None], value[None]
     b, t, n, h = query.shape
@@ -264,41 +264,41 @@ class _Work(NamedTuple):
 
     implementation: str
     call: Call
-    home: spread.Home | None = None
+    home: shard_calls.QueryHome | None = None
 
-    def leave(self, x: jax.Array) -> jax.Array:
-        return x if self.home is None else self.home.leave(x)
+    def send(self, x: jax.Array) -> jax.Array:
+        return x if self.home is None else self.home.send(x)
 
-    def back(self, x: jax.Array) -> jax.Array:
-        return x if self.home is None else self.home.back(x)
+    def return_(self, x: jax.Array) -> jax.Array:
+        return x if self.home is None else self.home.return_(x)
 
 
 def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
     """(out, lse), or (out, None) of an implementation that JAX differentiates."""
     function, together = functools.partial(_on_device, implementation, call), (call.selection or (0, 1))[1]
-    length_of = functools.partial(spread.length_of, call, _merges(implementation, call))
-    return sharding.over_known_axes(function, operands, query_sharding, together, length_of)
+    computed_length = functools.partial(shard_calls.computed_length, call, _can_merge(implementation, call))
+    return sharding.over_known_axes(function, operands, query_sharding, together, computed_length)
 
 
-def _on_device(implementation: str, call: Call, share: sharding.Share | None, operands: Operands):
-    operands = sharding.varying_alike(operands, operands)
-    if share is None and implementation == "pallas_tpu":
-        sharding.check_whole(operands)
+def _on_device(implementation: str, call: Call, shard: sharding.Shard | None, operands: Operands):
+    operands = sharding.match_varying(operands, operands)
+    if shard is None and implementation == "pallas_tpu":
+        sharding.check_tpu_sharding(operands)
     work, of_work = [_Work(implementation, call)], [operands]
-    if share is not None and share.spread is not None:
-        found = [*spread.pieces(call, share, operands, merges=_merges(implementation, call))]
+    if shard is not None and shard.sequence is not None:
+        found = [*shard_calls.split_call(call, shard, operands, can_merge=_can_merge(implementation, call))]
         named = implementation if call.chosen_for is None else None
         work = [_Work(pick_implementation(named, each, own, len(found) == 1), each, home) for each, home, own in found]
         of_work = [own for *_, own in found]
     if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
         attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
-        return (attend(call, own) if share is None else share.run(attend, call, own)), None
+        return (attend(call, own) if shard is None else shard.call_backend(attend, call, own)), None
     given = operands.segments is not None or operands.chosen is not None
     all_see = not given and call.plan is not None and call.plan.sees_itself
-    return _attend(tuple(work), share, all_see, tuple(of_work))
+    return _attend(tuple(work), shard, all_see, tuple(of_work))
 
 
-def _merges(implementation: str, call: Call) -> bool:
+def _can_merge(implementation: str, call: Call) -> bool:
     """Whether parts of a call are computed each by its own; by whatever implementation, if none was named."""
     return _computes_parts(IMPLEMENTATIONS[implementation]) or call.chosen_for is not None
 
@@ -308,23 +308,25 @@ def _computes_parts(backend: Any) -> bool:
     return getattr(backend, "COMPUTES_PARTS", not hasattr(backend, "attend"))
 
 
-def _shared(function: Callable[..., Any], call: Call, share: sharding.Share | None, *args: Any) -> Any:
+def _shared(function: Callable[..., Any], call: Call, shard: sharding.Shard | None, *args: Any) -> Any:
     """A backend's forward or backward: of this device's share, if one is known, otherwise for the partitioner."""
-    return sharding.over_auto_axes(function, call, *args) if share is None else share.run(function, call, *args)
+    return (
+        sharding.over_auto_axes(function, call, *args) if shard is None else shard.call_backend(function, call, *args)
+    )
 
 
-def _forward(work: tuple[_Work, ...], share: sharding.Share | None, all_see: bool, operands: tuple[Operands, ...]):
+def _forward(work: tuple[_Work, ...], shard: sharding.Shard | None, all_see: bool, operands: tuple[Operands, ...]):
     """(out, lse) of the pieces together; ``all_see``: whether it is known that every query sees a key."""
     found: list[Any] = []
     for each, own in zip(work, operands, strict=True):
         if each.call.chosen_for is not None:
             own = own._replace(query=lowering.chosen(own.query, each.implementation, each.call.chosen_for))
         own = own._replace(query=_in_turn(work, found, own.query))
-        found.append(_shared(IMPLEMENTATIONS[each.implementation].forward, each.call, share, own))
-    found = [(each.back(out), each.back(lse)) for each, (out, lse) in zip(work, found, strict=True)]
+        found.append(_shared(IMPLEMENTATIONS[each.implementation].forward, each.call, shard, own))
+    found = [(each.return_(out), each.return_(lse)) for each, (out, lse) in zip(work, found, strict=True)]
     if len(found) == 1:
         return found[0]
-    return spread.together([each.home for each in work], found)
+    return shard_calls.merge_chunks([each.home for each in work], found)
 
 
 def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Array:
@@ -332,7 +334,7 @@ def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Arr
 
     XLA would begin with a piece whose queries come from elsewhere, or wait for results that are on their way home.
     """
-    if found and (before := work[len(found) - 1].home) is not None and before.route.moves:
+    if found and (before := work[len(found) - 1].home) is not None and before.exchange.query_moves:
         x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))
     return x
 
@@ -340,13 +342,13 @@ def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Arr
 _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
 
 
-def _attend_fwd(work, share, all_see, operands):
-    results = _forward(work, share, all_see, operands)
+def _attend_fwd(work, shard, all_see, operands):
+    results = _forward(work, shard, all_see, operands)
     out, lse = (checkpoint_name(x, name) for x, name in zip(results, SAVED, strict=True))
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(work, share, all_see, residuals, cotangents):
+def _attend_bwd(work, shard, all_see, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
     first, dead = operands[0], lse == -jnp.inf
@@ -358,9 +360,9 @@ def _attend_bwd(work, share, all_see, residuals, cotangents):
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     found: list[Any] = []
     for each, own in zip(work, operands, strict=True):
-        *scalars, dout_there = (each.leave(x) for x in (lse, delta, dout))
+        *scalars, dout_there = (each.send(x) for x in (lse, delta, dout))
         by_query = *scalars, _in_turn(work, found, dout_there)
-        found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, share, own, *by_query))
+        found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, shard, own, *by_query))
     gradients = [by_name(own, x._asdict()) for own, x in zip(operands, found, strict=True)]
     if first.sinks is not None:
         weight = jnp.exp(jnp.minimum(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse), 0))

@@ -37,24 +37,24 @@ def choose(
     Raises:
       ValueError: as `block_sparse_attention`, for how arrays are sharded.
     """
-    query_sharding = sharding.of_batches(query_sharding, query)
+    query_sharding = sharding.add_batch_axis(query_sharding, query)
     if not scorer.chooses(query.shape[1]):
         return None
 
-    def ids(share: sharding.Share | None, operands: Operands) -> jax.Array:
+    def ids(shard: sharding.Shard | None, operands: Operands) -> jax.Array:
         query, key, scored = operands[:3]
         heads, scored, segments, first = query.shape[2], None if pooled is None else scored, operands.segments, None
-        if share is not None and share.spread is not None:
-            first = share.spread.first
-            key, segments = jax.tree.map(share.spread.gathered, (key, segments))
+        if shard is not None and shard.sequence is not None:
+            first = shard.sequence.first_token
+            key, segments = jax.tree.map(shard.sequence.all_gather, (key, segments))
         select = functools.partial(scorer.select_blocks, segments=segments, scale=scale, first=first)
-        if share is None or share.splits_keys:
+        if shard is None or shard.splits_kv_heads:
             return select(query, key, pooled=scored).ids
-        own = share.own_kv_heads()
+        own = shard.local_kv_heads()
         key, scored = jax.tree.map(lambda x: jnp.take(x, own, axis=2), (key, scored))
         if not scorer.per_query_head:  # those of a key head choose together, and lie on several devices
-            query = jax.lax.all_gather(query, share.axes, axis=2, tiled=True)
-            of_keys = jnp.arange(share.heads).reshape(share.kv_heads, -1)
+            query = jax.lax.all_gather(query, shard.axes, axis=2, tiled=True)
+            of_keys = jnp.arange(shard.heads).reshape(shard.kv_heads, -1)
             query = jnp.take(query, of_keys[own].ravel(), axis=2)
         found = select(query, key, pooled=scored).ids
         return jnp.repeat(found, heads // found.shape[2], axis=2)

@@ -6,9 +6,9 @@ An array is read in one order only: here it is guessed that another was meant, a
 import warnings
 from collections.abc import Sequence
 
+from ..arguments.foreign import BY_ENTRY
 from ..masks.adapters import by_entry
 from ..masks.algebra import Mask
-from ..masks.foreign import BY_ENTRY
 
 # Prompts and tests may have fewer tokens than a model has heads; of one token, only more heads than any model has tell.
 _FEW_HEADS, _MOST_HEADS = 16, 128

@@ -99,7 +99,7 @@ def trace_call(
       ModuleNotFoundError: a GPU is given, and Triton is not installed.
     """
     if device is not None:
-        check_triton()
+        bridge.check_triton()
     lengths, (num_heads, kv_heads) = (plan.q_len, plan.kv_len), heads or (assumed_heads(plan),) * 2
     shaped = jax.ShapeDtypeStruct
     query, key = (
@@ -132,21 +132,6 @@ def trace_call(
         if recompute:
             notes.append("the forward pass runs once more before the backward pass, which recomputes it")
         return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes))
-
-
-def check_triton() -> None:
-    """Checks that Triton is installed, whose kernels are traced.
-
-    Raises:
-      ModuleNotFoundError: it is not; says what to install.
-    """
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "device: the kernels of a GPU are traced by triton, which is not installed: install this package with its "
-            f"extra 'gpu', which exists for Linux only, or leave device out ({error})"
-        ) from error
 
 
 def _notes_of(scorer: Scorer | None) -> list[str]:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ..arguments.checks import suggest
+from ..arguments.foreign import PRESETS
 from ..masks.algebra import Mask
-from ..masks.foreign import PRESETS
-from ..masks.options import near
 from ..masks.presets import presets
 from ..masks.primitives import Causal
 from ..ops.planning.causality import check_causal
@@ -32,7 +32,7 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
         )
     found = Scorer.named(scorer)
     if found is None:
-        raise ValueError(f"{name}: unknown scorer {near(scorer.partition(':')[0], Scorer._named)}")
+        raise ValueError(f"{name}: unknown scorer {suggest(scorer.partition(':')[0], Scorer._named)}")
     return found
 
 
@@ -79,7 +79,7 @@ def masks_and_scorer(
     if isinstance(pattern, str) and own is None:
         known, asked = (*presets(), *Scorer._named), pattern.partition(":")[0]
         if asked not in known and asked.lower() not in PRESETS:  # of which `preset` says what to write
-            raise ValueError(f"{name}: unknown name {near(asked, known)}")
+            raise ValueError(f"{name}: unknown name {suggest(asked, known)}")
     if isinstance(pattern, list | tuple) and any(scorer_of(each) is not None for each in pattern):
         raise ValueError(f"{name} by head must be masks, and a scorer chooses for all heads, got {pattern!r}")
     if own is not None:

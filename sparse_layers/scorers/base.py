@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..masks.options import Natural, Positive, checked, near, own_keywords, parsed_options
+from ..arguments.checks import Natural, Positive, checked, parsed_options, strict_kwargs, suggest
 from ..masks.presets import presets
 from ..masks.serialization import register_value
 from ..ops.kernels.call import (
@@ -115,7 +115,7 @@ class Scorer(abc.ABC):
         fields = [field.name for field in dataclasses.fields(made)]
         for option in given:
             if option not in fields:
-                raise ValueError(f"scorer {name!r}: unknown option {near(option, fields)}")
+                raise ValueError(f"scorer {name!r}: unknown option {suggest(option, fields)}")
         return made(**given)
 
     def __post_init__(self):
@@ -208,7 +208,7 @@ class Scorer(abc.ABC):
         rows = key[:, : at.size].reshape(len(key), *at.shape, *key.shape[2:]) if size == stride else key[:, at]
         return self.pooled(jnp.moveaxis(rows, 2, -2))
 
-    @own_keywords
+    @strict_kwargs
     def select(
         self,
         query: jax.Array,

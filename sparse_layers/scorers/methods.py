@@ -6,12 +6,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..masks.options import Natural, Positive, checked, own_keywords
+from ..arguments.checks import Natural, Positive, checked, strict_kwargs
 from ..ops.kernels.select_gpu.score import Formula
 from .base import Scorer, products
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class MoBA(Scorer, name="moba"):
     """Mixture of block attention: a query head looks at the blocks whose mean key it likes best.
@@ -45,7 +45,7 @@ class MoBA(Scorer, name="moba"):
         return products(query, pooled).reshape(*query.shape[:3], pooled.shape[1])
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class MSA(Scorer, name="msa"):
     """MiniMax sparse attention: the query heads of a key head look at the blocks that an index likes best.
@@ -143,7 +143,7 @@ class _Windowed(Scorer):
         return jax.nn.softmax(logits, axis=-1, where=seen[:, :, None, None]).sum(3)
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class InfLLM(_Windowed, name="infllm"):
     """InfLLM-V2: the query heads of a key head look at the blocks with the keys that they would attend to most.
@@ -185,7 +185,7 @@ class InfLLM(_Windowed, name="infllm"):
         )
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class NSA(_Windowed, name="nsa"):
     """Native sparse attention: what queries choose, as the pattern of `NativeSparseAttention`, and the sizes of it.

@@ -8,15 +8,17 @@ from typing import Any, overload
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, by_entry
 from ..masks.counting import count
-from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
 from ..ops import traced_call
+from ..ops.kernels.gpu.bridge import check_triton
 from ..ops.kernels.gpu.hardware import Device, device_named
-from ..ops.planning.communication import Part, Received, Token, bound, filled_up, parts_of, whole
+from ..ops.planning.context_parallel import MaskPart, gather_all_keys, min_received, padded_length, plan_exchanges
+from ..ops.planning.exchanges import Received, TokenBytes
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import assuming, first_choice
@@ -54,7 +56,7 @@ def describe(
     device: str | tuple[int, int] | None = None,
     segment_ids: bool = False,
 ) -> str: ...
-@own_keywords
+@strict_kwargs
 def describe(
     subject: Any,
     q_len: int | None = None,
@@ -136,7 +138,7 @@ def describe(
     checked("segment_ids", segment_ids, bool)
     gpu = None if device is None else device_named(device)
     if gpu is not None:
-        traced_call.check_triton()
+        check_triton()
     plans = plans_of(subject)
     if plans is None:
         scorer = scorer_of(subject)
@@ -228,10 +230,10 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
         yield f"queries over {devices} devices, {-(-length // devices)} each; each device has all {plan.kv_len} keys"
         return
     if scorer is None:
-        length = filled_up(plan.masks, length, devices, plan.implementation, groups)
-        parts = parts_of(plan.masks, length, devices, plan.implementation, groups)
+        length = padded_length(plan.masks, length, devices, plan.implementation, groups)
+        parts = plan_exchanges(plan.masks, length, devices, plan.implementation, groups)
     else:  # any block may be chosen
-        parts = (whole(plan.masks, length, devices),)
+        parts = (gather_all_keys(plan.masks, length, devices),)
     own = -(-length // devices)
     idle = devices - -(-length // own)
     more = f", filled up to {length}" if length > plan.q_len else ""
@@ -239,15 +241,16 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
     total, work = [Received(0)] * devices, np.zeros((2, devices))
     if not parts:
         yield "  nothing moves: no query sees a key"
-    for route, masks in parts:
-        received, pairs = [route.received(place) for place in range(devices)], np.zeros((2, devices), int)
-        for piece in route.pieces:
-            plans = [piece.plan(masks, place, params, implementation=plan.implementation) for place in range(devices)]
+    for exchange, masks in parts:
+        received, pairs = [exchange.received(rank) for rank in range(devices)], np.zeros((2, devices), int)
+        for chunk in exchange.chunks:
+            options = {"params": params, "implementation": plan.implementation}
+            plans = [chunk.local_plan(masks, rank, **options) for rank in range(devices)]
             pairs += np.transpose([*map(_pairs, plans)])
         total = [Received(*map(sum, zip(*each, strict=True))) for each in zip(total, received, strict=True)]
         work += pairs
-        yield f"  {route}"
-        yield from _exchanged(received, pairs, token, bound(Part(route, masks)))
+        yield f"  {exchange}"
+        yield from _exchanged(received, pairs, token, min_received(MaskPart(exchange, masks)))
     if len(parts) > 1:
         yield "  together"
         yield from _exchanged(total, work, token)
@@ -261,7 +264,7 @@ def _pairs(plan: Plan) -> tuple[int, int]:
 
 
 def _exchanged(
-    received: list[Received], work: np.ndarray, token: Token | None, least: Received | None = None
+    received: list[Received], work: np.ndarray, token: TokenBytes | None, least: Received | None = None
 ) -> Iterator[str]:
     """The lines about what each device receives, and the pairs [2, devices] that it computes, forward and backward."""
     for backward, way in enumerate(("forward", "backward")):
@@ -274,10 +277,10 @@ def _exchanged(
         yield f"    {way}: receives {most}{limit}; the busiest device computes {busiest:.2f} times the mean"
 
 
-def _volume(received: Received, token: Token | None, backward: int) -> tuple[int, str]:
+def _volume(received: Received, token: TokenBytes | None, backward: int) -> tuple[int, str]:
     """How much is received forward or backward, in rows or, if it is known what one takes, in bytes; and in words."""
     if token is not None:
-        volume = received.volume(token)[backward]
+        volume = received.nbytes(token)[backward]
         in_units = f"{volume / 2**20:.1f} MiB" if volume >= 2**20 else f"{volume / 2**10:.1f} KiB"
         return volume, in_units if volume else "nothing"
     keys, queries, results, gradients = received

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arguments.checks import Natural, Positive, Shape, checked, checked_by_axis, strict_kwargs
 from ..masks.adapters import MaskLike, as_masks
 from ..masks.algebra import EMPTY, FULL, Mask
 from ..masks.counting import count
 from ..masks.lengths import grid_starts
-from ..masks.options import Natural, Positive, Shape, checked, checked_by_axis, own_keywords
 from ..masks.pictures import COLOURS, cells, shortened
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import heads, kept
@@ -30,7 +30,7 @@ _SIZE, _PANELS, _OUTLINES = 2048, 16, 1 << 14
 _TOKENS = 1 << 16  # most tokens of a grid in characters
 
 
-@own_keywords
+@strict_kwargs
 def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int = 48) -> str:
     """Draws a mask in characters: ■ allowed, · not allowed, ▪ partly allowed.
 
@@ -83,7 +83,7 @@ def _under_headings(drawn: list[str]) -> str:
     return "\n".join(f"{heads(h, len(drawn))}:\n{text}" for h, text in enumerate(drawn))
 
 
-@own_keywords
+@strict_kwargs
 def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, offset: int | None = None) -> str:
     """Draws the keys that one query sees, each in its place on the grid: ■ seen, · not seen.
 
@@ -150,7 +150,7 @@ def _grid_offset(masks: Sequence[Mask], offset: int | None) -> int:
     return offset
 
 
-@own_keywords
+@strict_kwargs
 def draw(
     subject: Any,
     q_len: int | None = None,

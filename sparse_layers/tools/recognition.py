@@ -10,7 +10,7 @@ import numpy as np
 from ..masks.adapters import MaskMod
 from ..masks.algebra import And, Array, Mask, Not, Or, Shifted, Transposed
 from ..masks.primitives import BlockDiagonal, Causal, Columns, Full, Global, LogSparse, Prefix, Strided, Window
-from ..ops.planning.blocks import answers_now
+from ..ops.planning.blocks import outside_trace
 
 _CORNER = 512  # first and last tokens, whose pairs are all compared
 _POINTS = 1 << 17  # pairs that are compared near the diagonal, and as many at random
@@ -39,7 +39,7 @@ def is_opaque(mask: Mask) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-@answers_now()
+@outside_trace()
 def recognize(mask: Mask, length: int) -> tuple[Mask, int] | None:
     """Finds an expression of this package's masks with the same answers, for ``length`` queries and keys.
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arguments.checks import Length, checked
 from ..masks.adapters import as_masks
 from ..masks.algebra import Mask
-from ..masks.options import Length, checked
-from ..ops.planning.communication import Token
+from ..ops.planning.exchanges import TokenBytes
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, as_scorer, scorer_of
 
@@ -41,7 +41,7 @@ class Planned(NamedTuple):
     plan: Plan
     scorer: Scorer | None = None
     heads: tuple[int, int] | None = None
-    token: Token | None = None
+    token: TokenBytes | None = None
     dtype: str | None = None
     head_size: int | None = None
     sinks: bool = False
@@ -160,11 +160,11 @@ def _head_size(layer: Any, features: int | None) -> int | None:
     return size or (features // heads if heads and features else None)
 
 
-def _token(heads: tuple[int, int] | None, dtype: str | None, size: int | None) -> Token | None:
+def _token(heads: tuple[int, int] | None, dtype: str | None, size: int | None) -> TokenBytes | None:
     """Bytes of one token of a layer's heads of a size, if both are known."""
     if heads is None or not size:
         return None
-    return Token.of(*heads, size, jnp.dtype(dtype or "float32").itemsize)
+    return TokenBytes.of(*heads, size, jnp.dtype(dtype or "float32").itemsize)
 
 
 # --- models of users' own --------------------------------------------------------------------------------------------

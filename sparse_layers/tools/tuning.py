@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, as_masks
-from ..masks.options import Positive, checked, own_keywords
 from ..masks.pictures import shortened
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams, KernelParams
@@ -115,7 +115,7 @@ class Tuned:
             yield "*" if i == last else " ", forward, both, params
 
 
-@own_keywords
+@strict_kwargs
 def tune(
     mask: MaskLike,
     q_len: int,

@@ -8,7 +8,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.masks.lengths import check_lengths
-from sparse_layers.ops.planning.communication import parts_of
+from sparse_layers.ops.planning.context_parallel import plan_exchanges
 
 NEAR = sl.Window(1, 1)
 GRID = sl.Grid((8, 8), NEAR)
@@ -113,8 +113,8 @@ def test_devices_may_have_rows_beyond_the_grid(devices):
     """Each has as many rows as the others, so that some lie behind the last token."""
     allowed = GRID.dense(64)
     pairs = 0
-    for route, masks in parts_of((GRID,), 64, devices, "xla"):
-        for place in range(devices):
-            plan = route.plan(masks, place)
+    for exchange, masks in plan_exchanges((GRID,), 64, devices, "xla"):
+        for rank in range(devices):
+            plan = exchange.local_plan(masks, rank)
             pairs += int(plan.masks[0].dense(plan.q_len, plan.kv_len).sum())
     assert pairs == allowed.sum()

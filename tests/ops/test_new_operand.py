@@ -26,7 +26,7 @@ from sparse_layers.ops import attention
 from sparse_layers.ops.kernels import operands as table
 from sparse_layers.ops.kernels import reference, xla
 from sparse_layers.ops.kernels.call import over_batches
-from sparse_layers.ops.planning.communication import parts_of
+from sparse_layers.ops.planning.context_parallel import plan_exchanges
 from tests.ops.cases import COMPILER
 from tests.programs import on_devices
 
@@ -214,7 +214,7 @@ def main(kind):
 def test_sequences_in_two_parts_have_two():
     """Sinks count once there, and both parts add to gradients."""
     for masks, (n, k), t, _ in (case for name, case in CASES.items() if "two parts" in name):
-        assert len(parts_of(sl.as_masks(masks), t, 4, "xla", n // k)) == 2
+        assert len(plan_exchanges(sl.as_masks(masks), t, 4, "xla", n // k)) == 2
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

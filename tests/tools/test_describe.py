@@ -11,7 +11,7 @@ import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops import traced_call
 from sparse_layers.ops.kernels.gpu import hardware
-from sparse_layers.ops.planning.communication import parts_of
+from sparse_layers.ops.planning.context_parallel import plan_exchanges
 from tests.tools.cases import MASKS, expected_cells
 
 SMALL = sl.FwdParams(q_blocksize=16, kv_blocksize=16)
@@ -357,7 +357,7 @@ def test_describe_reckons_with_the_grouped_heads_of_a_layer():
         layer = sl.SparseSelfAttention(8, 64, num_kv_heads=kv_heads, pattern="strided", seq_len=512, rngs=nnx.Rngs(0))
         _, told[kv_heads] = sl.describe(layer, devices=4, size=4).split("128 tokens each:")
         assert isinstance(layer.plan, sl.Plan)
-        routes = [str(part.route) for part in parts_of(layer.plan.masks, 512, 4, "xla", 8 // kv_heads)]
+        routes = [str(part.exchange) for part in plan_exchanges(layer.plan.masks, 512, 4, "xla", 8 // kv_heads)]
         lines = re.findall(r"^  (\w.*)$", told[kv_heads], re.M)
         assert lines == routes + ["together"] * (len(routes) > 1)
     assert "all keys" in told[1] and "by residue" in told[8]

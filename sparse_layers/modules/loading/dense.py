@@ -9,7 +9,7 @@ from flax import nnx
 from flax.core import meta
 from flax.typing import PathParts
 
-from ...masks.options import refuse_unknown
+from ...arguments.checks import refuse_unknown
 from ..attention import SparseSelfAttention
 from ..attention_fn import Pattern
 from ..settings import LoadedLayerOptions, check_settings

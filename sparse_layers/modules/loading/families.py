@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ...masks.options import Natural, Positive, checked, near, real
+from ...arguments.checks import Natural, Positive, as_float, checked, suggest
 from ...masks.primitives import Causal, Window
 from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from .dense import some
@@ -36,7 +36,7 @@ class Config:
 
     def number(self, name: str) -> float:
         """A number > 0."""
-        number = real(self.get(name))
+        number = as_float(self.get(name))
         return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
 
     def divided(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        known = near(config.get("model_type"), FAMILIES)
+        known = suggest(config.get("model_type"), FAMILIES)
         raise ValueError(f"{config.file}: model_type: {known}; models of experts or of images are not served")
     for name, served in _SERVED.items():
         config.one_of(name, served, default=served[0])
@@ -151,7 +151,7 @@ def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
       ValueError, TypeError: an unknown name or number, or a missing or wrong one.
     """
     if name not in SCALINGS:
-        raise ValueError(f"rope_type: {near(name, ['default', *SCALINGS])}")
+        raise ValueError(f"rope_type: {suggest(name, ['default', *SCALINGS])}")
     known = {NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
     needed, original = {"factor"}, NUMBERS["original_length"]
     if original in known:

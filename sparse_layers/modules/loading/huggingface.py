@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, PathParts
 
-from ...masks.options import own_keywords
+from ...arguments.checks import strict_kwargs
 from ...ops.kernels.call import accumulator
 from ..attention_fn import Pattern
 from ..settings import LoadedModelOptions, check_settings, check_stream
@@ -30,7 +30,7 @@ _HEAD = "lm_head.weight"
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
-@own_keywords
+@strict_kwargs
 def from_huggingface(
     folder: str | os.PathLike[str],
     patterns: Pattern | Sequence[Pattern] | None = None,
@@ -104,7 +104,7 @@ def from_huggingface(
     return _loaded(path, Config(path / "config.json"), lambda: stored(path), patterns, options=options, **given)
 
 
-@own_keywords
+@strict_kwargs
 def from_gpt2(
     path: str | os.PathLike[str],
     *,

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import PathParts
 
-from ...masks.options import own_keywords
+from ...arguments.checks import strict_kwargs
 from ..transformer import SparseTransformer
 from .families import Config, described
 from .huggingface import Place, path_of, places_of
@@ -28,7 +28,7 @@ from .model_config import config_of, unwritten
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-@own_keywords
+@strict_kwargs
 def to_huggingface(
     model: SparseTransformer, folder: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None
 ) -> None:

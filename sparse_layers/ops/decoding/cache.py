@@ -12,9 +12,9 @@ import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from ...arguments.checks import Length, Natural, Positive, checked, strict_kwargs
 from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
-from ...masks.options import Length, Natural, Positive, checked, own_keywords
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.call import (
@@ -116,7 +116,7 @@ class KVCache:
         return f"KVCache({masks}, {self.seq_len} tokens, {heads}, {arrays})"
 
     @classmethod
-    @own_keywords
+    @strict_kwargs
     def empty(
         cls,
         pattern: MaskLike,
@@ -272,7 +272,7 @@ class KVCache:
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
 
-    @own_keywords
+    @strict_kwargs
     def step(
         self,
         query: jax.Array,

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ...masks.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
-from ...masks.options import real
+from ...arguments.checks import as_float
+from ...arguments.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
 from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.lists import (
     BlockPairs,
@@ -60,8 +60,8 @@ class Call:
       return_lse: whether the caller wants the log-sum-exp, too.
       chosen_for: the platform that the implementation was chosen for; None if the caller named it.
       selection: (keys in a block, queries that choose together) of the operands' ``chosen``; None without these.
-      places: of a sequence that is spread over devices, what each of these computes; ``plan`` is that of the last one.
-      exchanging: whether all queries change places by residue meanwhile, for which some processors of a device work.
+      plans_by_rank: with context parallelism, the plan of each device; ``plan`` is that of the last one.
+      exchanging: True if an all-to-all of queries runs meanwhile, which takes some multiprocessors of a device.
     """
 
     plan: Plan | None
@@ -73,7 +73,7 @@ class Call:
     return_lse: bool = False
     chosen_for: str | None = None
     selection: tuple[int, int] | None = None
-    places: tuple[Plan, ...] = ()
+    plans_by_rank: tuple[Plan, ...] = ()
     exchanging: bool = False
 
     @property
@@ -281,7 +281,7 @@ def described(x: Any) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    number = real(value)
+    number = as_float(value)
     if number is None:
         raise ValueError(f"{name} must be a finite Python number, got {one_line(value)}")
     return number

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..planning.blocks import answers_now
+from ..planning.blocks import outside_trace
 from .call import Call, Operands, accumulator
 from .operands import Gradients, differentiated
 
@@ -78,7 +78,7 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
         allowed = operands.mask[None]
     else:
         assert call.plan is not None
-        with answers_now():
+        with outside_trace():
             heads = [np.asarray(m.dense(call.plan.q_len, call.plan.kv_len)) for m in call.plan.masks]
         allowed = jnp.asarray(np.stack(heads)[None])
     if operands.segments is not None:

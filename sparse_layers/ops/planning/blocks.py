@@ -43,7 +43,7 @@ class BlockGrid(NamedTuple):
 
 
 @contextlib.contextmanager
-def answers_now() -> Iterator[None]:
+def outside_trace() -> Iterator[None]:
     """Has a mask of the user's, which may compute with jax.numpy, answer now, also inside a traced function.
 
     Under a mesh, too: its answers are no arrays of that mesh, though inside `jax.shard_map` JAX would make them so.
@@ -53,7 +53,7 @@ def answers_now() -> Iterator[None]:
 
 
 @bounded_cache()
-@answers_now()
+@outside_trace()
 def active_blocks(mask: Mask, num_rows: int, num_columns: int, block_q: int, block_kv: int) -> BlockGrid:
     """Lists the blocks in which the mask allows anything, with their exact states.
 
@@ -137,7 +137,7 @@ def masked_tiles(
         q0 = rows[start : start + step, None, None].astype(np.int64) * block_q
         k0 = columns[start : start + step, None, None].astype(np.int64) * block_kv
         try:
-            with answers_now():
+            with outside_trace():
                 tiles = np.asarray(mask(q0 + q[:, None], k0 + k), bool)
         except jax.errors.TracerArrayConversionError as error:
             raise TypeError(

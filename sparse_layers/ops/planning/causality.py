@@ -8,7 +8,7 @@ from ... import masks
 from ...masks.algebra import And, Mask, Not, Or
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, LogSparse, Random, Window
-from .blocks import active_blocks, answers_now
+from .blocks import active_blocks, outside_trace
 from .plan import Pass, make_plan
 
 
@@ -80,7 +80,7 @@ def _causal_by_formula(mask: Mask) -> bool:
     return isinstance(mask, Causal | Empty | LogSparse)
 
 
-@answers_now()
+@outside_trace()
 def _first_pair(link: Pass) -> tuple[int, int]:
     """The first query of a pass's first block that sees a key, and that key, as tokens."""
     height, width = link.fwd_shape

@@ -18,11 +18,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from ...arguments.checks import Length, Positive, checked
 from ...masks.adapters import as_masks
 from ...masks.algebra import FULL, PARTIAL, Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.lengths import check_lengths
-from ...masks.options import Length, Positive, checked
 from .blocks import BlockGrid, active_blocks, masked_tiles
 from .lists import tiled
 

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 
-from ...masks.options import checked, own_keywords, whole
+from ...arguments.checks import as_int, checked, strict_kwargs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -48,7 +48,7 @@ class KernelParams:
             if value is None or field.name not in _RANGES:
                 continue
             lowest, highest, rule = _RANGES[field.name]
-            number = whole(value)
+            number = as_int(value)
             if number is None or not lowest <= number <= highest or not _FITS[rule](number):
                 raise ValueError(
                     f"{type(self).__name__}: {field.name} must be {rule} from {lowest} to {highest}, got {value!r}"
@@ -92,7 +92,7 @@ _RANGES = {
 }
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True, repr=False)
 class FwdParams(KernelParams):
     """Settings of the forward pass; see `KernelParams` for the fields (all int or None) and their ranges.
@@ -107,7 +107,7 @@ class FwdParams(KernelParams):
     """
 
 
-@own_keywords
+@strict_kwargs
 @dataclasses.dataclass(frozen=True, repr=False)
 class BwdParams(KernelParams):
     """Settings of the backward pass; see `KernelParams` for the other fields (all int or None) and their ranges.

@@ -20,14 +20,14 @@ import math
 import jax
 import numpy as np
 
+from ...arguments.checks import Length, checked, strict_kwargs
 from ...masks.adapters import MaskLike
 from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.bounded_cache import bounded_cache
 from ...masks.grids import ColumnMajor, Grid
-from ...masks.options import Length, checked, own_keywords
 from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
-from .blocks import BlockGrid, active_blocks, answers_now
+from .blocks import BlockGrid, active_blocks, outside_trace
 from .changing_masks import note_masks
 from .lists import grid_shape
 from .mask_info import MaskInfo, bind, masks_for, process_mask
@@ -144,7 +144,7 @@ class Plan:
         if self.q_len > self.kv_len:
             return False
         place = np.arange(self.q_len)
-        with answers_now():
+        with outside_trace():
             return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
 
     def of_heads(self, first: int, count: int) -> "Plan":
@@ -164,7 +164,7 @@ class Plan:
         return as_html(self)
 
 
-@own_keywords
+@strict_kwargs
 def make_plan(
     mask: MaskLike,
     q_len: int,

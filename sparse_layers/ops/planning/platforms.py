@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from ...masks.options import near
+from ...arguments.checks import suggest
 
 # What `implementation=None` tries, in this order, before the fallback.
 PREFERRED: dict[str, tuple[str, ...]] = {"tpu": ("pallas_tpu",), "gpu": ("hopper", "cudnn", "triton")}
@@ -107,7 +107,7 @@ def checked_implementation(name: Any) -> None:
       ValueError: says which there are, and which of them is meant.
     """
     if name is not None and name not in tuple(TUNING):
-        raise ValueError(f"implementation must be None or one of implementations(), got {near(name, TUNING)}")
+        raise ValueError(f"implementation must be None or one of implementations(), got {suggest(name, TUNING)}")
 
 
 _ASSUMED: contextvars.ContextVar[Any] = contextvars.ContextVar("assumed GPU", default=None)

@@ -8,15 +8,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ...arguments.checks import Natural, Positive, as_int, checked, strict_kwargs
 from ...masks.algebra import Mask
-from ...masks.options import Natural, Positive, checked, own_keywords, whole
 from ...masks.primitives import Empty
 from ...masks.serialization import register_node
 
 GRANULARITIES = (1, 16, 64, 128)
 
 
-@own_keywords
+@strict_kwargs
 @register_node
 @jax.tree_util.register_pytree_with_keys_class
 class Selection:
@@ -122,10 +122,10 @@ def checked_sizes(block: Any, granularity: Any) -> tuple[int, int]:
     Raises:
       ValueError: others than `Selection` takes.
     """
-    size = whole(block)
+    size = as_int(block)
     if size is None or size % 16 or not 16 <= size <= 512:
         raise ValueError(f"block must be a multiple of 16 from 16 to 512, got {block!r}")
-    if whole(granularity) not in GRANULARITIES:
+    if as_int(granularity) not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
     return size, int(granularity)
 
@@ -157,7 +157,7 @@ def top_k_blocks(
     start: Any = 0,
     return_scores: Literal[True],
 ) -> tuple[Selection, jax.Array]: ...
-@own_keywords
+@strict_kwargs
 def top_k_blocks(
     scores: jax.Array,
     k: int,
@@ -261,7 +261,7 @@ def checked_position(name: str, position: Any) -> Any:
     return position
 
 
-@own_keywords
+@strict_kwargs
 def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     """The mean of each block of tokens, as of keys: ``out[j] = mean(x[j * block : (j + 1) * block])``.
 

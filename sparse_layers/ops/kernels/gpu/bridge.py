@@ -152,6 +152,21 @@ def conditional(condition: str, function: Callable[..., Any]) -> Callable[..., A
     return branch
 
 
+def check_triton() -> None:
+    """Checks that Triton is installed, whose kernels are traced.
+
+    Raises:
+      ModuleNotFoundError: it is not; says what to install.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            "device: the kernels of a GPU are traced by triton, which is not installed: install this package with its "
+            f"extra 'gpu', which exists for Linux only, or leave device out ({error})"
+        ) from error
+
+
 def gluon_unsupported() -> str | None:
     """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
 

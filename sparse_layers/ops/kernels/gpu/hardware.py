@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from ....masks.options import near
+from ....arguments.checks import suggest
 from ...planning.platforms import assumed, gpu, platform
 from . import assembler
 
@@ -73,7 +73,7 @@ def device_named(name: Any) -> Device:
     for spelling in spellings:
         if spelling in by_name:
             return by_name[spelling]
-    raise ValueError(f"device must be the name of a GPU or its compute capability, got {near(name, by_name)}")
+    raise ValueError(f"device must be the name of a GPU or its compute capability, got {suggest(name, by_name)}")
 
 
 def _spellings(name: str) -> list[str]:

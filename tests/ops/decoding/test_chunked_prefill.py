@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.pieces import attend_piece
+from sparse_layers.ops.chunked_prefill import attend_chunk
 from tests.ops.decoding.test_decode import CASES, HV, WHOLE, B, N, T, arrays, empty, reference
 
 # Tokens of a piece: they divide 70 or not, are a whole number of strides or not, more than a ring holds or fewer.
@@ -48,7 +48,7 @@ def test_pieces_are_the_whole(name):
             own = [x[:, start:end] for x in (q, k, v)]
             before, cache = cache, cache.filled(*own[1:], jnp.minimum(lengths, end), start=start)
             given = options | {"selection": chosen(start, end), "implementation": "reference"}
-            outs.append(attend_piece(before, cache, *own, start, **given))
+            outs.append(attend_chunk(before, cache, *own, start, **given))
         want = reference(q, k, v, mask, selection=chosen(0, T), **options)
         return jnp.concatenate(outs, axis=1), want, cache, fresh.filled(k, v, lengths)
 

@@ -349,7 +349,7 @@ def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
     return None
 
 
-def misbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def signature_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Returns an error's words for arguments that do not fit a function's signature, None if they do."""
     signature = inspect.signature(function)
     try:

@@ -1,4 +1,4 @@
-"""The op on a sequence that is spread over devices: values, gradients, and every byte that devices tell each other.
+"""The op with context parallelism: values, gradients, and every byte that devices exchange.
 
 The number of devices is fixed when JAX starts, so what needs eight has a process of its own: this file as a program.
 """
@@ -24,8 +24,9 @@ import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops.choosing import choose
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.planning import communication, plan
-from sparse_layers.ops.planning.communication import filled_up, needed, parts_of
+from sparse_layers.ops.planning import context_parallel, plan
+from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
+from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
 from tests.ops.cases import COMPILER, TINY, oracle
 from tests.ops.kernels import triton_interpreter
@@ -61,22 +62,22 @@ class Case:
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CASES = {
     "causal": Case(sl.Causal(), devices=8, extras=True),
-    "causal, folded": Case(sl.Causal(), 128, extras=True, by="folded"),
-    "folded over three devices": Case(sl.Causal(), 96, 3, by="folded"),
+    "causal, zigzag": Case(sl.Causal(), 128, extras=True, by="zigzag"),
+    "zigzag over three devices": Case(sl.Causal(), 96, 3, by="zigzag"),
     "a window over several devices, ragged": Case(sl.Causal() & sl.Window(30), 77, 8, (4, 1), extras=True),
     "a window to both sides": Case(sl.Window(9, 20), 60, kind=AUTO, batch=2),
     "fewer tokens than devices": Case(sl.Causal(), 5, 8),
     "documents that cross": Case(sl.Causal() & sl.BlockDiagonal(25), 128, kind=EXPLICIT, extras=True),
     "strided": Case(STRIDED, 128, extras=True, by="queries and keys, by residue"),
     "strided, by batch and heads": Case(STRIDED, 128, 2, (8, 4), 2, 2, EXPLICIT, by="queries and keys, by residue"),
-    "strided, filled up": Case(STRIDED, 250, extras=True, by="queries and keys, by residue"),
-    "strided, filled up on explicit axes": Case(
+    "strided, padded": Case(STRIDED, 250, extras=True, by="queries and keys, by residue"),
+    "strided, padded on explicit axes": Case(
         STRIDED, 112, 4, (8, 4), 2, kind=EXPLICIT, by="queries and keys, by residue"
     ),
-    "strided, keys of all, folded": Case(
-        STRIDED, 280, 3, (4, 1), batch=2, by="all keys, by residue of 16; queries folded"
+    "strided, keys of all, zigzag": Case(
+        STRIDED, 280, 3, (4, 1), batch=2, by="all keys, by residue of 16; queries in zigzag order"
     ),
-    "folded, filled up": Case(sl.Causal(), 61, 4, by="folded"),
+    "zigzag, padded": Case(sl.Causal(), 61, 4, by="zigzag"),
     "strided, one residue each": Case(sl.preset("strided", local_attn_ctx=8), 64, 8, by="queries and keys, by residue"),
     "a dilated window": Case(DILATED, 128, 4, extras=True, by="36 before, by residue of 6.*gathered.*tokens 0 to 1 "),
     "a dilated window to both sides, ragged": Case(
@@ -90,10 +91,10 @@ CASES = {
     "two strides, keys of all": Case(
         STRIDES, 144, 3, extras=True, by="^((?!all).)*all keys, by residue of 16((?!all).)*$"
     ),
-    "two strides, filled up": Case(
+    "two strides, padded": Case(
         sl.Causal() & (sl.Strided(6) | sl.Strided(8)), 110, 5, by="^all keys, by residue of 24[^,]*$"
     ),
-    "fixed, folded": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*folded"),
+    "fixed, zigzag": Case(FIXED, 128, 4, extras=True, by="own keys only.*gathered.*zigzag"),
     "fixed, periods cut": Case(FIXED, 100, 3, by="gathered"),
     "fixed, the last period cut": Case(sl.preset("sparse_transformer_fixed", stride=32, summary=6), 156, 6, (2, 1)),
     "sinks": Case(STREAMING, 128, 8, (8, 1), kind=EXPLICIT),
@@ -113,7 +114,7 @@ CASES = {
     "chosen, ragged": Case(sl.Causal(), 61, chosen=1),
     "TPU kernels": Case(STREAMING, 64, 2, implementation="pallas_tpu"),
     "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True),
-    "GPU kernels, folded": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="folded"),
+    "GPU kernels, zigzag": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="zigzag"),
 }
 # Each preset over 2, 4 or 8 devices in turn, by routes as they cost, and of each other three as if only pairs did.
 PRESETS = {
@@ -135,12 +136,12 @@ COUNTED = {
     "window to both sides": Case(sl.Window(9, 5), 256, 4),
     "documents": Case(sl.BlockDiagonal(100), 512, 4),
     "strided": Case(STRIDED, 2048, 8),
-    "strided, filled up": Case(STRIDED, 4000, 8),
+    "strided, padded": Case(STRIDED, 4000, 8),
     "a dilated window": Case(DILATED, 256, 4, by="by residue of 6"),
     "two strides": Case(STRIDES, 240, 3, by="by residue of 16"),
     "fixed": Case(FIXED, 2048, 8),
     "global columns": Case(STREAMING, 2048, 8),
-    "folded": Case(sl.Causal(), 128, 8, by="folded"),
+    "zigzag": Case(sl.Causal(), 128, 8, by="zigzag"),
     "nothing": Case(sl.Empty(), 64, 8),
 }
 
@@ -243,9 +244,9 @@ def received(text, devices):
 def planned(case, size, itemsize):
     """What `received` has to find, by the plan: bytes of forward and backward that devices receive."""
     n, k = case.heads
-    token, total = communication.Token.of(n, k, size, itemsize), np.zeros((2, case.devices))
-    for route, _ in parts_of(sl.as_masks(case.mask), case.length, case.devices, case.implementation, n // k):
-        total += np.transpose([route.received(place).volume(token) for place in range(case.devices)])
+    token, total = TokenBytes.of(n, k, size, itemsize), np.zeros((2, case.devices))
+    for exchange, _ in plan_exchanges(sl.as_masks(case.mask), case.length, case.devices, case.implementation, n // k):
+        total += np.transpose([exchange.received(rank).nbytes(token) for rank in range(case.devices)])
     return total
 
 
@@ -261,8 +262,11 @@ def check_bytes(case):
         program = jax.jit(functools.partial(both, case, None), compiler_options=COMPILER)
         text = program.lower(*placed).compile().as_text()
     found, (n, k) = received(text, case.devices)[1], case.heads
-    length = filled_up(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k)
-    surplus, token = found - planned(dataclasses.replace(case, length=length), H, 4), communication.Token.of(n, k, H, 4)
+    length = padded_length(sl.as_masks(case.mask), case.length, case.devices, "xla", n // k)
+    surplus, token = (
+        found - planned(dataclasses.replace(case, length=length), H, 4),
+        TokenBytes.of(n, k, H, 4),
+    )
     # Tokens that make room for others before the end go to the next device, and back: all arrays of some of them.
     most = (length - case.length) * (token.keys + 2 * token.query + 2 * token.lse)
     assert (surplus >= 0).all() and (surplus <= most).all(), surplus
@@ -355,7 +359,7 @@ def check_dead_rows():
 
 
 def check_turns(case, turns):
-    """Halves of folded queries are computed one after the other, and before other parts; these are left to XLA."""
+    """Chunks in zigzag order are computed one after the other, before other parts. XLA orders these."""
     with jax.set_mesh(mesh_of(case)):
         traced = jax.make_jaxpr(functools.partial(both, case, None))(*arrays(case))
     assert str(traced).count("optimization_barrier") == 2 * turns  # forward and backward
@@ -367,25 +371,25 @@ def main(which):
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-        turns = {"fixed, folded": 2, "causal, folded": 1, "strided": 0}
+        turns = {"fixed, zigzag": 2, "causal, zigzag": 1, "strided": 0}
         checks |= {f"turns, {x}": functools.partial(check_turns, CASES[x], n) for x, n in turns.items()}
         alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_layers, check_dead_rows
         checks |= {check.__name__: check for check in alone}
-    prices = communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
+    prices = context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
     tuned = TUNING["xla"]
     for name, check in checks.items():
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
-        communication.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
+        context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
         TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
-        parts_of.cache_clear()
-        filled_up.cache_clear()
+        plan_exchanges.cache_clear()
+        padded_length.cache_clear()
         try:
             if free:
                 options = case.devices, case.implementation, case.heads[0] // case.heads[1]
-                length = filled_up(sl.as_masks(case.mask), case.length, *options)
-                found = parts_of(sl.as_masks(case.mask), length, *options)
-                assert re.search(case.by, ", ".join(str(part.route) for part in found)), found
+                length = padded_length(sl.as_masks(case.mask), case.length, *options)
+                found = plan_exchanges(sl.as_masks(case.mask), length, *options)
+                assert re.search(case.by, ", ".join(str(part.exchange) for part in found)), found
             check()
         except Exception:
             print(f"--- {name}\n{traceback.format_exc()}")
@@ -396,25 +400,25 @@ def test_devices_share_a_mask(monkeypatch, name):
     """What all devices compute by all routes is each allowed pair once."""
     masks = sl.as_masks(sl.preset(name, **TINY.get(name, {})))
     for devices, length, price in ((2, 64, 0), (3, 48, 0), (4, 61, 4), (8, 64, 0), (8, 5, 4)):
-        monkeypatch.setattr(communication, "RECEIVED_ROW", price)
-        parts_of.cache_clear()
+        monkeypatch.setattr(context_parallel, "RECEIVED_ROW", price)
+        plan_exchanges.cache_clear()
         found = np.zeros((len(masks), length, length), int)
-        found_parts = parts_of(masks, length, devices, "xla")
-        for route, parts in ((piece, part.masks) for part in found_parts for piece in part.route.pieces):
-            for place in range(devices):
-                orders, sizes = route.orders(place), (route.q_rows, route.kv_rows)
+        found_parts = plan_exchanges(masks, length, devices, "xla")
+        for exchange, parts in ((chunk, part.masks) for part in found_parts for chunk in part.exchange.chunks):
+            for rank in range(devices):
+                orders, sizes = exchange.row_orders(rank), (exchange.q_rows, exchange.kv_rows)
                 q, k = (order.token(np.arange(size)) for order, size in zip(orders, sizes, strict=True))
                 (q_there, q), (k_there, k) = (((x >= 0) & (x < length), x) for x in (q, k))
                 for head, part in enumerate(parts):
-                    pairs = route.mask(part, place).dense(*sizes)[q_there]
+                    pairs = exchange.local_mask(part, rank).dense(*sizes)[q_there]
                     assert not pairs[:, ~k_there].any()
                     np.add.at(found[head], np.ix_(q[q_there], k[k_there]), pairs[:, k_there])
         np.testing.assert_array_equal(found, [mask.dense(length) for mask in masks])
-    parts_of.cache_clear()
+    plan_exchanges.cache_clear()
 
 
 def test_what_is_received_is_little_more_than_what_is_needed():
-    """One device's share of the bounds, in keys: queries that are folded for an even share of the work move besides."""
+    """One device's share of the bounds, in keys: queries in zigzag order move besides."""
     length, own = 131072, 131072 // 8
     bounds = {
         "sliding_window": 1023,
@@ -425,14 +429,16 @@ def test_what_is_received_is_little_more_than_what_is_needed():
     }
     for name, bound in bounds.items():
         masks = sl.as_masks(name)
-        routes = [route for route, _ in parts_of(masks, length, 8, "xla")]
-        assert max(sum(route.received(place).keys for route in routes) for place in range(8)) == bound
-        assert bound <= max(needed(masks, length, 8)) <= bound + 32
-    halo, residues = (route for route, _ in parts_of(sl.as_masks("sparse_transformer_strided"), length, 8, "xla"))
+        exchanges = [exchange for exchange, _ in plan_exchanges(masks, length, 8, "xla")]
+        assert max(sum(exchange.received(rank).keys for exchange in exchanges) for rank in range(8)) == bound
+        assert bound <= max(count_remote_keys(masks, length, 8)) <= bound + 32
+    halo, residues = (
+        exchange for exchange, _ in plan_exchanges(sl.as_masks("sparse_transformer_strided"), length, 8, "xla")
+    )
     assert halo.received(7).keys == 128 and set(residues.received(7)) == {own * 7 // 8}
     documents = sl.Causal() & sl.BlockDiagonal(5000)
-    ((crossing, _),) = parts_of((documents,), length, 8, "xla")
-    assert crossing.received(7).keys == max(needed((documents,), length, 8)) == 7 * own % 5000
+    ((crossing, _),) = plan_exchanges((documents,), length, 8, "xla")
+    assert crossing.received(7).keys == max(count_remote_keys((documents,), length, 8)) == 7 * own % 5000
 
 
 FAR = sl.Causal() & sl.Strided(96) & ~sl.Window(100)
@@ -455,11 +461,11 @@ def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices
         return strided(self, q, k)
 
     monkeypatch.setattr(sl.Strided, "__call__", counted)
-    ((route, masks),) = parts_of((mask,), length, devices, "xla")
-    assert str(route) == words
+    ((exchange, masks),) = plan_exchanges((mask,), length, devices, "xla")
+    assert str(exchange) == words
     looked_at[0] = 0
-    for place in range(devices):
-        found = route.plan(masks, place, implementation="xla")
+    for rank in range(devices):
+        found = exchange.local_plan(masks, rank, implementation="xla")
         assert all(f"residue-major order, stride {stride}" in link.orders for link in found.chains[0]), found
     assert 0 < looked_at[0] < 1024 * length
 
@@ -469,17 +475,17 @@ def test_devices_compute_no_longer_rules_than_one():
     terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
     mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
     alone = max(plan.operations(link.mask) for link in sl.make_plan(mask, 7680, implementation="triton").chains[0])
-    for route, masks in parts_of((mask,), 7680, 5, "triton"):
-        (chain,) = route.plan(masks, 4, implementation="triton").chains
-        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, route
+    for exchange, masks in plan_exchanges((mask,), 7680, 5, "triton"):
+        (chain,) = exchange.local_plan(masks, 4, implementation="triton").chains
+        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, exchange
 
 
 def test_halos_are_joined_if_rows_keep_their_residues():
     near, far = (sl.Causal() & sl.Strided(n) & sl.Window(5 * n) for n in (96, 100))
     length = 96 * 100 * 8
-    (both,) = parts_of((near, sl.Causal() & sl.Window(470)), length, 8, "triton")
-    assert str(both.route) == "keys of neighbors, 480 before, by residue of 96"
-    apart = [str(route) for route, _ in parts_of((near, far), length, 8, "triton")]
+    (both,) = plan_exchanges((near, sl.Causal() & sl.Window(470)), length, 8, "triton")
+    assert str(both.exchange) == "keys of neighbors, 480 before, by residue of 96"
+    apart = [str(exchange) for exchange, _ in plan_exchanges((near, far), length, 8, "triton")]
     assert apart == [f"keys of neighbors, {5 * n} before, by residue of {n}" for n in (96, 100)]
 
 
@@ -501,7 +507,7 @@ ON_TPUS = {
         ({PERMUTE: 2, TO_ALL: 5}, {PERMUTE: 2, TO_ALL: 6}),
     ),
     "columns": (TPU(sl.preset("sparse_transformer_fixed"), 4096), ({GATHER: 2}, {SCATTER: 2})),
-    "folded": (TPU(sl.Causal(), 16384), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
+    "zigzag": (TPU(sl.Causal(), 16384), ({PERMUTE: 6, GATHER: 2}, {PERMUTE: 8, SCATTER: 2})),
     "all keys": (TPU(sl.Full(), 4096), ({GATHER: 2}, {SCATTER: 2})),
     # Eight of these are a cube, over all of which their compiler sums all gradients on all devices.
     "all keys, on v5p": (TPU(sl.Full(), 4096), ({GATHER: 2}, {"all-reduce": 1})),

@@ -1,4 +1,4 @@
-"""Options that people write by hand, in code, on a command line or in JSON: their types and ranges, and near names."""
+"""Types and ranges of arguments and of presets' options, and errors that name the argument, its value and the rule."""
 
 import difflib
 import functools
@@ -14,26 +14,26 @@ import numpy as np
 from . import foreign
 from .foreign import one_line
 
-Positive = Annotated[int, 1]  # the smallest value allowed, and maybe the largest
+# Annotated[int, minimum] or Annotated[int, minimum, maximum].
+Positive = Annotated[int, 1]
 Natural = Annotated[int, 0]
 NaturalOrNone = Natural | None
 LONGEST = 2**31 - 2  # tokens of a sequence: kernels count in int32, and one number stays free for 'no limit'
 Length = Annotated[int, 1, LONGEST]
-Shape = tuple[Length, ...]  # of a grid: the lengths of its axes
-# Of a grid's axes: one for all, or one for each.
+Shape = tuple[Length, ...]  # lengths of a grid's axes
+# One value for all axes of a grid, or one for each.
 PositivePerAxis = Positive | tuple[Positive, ...]
 NaturalPerAxis = Natural | tuple[Natural, ...]
 BoolPerAxis = bool | tuple[bool, ...]
-Axes = int | tuple[int, ...]  # one axis or several, by their numbers
+Axes = int | tuple[int, ...]  # numbers of one or several axes
 
-
-_WORDS = {"true": True, "false": False, "none": None}  # in a name
+_CONSTANTS = {"true": True, "false": False, "none": None}  # as written in "name:option=value"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def near(name: Any, known: Iterable[str]) -> str:
-    """What is no known name, the known ones close to it, and all known ones: the end of an error message."""
+def suggest(name: Any, known: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown name: the name, known names close to it, and all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(str(name).lower(), known)
     hint = f", did you mean {' or '.join(map(repr, close))}?" if close else "."
@@ -41,19 +41,18 @@ def near(name: Any, known: Iterable[str]) -> str:
 
 
 def refuse_unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses keywords that a function, or the class whose ``__init__`` it is, does not have, by its name.
+    """Refuses keywords that a function, or a class by its ``__init__``, does not have.
 
-    It has its parameters and, of ``**options: Unpack[Options]``, the keys of that TypedDict; of other ``**options`` all
-    that there are.
+    A function with ``**options: Unpack[Options]`` has the keys of that TypedDict. One with other ``**options`` has all.
 
     Raises:
-      TypeError: see above; says what to write for a word of another library, or names those that are spelled alike.
+      TypeError: an unknown keyword; says what to write for a name of another library, or names similar keywords.
     """
     known = _keywords(function)
     if not kwargs.keys() <= known and "**" not in known:
         unknown = {name: value for name, value in kwargs.items() if name not in known}
-        what = foreign.advice(unknown, known) or near(next(iter(unknown)), known)
-        raise TypeError(f"{_owner(function)}: unknown argument {what}")
+        hint = foreign.advice(unknown, known) or suggest(next(iter(unknown)), known)
+        raise TypeError(f"{_owner(function)}: unknown argument {hint}")
 
 
 def _owner(function: Callable[..., Any]) -> str:
@@ -68,22 +67,22 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD).union(*options) - {"self", "cls"}
 
 
-def own_keywords(owner: F) -> F:
-    """Decorates a function, or a class that is complete, to refuse arguments that do not fit in words of its own.
+def strict_kwargs(owner: F) -> F:
+    """Decorates a function or a class so that its errors about wrong arguments say what to write.
 
-    Unknown keywords are refused by `refuse_unknown`; too many arguments by position, or too few, by `foreign.misbound`,
-    which is asked after Python has refused them. The signature stays that of the function.
+    `refuse_unknown` refuses unknown keywords. `foreign.signature_error` words the errors about too many arguments by
+    position and about missing ones, once Python has refused the call. The signature stays that of the function.
 
     Example:
-      >>> @own_keywords
+      >>> @strict_kwargs
       ... def crop(*, size=1, seed=0): ...
       >>> crop(sizes=3)
       Traceback (most recent call last):
       TypeError: crop: unknown argument 'sizes', did you mean 'size'? Known: seed, size
     """
     if isinstance(owner, type):
-        owner.__init__ = own_keywords(owner.__init__)
-        return owner  # pyright: ignore[reportReturnType] (the same)
+        owner.__init__ = strict_kwargs(owner.__init__)
+        return owner  # pyright: ignore[reportReturnType] (the class itself)
 
     @functools.wraps(owner)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,15 +90,15 @@ def own_keywords(owner: F) -> F:
         try:
             return owner(*args, **kwargs)
         except TypeError:
-            if (misfit := foreign.misbound(owner, args, kwargs)) is None:
+            if (reason := foreign.signature_error(owner, args, kwargs)) is None:
                 raise
-        raise TypeError(f"{_owner(owner)}: {misfit}")
+        raise TypeError(f"{_owner(owner)}: {reason}")
 
-    return call  # pyright: ignore[reportReturnType] (of the same type)
+    return call  # pyright: ignore[reportReturnType] (it has the function's signature)
 
 
-def whole(value: Any) -> int | None:
-    """An integer as Python's own, or None if it is none; bools are none."""
+def as_int(value: Any) -> int | None:
+    """Returns an integer, numpy's too, as a Python int; None for bools and anything else."""
     if isinstance(value, bool | np.bool_):
         return None
     try:
@@ -108,8 +107,8 @@ def whole(value: Any) -> int | None:
         return None
 
 
-def real(value: Any) -> float | None:
-    """A finite number as Python's own float, or None if it is none; bools are none."""
+def as_float(value: Any) -> float | None:
+    """Returns a finite number, numpy's too, as a Python float; None for bools and anything else."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return None
     try:
@@ -120,31 +119,37 @@ def real(value: Any) -> float | None:
 
 
 def parsed_options(what: str, text: str) -> dict[str, Any]:
-    """The options in a name, as a dict; values but integers, bools and none stay strings, which are refused later.
+    """Parses ``"option=value,option=value"`` to a dict of integers, bools, None and tuples of these.
+
+    Other values stay strings, which `checked` refuses later.
+
+    Args:
+      what: the owner of the options, for errors.
+      text: the options.
 
     Raises:
-      ValueError: an option without a value, or twice; ``what`` says of what.
+      ValueError: an option has no value, or occurs twice.
 
     Example:
       >>> parsed_options("preset 'p'", "a=1,b=true,c=2x3")
       {'a': 1, 'b': True, 'c': (2, 3)}
     """
     options: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        option, equals, value = (part.strip() for part in item.partition("="))
+    for assignment in filter(None, text.split(",")):
+        option, equals, value = (x.strip() for x in assignment.partition("="))
         if not equals or option in options:
             raise ValueError(f"{what}: options must be option=value,..., each once, got {text!r}")
         words = value.lower().split("x")
-        if not all(word in _WORDS or word.removeprefix("-").isdecimal() for word in words):
+        if not all(word in _CONSTANTS or word.removeprefix("-").isdecimal() for word in words):
             options[option] = value
             continue
-        values = [_WORDS[word] if word in _WORDS else int(word) for word in words]
+        values = [_CONSTANTS[word] if word in _CONSTANTS else int(word) for word in words]
         options[option] = tuple(values) if len(values) > 1 else values[0]
     return options
 
 
 def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
-    """`checked`, for annotations of tuples and None, too: any sequence is a tuple, and a single value one by itself."""
+    """Returns `checked` values for an annotation with tuples or None: a tuple for a sequence, else a single value."""
     if hint == NaturalOrNone:
         return value if value is None else checked(what, value, Natural)
     several = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
@@ -157,16 +162,20 @@ def checked_by_axis(what: str, value: Any, hint: Any) -> Any:
 
 
 def checked(what: str, value: Any, hint: Any) -> int:
-    """The value, if it has the type and range of an annotation: bool, int or one of the above."""
+    """Returns a value that has the type and range of an annotation: bool, int, `Positive`, `Natural`, `Length`.
+
+    Raises:
+      ValueError: another type or range; ``what`` names the argument.
+    """
     if hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{what} must be true or false, got {one_line(value)}")
         return value
-    least, most = (*get_args(hint)[1:], None, None)[:2]
-    rule = "an integer" if least is None else f"an integer >= {least}"
-    number = whole(value)
-    if number is None or (least is not None and number < least):
+    minimum, maximum = (*get_args(hint)[1:], None, None)[:2]
+    rule = "an integer" if minimum is None else f"an integer >= {minimum}"
+    number = as_int(value)
+    if number is None or (minimum is not None and number < minimum):
         raise ValueError(f"{what} must be {rule}, got {one_line(value)}")
-    if most is not None and number > most:
-        raise ValueError(f"{what} must be at most {most}, got {number}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{what} must be at most {maximum}, got {number}")
     return number

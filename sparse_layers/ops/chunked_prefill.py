@@ -1,0 +1,122 @@
+"""Chunked prefill: the op on a chunk of prompts, with the keys that a cache holds of the tokens before.
+
+Each part of a pattern keeps its keys in an order of its own, see `decoding/reads.py`. Together with those of the chunk
+they are a view of the sequence, `RowOrder`, and so are the queries. Attention of the chunk is again a mask with a plan.
+The parts are disjoint, and their results are merged by lse.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .attention import block_sparse_attention
+from .decoding.cache import KVCache
+from .decoding.layout import Heads
+from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
+from .kernels.call import merged
+from .planning.selection import Selection
+from .planning.views import Reordered, RowOrder
+
+
+def attend_chunk(
+    before: KVCache,
+    after: KVCache,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    start: int,
+    *,
+    selection: Selection | None = None,
+    sinks: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Returns attention of a chunk's queries over the cache's pattern; the rows of padding are meaningless.
+
+    Args:
+      before, after: the cache without and with the chunk.
+      query: [B, C, N, H], of tokens start to start + C - 1.
+      key, value: [B, C, K, H] and [B, C, K, Hv], of the chunk.
+      start: tokens before the chunk.
+      selection: the key blocks of each query, over all tokens up to the chunk's end; the cache must hold all keys in
+        natural order.
+      sinks: [N] logits.
+      **options: others of `block_sparse_attention`.
+
+    Returns:
+      [B, C, N, Hv] in the dtype of query.
+
+    Raises:
+      NotImplementedError: as `KVCache.attend`.
+    """
+    layout = after.layout
+    groups = [(heads, [((cache_part.mask,), cache_part.store) for cache_part in heads.parts]) for heads in layout.heads]
+    if selection is not None:
+        all_of_cache = Heads(tuple(range(after.num_heads)), tuple(range(after.num_kv_heads)), ())
+        groups = [(all_of_cache, [(after.masks, layout.stores[layout.whole()][0])])]
+    outs = []
+    for heads, mask_stores in groups:
+        results = []
+        for masks, store in mask_stores:
+            index, kv_heads = layout.find(store)
+            rows = [kv_heads.index(head) for head in heads.keys]
+            chunk_key, chunk_value = (some_heads(x, heads.keys, axis=2) for x in (key, value))
+            k_order, k = _visible_rows(store, before.keys[index], after.keys[index], rows, chunk_key, start)
+            _, v = _visible_rows(store, before.values[index], after.values[index], rows, chunk_value, start)
+            # From the first token of a whole cycle of residues, so that queries and keys of a residue have one column.
+            first = start // store.classes * store.classes
+            order = RowOrder.residue_major(start + query.shape[1] - first, store.classes)
+            q = jnp.pad(some_heads(query, heads.queries, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
+            q_order = dataclasses.replace(order, length=first + order.length, offset=first)
+            out, lse = block_sparse_attention(
+                order.gather(q, order.rows),
+                k,
+                v,
+                [Reordered(mask, q_order, k_order) for mask in masks],
+                selection=selection,
+                sinks=None if results or sinks is None else sinks[np.array(heads.queries)],  # counted once
+                return_lse=True,
+                **options,
+            )
+            results.append([order.scatter(x)[:, start - first :] for x in (out.astype(lse.dtype), lse)])
+        outs.append(functools.reduce(merged, results)[0])
+    return all_heads(outs, [heads.queries for heads, _ in groups], axis=2).astype(query.dtype)
+
+
+def _visible_rows(
+    store: Store, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
+) -> tuple[RowOrder, jax.Array]:
+    """Returns the order of the keys that a chunk's queries may see in a store, and these keys (or values) [B, L, n, H].
+
+    Args:
+      store: that keeps the keys.
+      before, after: the store's array without and with the chunk.
+      heads: n of the array's.
+      chunk: [B, C, n, H].
+      start: tokens before the chunk.
+    """
+    end, kept_order, classes = start + chunk.shape[1], store.order, store.classes
+    if not kept_order.complete:  # a store of gathered tokens drops none
+        last = kept_order.offset + kept_order.kept[-1]
+        order = RowOrder.gathered(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
+        return order, _class_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
+    first = max(0, start // classes - store.kept + 1) * classes
+    order = RowOrder.residue_major(end - first, classes)
+    if end <= classes * store.kept:  # the rings have not wrapped around: all tokens are where they were first written
+        rows = _class_rows(store, after, heads, first // classes, -(-end // classes)).astype(chunk.dtype)
+    else:
+        slots = store.slot(jnp.arange(first, start))
+        cached = some_heads(rows_of(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
+        rows = jnp.concatenate([cached.swapaxes(1, 2).astype(chunk.dtype), chunk], axis=1)
+        rows = order.gather(rows, order.rows)
+    return dataclasses.replace(order, length=end, offset=first), rows
+
+
+def _class_rows(store: Store, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
+    """Returns rows ``first`` to ``stop`` - 1 of each residue class, for some heads of a store: [B, L, n, H]."""
+    rows = some_heads(by_class(store, array), heads)[:, :, :, first:stop]
+    return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)

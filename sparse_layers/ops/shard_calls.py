@@ -1,0 +1,117 @@
+"""The calls of one device under context parallelism: a call for each part of the masks, after its exchange of keys."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..masks.algebra import Mask
+from . import collectives
+from .kernels.call import Call, Operands, merged
+from .kernels.operands import moved, rows_of
+from .planning.context_parallel import MaskPart, gather_all_keys, padded_length, plan_exchanges
+from .planning.exchanges import AllGather, AllToAll, Exchange, Halo
+from .planning.plan import Plan
+from .planning.views import RowOrder
+from .sharding import SequenceShards, Shard
+
+
+class QueryHome(NamedTuple):
+    """The device where queries live, for a call that another device may compute.
+
+    Attributes:
+      exchange: of the call's chunk of queries.
+      axes: mesh axes that the sequence is sharded over.
+    """
+
+    exchange: Exchange
+    axes: tuple[str, ...]
+
+    def send(self, x: jax.Array) -> jax.Array:
+        """Sends the chunk's rows of an array of all local queries to the device that computes them."""
+        return collectives.send_queries(self.exchange, x, self.axes)
+
+    def return_(self, x: jax.Array) -> jax.Array:
+        """Returns rows of results to the device where their queries live."""
+        return collectives.return_results(self.exchange, x, self.axes)
+
+
+def split_call(
+    call: Call, shard: Shard, operands: Operands, *, can_merge: bool
+) -> Iterator[tuple[Call, QueryHome | None, Operands]]:
+    """Yields the calls that a device computes, with the operands of each.
+
+    Args:
+      call: that of all devices.
+      shard: the device's.
+      operands: the device's.
+      can_merge: True if results of several calls may be merged; else there is one call.
+    """
+    sequence = shard.sequence
+    assert sequence is not None
+    if call.plan is None and not sequence.shards_keys:
+        yield call, None, operands
+        return
+    if not sequence.shards_keys:
+        exchange = AllGather(sequence.length, sequence.devices, RowOrder(operands.key.shape[1]))
+        yield _local_call(call, exchange, _plan(call).masks), None, operands
+        return
+    mask_parts = _mask_parts(call, shard, sequence, can_merge and operands.chosen is None)
+    # In zigzag order, results return home while other parts are computed: these parts come first.
+    mask_parts = sorted(mask_parts, key=lambda mask_part: len(mask_part.exchange.chunks), reverse=True)
+    call = dataclasses.replace(call, exchanging=any(isinstance(exchange, AllToAll) for exchange, _ in mask_parts))
+    for number, (exchange, masks) in enumerate(mask_parts):
+        inputs = moved(operands, "s", functools.partial(collectives.exchange_keys, exchange, axes=sequence.axes))
+        if number:
+            inputs = inputs._replace(**{name: None for name, row in rows_of(inputs).items() if row.once})
+        for chunk in exchange.chunks:
+            home = QueryHome(chunk, sequence.axes)
+            yield _local_call(call, chunk, masks), home, moved(inputs, "t", home.send)
+
+
+def merge_chunks(
+    homes: Sequence[QueryHome | None], results: Sequence[tuple[jax.Array, jax.Array]]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of all local queries, merged from the results of several calls that are home again."""
+    spans = [home.exchange.query_span for home in homes if home is not None]
+    merged_ranges = []
+    for first, stop in itertools.pairwise(sorted({end for span in spans for end in span})):
+        covering = [(span, x) for span, x in zip(spans, results, strict=True) if span[0] <= first < span[1]]
+        states = [[x[:, first - begin : stop - begin] for x in out_lse] for (begin, _), out_lse in covering]
+        out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in states))
+        merged_ranges.append((out.astype(states[0][0].dtype), lse))
+    outs, lses = zip(*merged_ranges, strict=True)
+    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
+
+
+def computed_length(call: Call, can_merge: bool, length: int, devices: int, groups: int) -> int:
+    """Returns the padded length at which a sequence is computed; ``can_merge`` as in `split_call`."""
+    if call.plan is None or call.selection is not None or not can_merge:
+        return length
+    return padded_length(call.plan.masks, length, devices, call.plan.implementation, groups)
+
+
+def _plan(call: Call) -> Plan:
+    assert call.plan is not None
+    return call.plan
+
+
+def _mask_parts(call: Call, shard: Shard, sequence: SequenceShards, may_split: bool) -> tuple[MaskPart, ...]:
+    plan = _plan(call)
+    if not may_split:
+        return (gather_all_keys(plan.masks, sequence.length, sequence.devices),)
+    groups = shard.heads // shard.kv_heads
+    mask_parts = plan_exchanges(plan.masks, sequence.length, sequence.devices, plan.implementation, groups)
+    return mask_parts or (MaskPart(Halo(sequence.length, sequence.devices, 0, 0), plan.masks),)  # the masks are empty
+
+
+def _local_call(call: Call, exchange: Exchange, masks: tuple[Mask, ...]) -> Call:
+    """Returns the call of one exchange, with the plans of all devices."""
+    plan, ranks = _plan(call), range(exchange.devices)
+    options = {"params": (plan.fwd_params, plan.bwd_params), "implementation": plan.implementation}
+    plans = [exchange.local_plan(masks, rank, **options) for rank in ranks]
+    return dataclasses.replace(call, plan=plans[-1], plans_by_rank=() if len({*plans}) == 1 else tuple(plans))
