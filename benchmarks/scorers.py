@@ -63,7 +63,7 @@ def different(scorer: sl.Scorer, query: jax.Array, key: jax.Array, ids: jax.Arra
       ArithmeticError: there are too many of them.
     """
     length, pooled, found = query.shape[1], scorer.pool(key[:1]), []
-    choice = jax.jit(lambda q, pooled, at: scorer.choice(q, pooled, at, at * 0, length, None))
+    choice = jax.jit(lambda q, pooled, at: scorer.select_rows(q, pooled, at, at * 0, length, None))
     for first in {0, (length - ROWS) // 2, length - ROWS}:
         rows = slice(first, first + ROWS)
         right = np.asarray(choice(query[:1, rows], pooled, jnp.arange(length)[None, rows]))
@@ -131,7 +131,7 @@ class Run:
         """One row of the table."""
         scorer = as_scorer(method)
         assert scorer is not None
-        if not scorer.chooses(self.length) or not self.in_time(method):
+        if not scorer.selects(self.length) or not self.in_time(method):
             return
         scored = tuple(self.index if scorer.indexed else self.arrays[:2])
 

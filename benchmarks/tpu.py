@@ -50,9 +50,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 import sparse_layers as sl
+from sparse_layers.masks.states import FULL, PARTIAL
 from sparse_layers.ops.kernels.pallas_tpu import backward_kernel, forward_kernel
 from sparse_layers.ops.kernels.pallas_tpu.launch import launch
-from sparse_layers.ops.kernels.pallas_tpu.schedule import FLAG_BITS, FREE, MASKED, Step, Steps
+from sparse_layers.ops.kernels.pallas_tpu.schedule import FLAG_BITS, Step, Steps
 from sparse_layers.ops.planning.blocks import BlockGrid, active_blocks
 
 from .record import ROOT, Record, add_option
@@ -149,12 +150,12 @@ class Arithmetic:
         words, self.scalars, self.count = np.asarray(steps.words), [], count
         self.minors = within((words >> FLAG_BITS) & ((1 << steps.minor_bits) - 1))
         self.tiles = None if steps.tiles is None else within(np.asarray(steps.tiles))
-        self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == MASKED))
+        self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == PARTIAL))
 
     def at(self, scalars, batch, head, step):
         step = jnp.int32(step)
         row = (step * self.rows) >> 12
-        kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, MASKED, FREE)
+        kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, PARTIAL, FULL)
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
         return Step(row, step & self.minors, kind, first.astype(jnp.int32), last.astype(jnp.int32))
 

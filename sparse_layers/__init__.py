@@ -58,8 +58,8 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import to_huggingface as to_huggingface
     from .modules.generate import generate as generate
     from .ops.attention import block_sparse_attention as block_sparse_attention
-    from .ops.attention import implementations as implementations
     from .ops.decoding.cache import KVCache as KVCache
+    from .ops.implementations import implementations as implementations
     from .ops.planning.mask_info import MaskInfo as MaskInfo
     from .ops.planning.mask_info import bind as bind
     from .ops.planning.mask_info import process_dynamic_mask as process_dynamic_mask
@@ -110,8 +110,9 @@ _AT_FIRST_USE = {
         "to_huggingface",
     ),
     "modules.generate": ("generate",),  # from `modules`, type checkers take it for the module
-    "ops.attention": ("block_sparse_attention", "implementations"),
+    "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
+    "ops.implementations": ("implementations",),
     "ops.planning.mask_info": (
         "MaskInfo",
         "bind",

@@ -15,7 +15,7 @@ import safetensors.numpy
 import sparse_layers as sl
 from sparse_layers.masks.presets import _PRESETS
 from sparse_layers.modules.loading.families import FAMILIES
-from sparse_layers.ops import attention
+from sparse_layers.ops import attention, implementations
 from tests.masks.test_masks import exact_states, rectangles
 from tests.modules.loading.test_huggingface import expected, run, tensors, write
 from tests.ops.cases import IMPLEMENTATIONS, Case, check
@@ -77,14 +77,14 @@ def test_a_mask(templates, monkeypatch):
     run_examples(lag)
     corners = rectangles(np.random.default_rng(0), 400, 32)
     for made in (lag(0), lag(5)):
-        np.testing.assert_array_equal(made.bounds(*corners), exact_states(made.dense(32), corners))
+        np.testing.assert_array_equal(made.block_state(*corners), exact_states(made.dense(32), corners))
     with pytest.raises(ValueError, match="Lag: distance must be an integer >= 0, got -1"):
         lag(-1)
 
 
 def test_an_implementation(templates, monkeypatch):
     made = types.SimpleNamespace(**templates("sparse_layers/ops/kernels/dense"))
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "dense", made)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "dense", made)
     monkeypatch.setitem(attention.TUNING, "dense", attention.TUNING["reference"])
     heads = sl.Window(8), sl.Causal() & sl.Columns(7, 5)  # of the second, the first queries see nothing
     case = Case("heads differ", heads, 41, 37, sizes=(16, 8))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arguments.checks import Positive, checked, strict_kwargs
 from ..arguments.foreign import BY_ENTRY, one_line, scorer_hint
-from .algebra import Array, Mask, PerHead, answer, set_integers
+from .algebra import Array, Mask, PerHead, evaluate_rule, set_integers
 from .presets import preset
 
 
@@ -121,7 +121,7 @@ class MaskMod(Mask):
                 f"{what} uses h, so it needs to know the heads: from_mask_mod(mask_mod, heads=number of query heads)"
             )
         # A function that ignores q or k answers in a smaller shape.
-        return (q == q) & (k == k) & answer(what, self.function, batch, head, q, k)
+        return (q == q) & (k == k) & evaluate_rule(what, self.function, batch, head, q, k)
 
 
 @strict_kwargs

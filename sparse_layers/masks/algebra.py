@@ -5,8 +5,8 @@ A mask knows nothing of lengths, heads, blocks or devices. It answers two questi
 * ``mask(q, k)``: may the query at position ``q`` attend to the key at position ``k``? The arguments are integer arrays
   that broadcast against each other (numpy or JAX); the answer is a bool array of the broadcast shape. Every mask that
   is ``computable`` uses operators only, so the same expression runs inside a kernel.
-* ``mask.bounds(q0, q1, k0, k1)``: is the inclusive rectangle of positions ``EMPTY``, ``PARTIAL`` or ``FULL``?
-  Answered in closed form, so that a plan for a million tokens never looks at single elements.
+* ``mask.block_state(q0, q1, k0, k1)``: is the inclusive rectangle of positions EMPTY, PARTIAL or FULL? Answered in
+  closed form, so that a plan for a million tokens never looks at single pairs.
 
 Block lists, the dense oracle, pictures and tests all derive from these two.
 """
@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax.errors
@@ -25,45 +25,7 @@ import numpy as np
 
 from ..arguments.checks import LONGEST, Positive, as_int, checked, strict_kwargs
 from .serialization import register_mask
-
-EMPTY, PARTIAL, FULL = 0, 1, 2
-# Inside this package a grade has a fourth value: 'PARTIAL as far as the closed form can tell'. Whoever needs the exact
-# answer evaluates just those rectangles (ops/planning/blocks.py); `bounds` reports them as PARTIAL, always sound.
-UNSURE = 3
-
-AND_TABLE = np.array([[0, 0, 0, 0], [0, 3, 1, 3], [0, 1, 2, 3], [0, 3, 3, 3]], np.int8)
-NOT_TABLE = np.array([2, 1, 0, 3], np.int8)
-OR_TABLE = NOT_TABLE[AND_TABLE[np.ix_(NOT_TABLE, NOT_TABLE)]]
-
-
-def graded(some: Any, every: Any) -> np.ndarray:
-    """EMPTY, PARTIAL or FULL from 'some element is allowed' and 'every element is allowed'."""
-    return np.add(some, every, dtype=np.int8)
-
-
-def united(parts: Iterable[tuple[Any, Any]]) -> np.ndarray:
-    """The grade of rectangles by the grades of their parts: pairs of whether a part exists, and its grade."""
-    some = maybe_some = not_all = maybe_not_all = np.bool_(False)
-    for exists, state in parts:
-        some = some | (exists & ((state == PARTIAL) | (state == FULL)))
-        maybe_some = maybe_some | (exists & (state != EMPTY))
-        not_all = not_all | (exists & ((state == PARTIAL) | (state == EMPTY)))
-        maybe_not_all = maybe_not_all | (exists & (state != FULL))
-    states = np.where(some & not_all, np.int8(PARTIAL), np.int8(UNSURE))
-    states = np.where(maybe_not_all, states, np.int8(FULL))
-    return np.where(maybe_some, states, np.int8(EMPTY))
-
-
-def cut(first: Any, last: Any, size: int) -> list[tuple[Any, Any, Any]]:
-    """The range first .. last as a part of the first unit of ``size``, whole units, and a part of the last one.
-
-    Returns:
-      (exists, first, last) of each; 0 .. 0 where it doesn't exist.
-    """
-    begin, end = -(-first // size) * size, (last + 1) // size * size
-    ends = (first, np.minimum(last, begin - 1)), (begin, end - 1), (np.maximum(begin, end), last)
-    return [(low <= high, np.where(low <= high, low, 0), np.where(low <= high, high, 0)) for low, high in ends]
-
+from .states import AND_TABLE, EMPTY, NOT_TABLE, OR_TABLE, UNSURE, to_state
 
 FARTHEST = 2**30  # tokens that a mask can be moved by
 BEYOND = LONGEST + 1  # all sequences are shorter, so a number of a mask that is not means 'no limit'
@@ -96,7 +58,7 @@ def set_masks(mask: "Mask", *names: str) -> None:
             raise TypeError(f"{type(mask).__name__}: {name} must be a mask, got {getattr(mask, name)!r}")
 
 
-def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
+def evaluate_rule(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
     """What a rule, maybe a user's, says of positions, its last two arguments.
 
     Raises:
@@ -139,7 +101,7 @@ def answer(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
 # eq=False: a subclass that is no dataclass of its own, with fields to compare, equals nothing but itself.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``bounds`` (or ``grade``).
+    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``block_state``.
 
     Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace. A
     subclass that is no dataclass of its own is equal to itself only.
@@ -168,7 +130,9 @@ class Mask:
         jax.tree_util.register_static(cls)  # a value, not a container of arrays, wherever JAX meets it
         register_mask(cls)
         if "__call__" in vars(cls):
-            cls.__call__ = _answering(vars(cls)["__call__"])
+            cls.__call__ = _checked_rule(vars(cls)["__call__"])
+        if "block_state" in vars(cls):
+            cls.block_state = _checked_state(vars(cls)["block_state"])
         if cls.__repr__ is Mask.__repr__:
             cls.__repr__ = Mask.__repr__  # in the class itself, where dataclasses leave it alone
         cls._writes_eq = "__eq__" in vars(cls)  # its own, not the one that dataclasses add later
@@ -189,31 +153,22 @@ class Mask:
         """Whether query position q may attend to key position k: signed integer arrays that broadcast -> bools."""
         raise TypeError(f"{type(self).__name__} is no concrete mask: it has no rule of its own")
 
-    def grade(self, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray) -> np.ndarray:
-        """`bounds` with the fourth answer UNSURE; int8, of a shape that broadcasts to the arguments' shape."""
-        if type(self).bounds is Mask.bounds:
-            return np.full(np.broadcast(q0, q1, k0, k1).shape, UNSURE, np.int8)
-        states = np.asarray(self.bounds(q0, q1, k0, k1))  # a subclass's own, whose PARTIAL may mean anything
-        if states.dtype.kind not in "iu" or (states.size and not EMPTY <= states.min() <= states.max() <= FULL):
-            raise TypeError(f"{type(self).__name__}.bounds must return integers 0, 1 or 2, got {states!r}")
-        return np.where(states == PARTIAL, np.int8(UNSURE), states)
+    def block_state(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
+        """Returns the block states of rectangles of positions; a subclass answers in closed form.
 
-    def bounds(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
-        """Grades inclusive rectangles of positions.
+        Its arguments are then int64 arrays, whatever the caller's are, and its answer may have any shape that
+        broadcasts to theirs.
 
         Args:
-          q0, q1: first and last query position of each rectangle, integer arrays (numpy).
+          q0, q1: first and last query position of each rectangle: integers or integer arrays (numpy).
           k0, k1: first and last key position; all four broadcast against each other.
 
         Returns:
-          int8 array of the broadcast shape: 0 (``EMPTY``) only if no pair is allowed, 2 (``FULL``) only if every pair
-          is, 1 (``PARTIAL``) otherwise. Primitives with a closed form are exact; a composition, `Random` and
-          `MaskMod` may say 1 where 0 or 2 would be right.
+          int8 array of the broadcast shape: 0 (EMPTY) if no pair is allowed, 2 (FULL) if every pair is, 1 (PARTIAL) if
+          some are; 3 (UNSURE) where the closed form cannot tell, and a plan looks at the pairs. Primitives are exact;
+          compositions, `Random` and `MaskMod` may be unsure. A wrong 1 makes a plan slower, a wrong 0 or 2 wrong.
         """
-        corners = [np.asarray(x, np.int64) for x in (q0, q1, k0, k1)]
-        states = self.grade(*corners)
-        shape = np.broadcast_shapes(*(c.shape for c in corners))
-        return np.broadcast_to(np.where(states == UNSURE, np.int8(PARTIAL), states), shape)
+        return np.full(np.broadcast_shapes(*map(np.shape, (q0, q1, k0, k1))), UNSURE, np.int8)
 
     def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
         """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
@@ -261,14 +216,28 @@ class Mask:
 jax.tree_util.register_static(Mask)
 
 
-def _answering(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask's rule with the answer checked: here, so that it holds wherever and in whatever a mask is asked."""
+def _checked_rule(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a mask's rule so that its answer is checked, wherever and in whatever mask it is evaluated."""
 
     @functools.wraps(call)
-    def checked(self: Mask, q: Any, k: Any) -> Any:
-        return answer(type(self).__name__, call, self, q, k)
+    def checked_call(self: Mask, q: Any, k: Any) -> Any:
+        return evaluate_rule(type(self).__name__, call, self, q, k)
 
-    return checked
+    return checked_call
+
+
+def _checked_state(block_state: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    """Wraps a mask's closed form so that it gets int64 arrays, and its states are checked and broadcast."""
+
+    @functools.wraps(block_state)
+    def checked_block_state(self: Mask, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
+        corners = [np.asarray(x, np.int64) for x in (q0, q1, k0, k1)]
+        states = np.asarray(block_state(self, *corners))
+        if states.dtype.kind not in "iu" or (states.size and not EMPTY <= states.min() <= states.max() <= UNSURE):
+            raise TypeError(f"{type(self).__name__}.block_state must return integers 0, 1, 2 or 3, got {states!r}")
+        return np.broadcast_to(states.astype(np.int8, copy=False), np.broadcast_shapes(*(x.shape for x in corners)))
+
+    return checked_block_state
 
 
 def _shown(value: Any) -> str:
@@ -354,8 +323,8 @@ class And(Mask):
     def __call__(self, q, k):
         return self.left(q, k) & self.right(q, k)
 
-    def grade(self, q0, q1, k0, k1):
-        return AND_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+    def block_state(self, q0, q1, k0, k1):
+        return AND_TABLE[self.left.block_state(q0, q1, k0, k1), self.right.block_state(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"{_operand(self.left, And)} & {_operand(self.right, And)}"
@@ -378,8 +347,8 @@ class Or(Mask):
     def __call__(self, q, k):
         return self.left(q, k) | self.right(q, k)
 
-    def grade(self, q0, q1, k0, k1):
-        return OR_TABLE[self.left.grade(q0, q1, k0, k1), self.right.grade(q0, q1, k0, k1)]
+    def block_state(self, q0, q1, k0, k1):
+        return OR_TABLE[self.left.block_state(q0, q1, k0, k1), self.right.block_state(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"{_operand(self.left, Or)} | {_operand(self.right, Or)}"
@@ -402,8 +371,8 @@ class Not(Mask):
         # `== False` and not `~`: on a Python bool `~` is arithmetic.
         return self.mask(q, k) == False  # noqa: E712
 
-    def grade(self, q0, q1, k0, k1):
-        return NOT_TABLE[self.mask.grade(q0, q1, k0, k1)]
+    def block_state(self, q0, q1, k0, k1):
+        return NOT_TABLE[self.mask.block_state(q0, q1, k0, k1)]
 
     def __repr__(self):
         return f"~{_operand(self.mask, Not)}"
@@ -429,8 +398,8 @@ class Transposed(Mask):
     def __call__(self, q, k):
         return self.mask(k, q)
 
-    def grade(self, q0, q1, k0, k1):
-        return self.mask.grade(k0, k1, q0, q1)
+    def block_state(self, q0, q1, k0, k1):
+        return self.mask.block_state(k0, k1, q0, q1)
 
     def __repr__(self):
         return f"{_operand(self.mask, Not)}.T"
@@ -474,8 +443,8 @@ class Blocks(Mask):
     def __call__(self, q, k):
         return self.mask(q // self.block, k // self.block)
 
-    def grade(self, q0, q1, k0, k1):
-        return self.mask.grade(*(x // self.block for x in (q0, q1, k0, k1)))
+    def block_state(self, q0, q1, k0, k1):
+        return self.mask.block_state(*(x // self.block for x in (q0, q1, k0, k1)))
 
 
 @strict_kwargs
@@ -516,8 +485,8 @@ class Shifted(Mask):
     def __call__(self, q, k):
         return self.mask(q + self.by, k + self.by)
 
-    def grade(self, q0, q1, k0, k1):
-        return self.mask.grade(*(x + self.by for x in (q0, q1, k0, k1)))
+    def block_state(self, q0, q1, k0, k1):
+        return self.mask.block_state(*(x + self.by for x in (q0, q1, k0, k1)))
 
 
 def shifted(mask: Mask, by: int) -> Mask:
@@ -591,10 +560,10 @@ class Array(Mask):
         inside = (q >= 0) & (q < self.array.shape[0]) & (k >= 0) & (k < self.array.shape[1])
         return inside & self.array[np.where(inside, q, 0), np.where(inside, k, 0)] if self.array.size else inside
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         rows, columns = self.array.shape
         a0, a1 = np.minimum(q0, rows), np.minimum(q1 + 1, rows)
         b0, b1 = np.minimum(k0, columns), np.minimum(k1 + 1, columns)
         c = self._counts
         count = c[a1, b1] - c[a0, b1] - c[a1, b0] + c[a0, b0]
-        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+        return to_state(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))

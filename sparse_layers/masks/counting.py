@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .algebra import FULL, PARTIAL, Mask
+from .algebra import Mask
 from .bounded_cache import bounded_cache
 from .pictures import cell_size, cells
+from .states import FULL, PARTIAL
 
 _SIDE = 512  # cells on a side of the grid that is counted
 _ELEMENTS = 1 << 22  # pairs looked at at a time

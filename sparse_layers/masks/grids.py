@@ -4,30 +4,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arguments.checks import LONGEST, as_int, checked, strict_kwargs
-from .algebra import (
-    AND_TABLE,
-    EMPTY,
-    FULL,
-    PARTIAL,
-    UNSURE,
-    Array,
-    Mask,
-    cut,
-    graded,
-    set_integers,
-    set_masks,
-    united,
-)
+from .algebra import Array, Mask, set_integers, set_masks
+from .states import EMPTY, FULL, PARTIAL, UNSURE, merge_states, product_state, split_range, to_state
 
-# Axes are independent: if each allows something and one not everything, so does the grid.
-_PRODUCT_TABLE = AND_TABLE.copy()
-_PRODUCT_TABLE[PARTIAL, PARTIAL] = PARTIAL
 _Box = list[tuple[Any, Any]]  # the first and the last coordinate on each axis
 
 
@@ -55,24 +40,24 @@ class OnGrid(Mask):
             what, product = " * ".join(names), " * ".join(map(str, self.shape))
             raise ValueError(f"{type(self).__name__}: {what} must be at most {LONGEST}, got {product}")
 
-    def grade_boxes(self, q: _Box, k: _Box) -> np.ndarray:
-        """Grades pairs of boxes of tokens, as `Mask.grade` does rectangles of positions."""
+    def box_state(self, q: _Box, k: _Box) -> np.ndarray:
+        """Returns the states of pairs of boxes of tokens, as `Mask.block_state` does of rectangles of positions."""
         raise NotImplementedError
 
     def _inside(self, q: Any, k: Any) -> Any:
         """Whether positions on the grid, or before or beyond it, are on it."""
         return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         sides = [list(_boxes(*self._clipped(*ends), self.shape)) for ends in ((q0, q1), (k0, k1))]
         beyond = (q0 < self.start) | (q1 >= self.start + self.size)
         beyond = beyond | (k0 < self.start) | (k1 >= self.start + self.size)
         inside = (
-            (exists, self.grade_boxes(q_box, k_box))
+            (exists, self.box_state(q_box, k_box))
             for (q_exists, q_box), (k_exists, k_box) in itertools.product(*sides)
             if (exists := q_exists & k_exists).any()
         )
-        return united(itertools.chain([(beyond, EMPTY)], inside))
+        return merge_states(itertools.chain([(beyond, EMPTY)], inside))
 
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
@@ -172,8 +157,8 @@ class Grid(OnGrid):
             allowed = allowed & mask(q // stride % length, k // stride % length)
         return allowed
 
-    def grade_boxes(self, q, k):
-        return product_grade(mask.grade(*a, *b) for mask, a, b in zip(self.axes, q, k, strict=True))
+    def box_state(self, q, k):
+        return product_state(mask.block_state(*a, *b) for mask, a, b in zip(self.axes, q, k, strict=True))
 
 
 def _check_covers(what: str, mask: Mask, length: int) -> None:
@@ -182,11 +167,6 @@ def _check_covers(what: str, mask: Mask, length: int) -> None:
         raise ValueError(f"{what} must have the length of its axis, {length}, got {mask!r}")
     if isinstance(mask, Array) and min(mask.array.shape) < length:
         raise ValueError(f"{what} must cover its axis of {length}, got shape {mask.array.shape}")
-
-
-def product_grade(grades: Iterable[np.ndarray]) -> np.ndarray:
-    """The grade of a box of pairs of tokens, of the grades on its axes."""
-    return functools.reduce(lambda a, b: _PRODUCT_TABLE[a, b], grades, np.array(FULL, np.int8))
 
 
 @strict_kwargs
@@ -246,11 +226,11 @@ class ColumnMajor(OnGrid):
             *(x % self.columns * self.rows + x // self.columns % self.rows for x in (q, k))
         )
 
-    def grade_boxes(self, q, k):
+    def box_state(self, q, k):
         ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
-        state = self.mask.grade(*ends[0], *ends[1])
+        state = self.mask.block_state(*ends[0], *ends[1])
         # The positions of a box are a part of what lies between its ends, but its ends are there.
-        pairs = [self.mask.grade(a, a, b, b) for a, b in itertools.product(*ends)]
+        pairs = [self.mask.block_state(a, a, b, b) for a, b in itertools.product(*ends)]
         some, lacking = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
         return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
 
@@ -315,13 +295,13 @@ class Radial(OnGrid):
             return near
         return near | ((places == 0) & (frames % -(-scale // self.places) == 0))
 
-    def grade_boxes(self, q, k):
+    def box_state(self, q, k):
         least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         some, every = self._allowed(*least), self._allowed(*most)
         # The farther the less, but for the strides of far frames.
         strided = (least[0] < most[0]) & (self._scale(most[0]) > self.places)
-        return np.where(strided, np.int8(UNSURE), graded(some, some & every))
+        return np.where(strided, np.int8(UNSURE), to_state(some, some & every))
 
 
 def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, _Box]]:
@@ -334,7 +314,7 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
         yield exists, [(np.where(exists, first, 0), np.where(exists, last, 0))]
         return
     size = math.prod(shape[1:])
-    head, (exists, low, high), tail = cut(first, last, size)
+    head, (exists, low, high), tail = split_range(first, last, size)
     if exists.any():
         whole_axes = [(np.zeros_like(low), np.full_like(low, n - 1)) for n in shape[1:]]
         yield exists, [(low // size, high // size), *whole_axes]
@@ -413,7 +393,7 @@ class Neighborhood(Mask):
         """How many positions there are of a residue."""
         return (self.length - 1 - residue) // self.dilation + 1
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         q_last, k_last = np.minimum(q1, self.length - 1), np.minimum(k1, self.length - 1)
         some, every, d = np.bool_(False), np.bool_(True), self.dilation
         # All residues from one of these to the next have the same indices in the rectangle, and as many positions.
@@ -433,4 +413,4 @@ class Neighborhood(Mask):
             every = every & (~exists | ((begins[1] <= j0) & (j1 <= ends[0])))
         if d > 1:  # with two residues on a side there are pairs of different ones
             every = every & (q0 == q_last) & (k0 == k_last)
-        return graded(some, some & every & (q1 == q_last) & (k1 == k_last))
+        return to_state(some, some & every & (q1 == q_last) & (k1 == k_last))

@@ -5,8 +5,9 @@ import html
 
 import numpy as np
 
-from .algebra import EMPTY, FULL, PARTIAL, UNSURE, Array, Blocks, Mask
+from .algebra import Array, Blocks, Mask
 from .grids import ColumnMajor, Grid, Neighborhood, Radial
+from .states import EMPTY, FULL, PARTIAL, UNSURE
 
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
 _REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
@@ -28,7 +29,7 @@ def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
         return mask.dense(q_len, kv_len) * np.int8(FULL)
     q0, k0 = np.arange(0, q_len, cell)[:, None], np.arange(0, kv_len, cell)[None, :]
     q1, k1 = np.minimum(q0 + cell, q_len) - 1, np.minimum(k0 + cell, kv_len) - 1
-    states = np.array(np.broadcast_to(mask.grade(q0, q1, k0, k1), (q0.size, k0.size)))
+    states = np.array(mask.block_state(q0, q1, k0, k1))
     row, column = np.nonzero(states == UNSURE)
     if row.size:
         states[row, column] = _refined(mask, q0[row, 0], q1[row, 0], k0[0, column], k1[0, column], cell)
@@ -51,7 +52,8 @@ def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.
         if exact:
             grades = np.broadcast_to(mask(q, k), np.broadcast_shapes(q.shape, k.shape)) * np.int8(FULL)
         else:
-            grades = mask.bounds(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
+            grades = mask.block_state(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
+            grades = np.where(grades == UNSURE, np.int8(PARTIAL), grades)
         low, high = grades.min(axis=(1, 2)), grades.max(axis=(1, 2))
         states[now] = np.where(low == high, low, np.int8(PARTIAL))
     return states

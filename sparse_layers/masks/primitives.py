@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import numpy as np
 
 from ..arguments.checks import strict_kwargs
-from .algebra import BEYOND, EMPTY, FARTHEST, FULL, UNSURE, Mask, graded, set_integers
+from .algebra import BEYOND, FARTHEST, Mask, set_integers
+from .states import EMPTY, FULL, UNSURE, to_state
 
 MOST_DRAWS = 1 << 15  # of a row of `Random`
 Draws = Annotated[int, 0, MOST_DRAWS]
@@ -29,7 +30,7 @@ class Full(Mask):
     def __call__(self, q, k):
         return (q == q) & (k == k)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         return np.int8(FULL)
 
 
@@ -49,7 +50,7 @@ class Empty(Mask):
     def __call__(self, q, k):
         return (q != q) & (k != k)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         return np.int8(EMPTY)
 
 
@@ -83,8 +84,8 @@ class Causal(Mask):
     def __call__(self, q, k):
         return k <= q
 
-    def grade(self, q0, q1, k0, k1):
-        return graded(k0 <= q1, k1 <= q0)
+    def block_state(self, q0, q1, k0, k1):
+        return to_state(k0 <= q1, k1 <= q0)
 
 
 @strict_kwargs
@@ -127,8 +128,8 @@ class Compressed(Mask):
     def __call__(self, q, k):
         return k < self._seen(q)
 
-    def grade(self, q0, q1, k0, k1):
-        return graded(k0 < self._seen(q1), k1 < self._seen(q0))
+    def block_state(self, q0, q1, k0, k1):
+        return to_state(k0 < self._seen(q1), k1 < self._seen(q0))
 
     def _seen(self, q):
         """Keys that a query sees, or a number below 0: one quotient a position, of a number that is not negative."""
@@ -173,14 +174,14 @@ class Window(Mask):
         after = (q == q) & (k == k) if self.left is None else q - self.left <= k
         return after if self.right is None else after & (k - self.right <= q)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         lowest, highest = q0 - k1, q1 - k0  # q - k takes every value in between
         some, every = np.bool_(True), np.bool_(True)
         if self.left is not None:
             some, every = some & (lowest <= self.left), every & (highest <= self.left)
         if self.right is not None:
             some, every = some & (highest >= -self.right), every & (lowest >= -self.right)
-        return graded(some, every)
+        return to_state(some, every)
 
 
 @strict_kwargs
@@ -214,10 +215,10 @@ class Strided(Mask):
         # One remainder a position and one comparison a pair, instead of a remainder a pair.
         return q % self.stride == k % self.stride
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         lowest, highest = q0 - k1, q1 - k0
         some = highest // self.stride > (lowest - 1) // self.stride
-        return graded(some, some & ((lowest == highest) | (self.stride == 1)))
+        return to_state(some, some & ((lowest == highest) | (self.stride == 1)))
 
 
 @strict_kwargs
@@ -250,10 +251,10 @@ class BlockDiagonal(Mask):
     def __call__(self, q, k):
         return q // self.size == k // self.size
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         a0, a1, b0, b1 = (x // self.size for x in (q0, q1, k0, k1))
         some = (a0 <= b1) & (b0 <= a1)
-        return graded(some, some & (a0 == a1) & (b0 == b1))
+        return to_state(some, some & (a0 == a1) & (b0 == b1))
 
 
 @strict_kwargs
@@ -306,14 +307,14 @@ class Columns(Mask):
         offset = k % self.period
         return (offset >= self.start) & (offset < self.end) & (q == q)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         def before(x):  # summary keys in [0, x)
             return x // self.period * (self.end - self.start) + np.clip(
                 x % self.period - self.start, 0, self.end - self.start
             )
 
         count = before(k1 + 1) - before(k0)
-        return graded(count > 0, count == k1 - k0 + 1)
+        return to_state(count > 0, count == k1 - k0 + 1)
 
 
 @strict_kwargs
@@ -344,8 +345,8 @@ class Prefix(Mask):
     def __call__(self, q, k):
         return (k < self.size) & (q == q)
 
-    def grade(self, q0, q1, k0, k1):
-        return graded(k0 < self.size, k1 < self.size)
+    def block_state(self, q0, q1, k0, k1):
+        return to_state(k0 < self.size, k1 < self.size)
 
 
 @strict_kwargs
@@ -376,8 +377,8 @@ class Global(Mask):
     def __call__(self, q, k):
         return (k < self.size) | (q < self.size)
 
-    def grade(self, q0, q1, k0, k1):
-        return graded((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
+    def block_state(self, q0, q1, k0, k1):
+        return to_state((k0 < self.size) | (q0 < self.size), (k1 < self.size) | (q1 < self.size))
 
 
 @strict_kwargs
@@ -400,13 +401,13 @@ class LogSparse(Mask):
         distance = q - k
         return (distance >= 0) & ((distance & (distance - 1)) == 0)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         def up_to(x):  # allowed distances in [0, x]; frexp's exponent is the bit length, exact below 2**53
             return np.where(x < 0, 0, 1 + np.frexp(np.maximum(x, 0).astype(np.float64))[1])
 
         lowest, highest = q0 - k1, q1 - k0
         count = up_to(highest) - up_to(lowest - 1)
-        return graded(count > 0, count == highest - lowest + 1)
+        return to_state(count > 0, count == highest - lowest + 1)
 
 
 @strict_kwargs
@@ -460,7 +461,7 @@ class Random(Mask):
             hit = hit | (self.draw(q, i) == k)
         return hit & (k < self._end(q))
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         rows = int(np.max(q1 - q0, initial=0)) + 1
         if rows > 32 or not np.size(q0):  # a coarse rectangle is not worth the draws; nothing has no first row
             return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
@@ -481,7 +482,7 @@ class Random(Mask):
             for table in draws:
                 draw = np.where(exists, table[own], -1).astype(signed)
                 count += (draw - first).view(unsigned) <= width
-        return graded(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
+        return to_state(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 
 def _hash(x: Any, salt: int) -> Any:

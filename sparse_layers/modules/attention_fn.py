@@ -17,7 +17,6 @@ from ..masks.algebra import Mask
 from ..masks.bounded_cache import bounded_cache
 from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
-from ..ops.choosing import choose
 from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.stores import rows_of
@@ -27,6 +26,7 @@ from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
 from ..ops.planning.platforms import first_choice
 from ..ops.planning.selection import Selection
+from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
 from .settings import FnOptions, check_array, check_settings
 
@@ -160,7 +160,7 @@ class AttentionFn:
                     "must be given to one of these"
                 )
             scored = (query, key) if index is None else index.arrays(rows)
-            selection = choose(self.selection, *scored, segment_ids, **shared)
+            selection = select_blocks(self.selection, *scored, segment_ids, **shared)
         size = max(query.shape[-1], value.shape[-1])
         plan = self.plan(query.shape[1], key.shape[1], causal=causal, dtype=query.dtype, head_size=size)
         options: dict[str, Any] = {
@@ -213,7 +213,7 @@ class AttentionFn:
         self._check_selection(selection)
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # Where there are no more blocks than are chosen, everyone looks at all.
-        if scorer is not None and pooled is not None and scorer.chooses(total) and end > scorer.count * scorer.block:
+        if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
             keys = rows_of(caches[1].keys[caches[1].layout.whole()])
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..ops.kernels.call import accumulator
+from ..ops.kernels.numerics import accumulator_dtype
 
 # Above, a product with one-hot rows costs more than adding up rows one by one.
 _FEW = 1024
@@ -62,7 +62,7 @@ def _rows_bwd(dtype, residuals, gradient):
         gradient,
         ((over, over), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=accumulator(gradient.dtype),
+        preferred_element_type=accumulator_dtype(gradient.dtype),
     )
     return sums.astype(table.dtype), None
 

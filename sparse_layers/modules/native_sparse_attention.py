@@ -14,11 +14,11 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..arguments.checks import strict_kwargs
 from ..masks.primitives import Causal, Compressed, Window
-from ..ops.choosing import choose
 from ..ops.decoding.checks import checked_positions
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
+from ..ops.select import select_blocks
 from ..scorers import NSA, as_nsa
 from .attention import check_step, checked_prompts
 from .attention_fn import AttentionFn
@@ -378,7 +378,7 @@ class NativeSparseAttention(nnx.Module):
         pooled, value = self._windows(self._whole(keys[0]), self._whole(values[0]), first)
         if selection is None:
             shared: Any = {"scale": self.selected.scale, "query_sharding": self.selected.query_sharding}
-            selection = choose(nsa, query, keys[1], ids, pooled=pooled, **shared)
+            selection = select_blocks(nsa, query, keys[1], ids, pooled=pooled, **shared)
         of_windows = None if ids is None else (ids, self._of_windows(ids))
         compressed = self.compressed.attend(query, pooled, value, segment_ids=of_windows)
         selected = self.selected.attend(query, keys[1], values[1], segment_ids=ids, selection=selection)

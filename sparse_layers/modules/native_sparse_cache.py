@@ -112,7 +112,7 @@ class NSACache:
         found = self.windows.attend(query, jnp.maximum(window, 0), scale=scale)
         compressed = jnp.where((position >= size - 1)[:, None, None], found, 0)
         blocks = self.blocks
-        if selection is None and nsa.chooses(self.seq_len):
+        if selection is None and nsa.selects(self.seq_len):
             pooled = self.windows.keys[0][:, :, 0].swapaxes(1, 2)
             blocks = dataclasses.replace(blocks, selection=nsa, pooled=pooled)
         selected = blocks.attend(query, position, scale=scale, selection=selection)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arguments.checks import Natural, Positive, as_float, as_int, checked, strict_kwargs
 from ..masks.grids import grid_shape
-from ..ops.kernels.call import accumulator
+from ..ops.kernels.numerics import accumulator_dtype
 from ..ops.layouts import warn_of_heads
 
 
@@ -318,7 +318,7 @@ class Rope:
         positions = jnp.arange(x.shape[-3]) if positions is None else jnp.asarray(positions)
         if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")
-        dtype, pairs = accumulator(x.dtype), self.pairs(x.shape[-1])
+        dtype, pairs = accumulator_dtype(x.dtype), self.pairs(x.shape[-1])
         # Ranks and dtypes are made equal here: JAX promotes neither where users forbid it.
         positions = jnp.expand_dims(positions, tuple(range(x.ndim - 2 - positions.ndim)))
 

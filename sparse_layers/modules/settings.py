@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from ..arguments.checks import Length, Positive, as_float, checked
 from ..arguments.foreign import one_line
-from ..ops.kernels.call import is_floating
+from ..ops.kernels.validation import is_floating
 from ..ops.planning.params import BwdParams, FwdParams
 from ..scorers import Scorer
 from .rope import Rope

@@ -11,7 +11,7 @@ from flax.typing import Dtype
 from ..arguments.checks import as_float
 from ..arguments.foreign import one_line
 from ..masks.adapters import by_entry
-from ..ops.kernels.call import transposed
+from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
@@ -178,7 +178,7 @@ def check_inputs(
         for name, ids, x in zip(names, arrays, inputs.values(), strict=True):
             check_array(name, ids, "[..., T]")
             if ids.shape != x.shape[:-1]:
-                hint = transposed(ids.shape, x.shape[:-1])
+                hint = transposed_hint(ids.shape, x.shape[:-1])
                 raise ValueError(f"{name} must have one id a token, {x.shape[:-1]}, got shape {ids.shape}{hint}")
     if positions is not None:
         check_positions(positions, query.shape[:-1])
@@ -203,5 +203,5 @@ def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
         raise ValueError(f"positions must be integers, got {positions.dtype}")
     shapes = dict.fromkeys((tokens, tokens[-1:]))
     if positions.shape not in shapes:
-        hint = transposed(positions.shape, tokens)
+        hint = transposed_hint(positions.shape, tokens)
         raise ValueError(f"positions must have shape {' or '.join(map(str, shapes))}, got {positions.shape}{hint}")

@@ -1,73 +1,40 @@
-"""The op: validates once, picks an implementation, owns the only `jax.custom_vjp`."""
+"""The op: it checks its arguments once, picks an implementation, and computes attention over a pattern."""
 
 import dataclasses
-import functools
-import logging
-import warnings
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import jax
-import jax.core
-import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from ..arguments.checks import checked, strict_kwargs
 from ..arguments.foreign import BY_ENTRY, REVERSE_ONLY
 from ..masks.adapters import MaskLike, by_entry
-from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
-from . import layouts, lowering, shard_calls, sharding
-from .kernels import cudnn, pallas_tpu, reference, xla
-from .kernels.call import (
-    Call,
-    Operands,
+from . import layouts, sharding
+from .custom_vjp import jitted_attend
+from .implementations import pick_implementation
+from .kernels.call import Call
+from .kernels.operands import Operands
+from .kernels.validation import (
     check_arrays,
     checked_array,
     checked_scalars,
     checked_segments,
     checked_selection,
     checked_sinks,
-    lowered,
     swapped_hint,
 )
-from .kernels.gpu_attention import hopper, triton
-from .kernels.operands import by_name, rows_of
 from .planning.mask_info import masks_for
 from .planning.params import BwdParams, FwdParams, checked_params
 from .planning.plan import Plan, make_plan
-from .planning.platforms import (
-    FALLBACK,
-    TUNING,
-    candidates,
-    checked_implementation,
-    first_choice,
-    platform,
-)
+from .planning.platforms import TUNING, checked_implementation, first_choice, platform
 from .planning.selection import Selection
-
-_log = logging.getLogger(__name__)
-
-# Names of out and lse for policies of `jax.checkpoint`: whoever keeps these two does not compute the forward twice.
-SAVED = ("sparse_attention_out", "sparse_attention_lse")
-
-# A new backend is one name here, and in platforms.py what it is tried for and how its block sizes are chosen.
-IMPLEMENTATIONS = {
-    "pallas_tpu": pallas_tpu,
-    "hopper": hopper,
-    "triton": triton,
-    "cudnn": cudnn,
-    "xla": xla,
-    "reference": reference,
-}
-
 
 SegmentIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 
 class _Options(TypedDict, total=False):
-    """Types of what does not change the type of the result."""
+    """The types of the arguments that do not change the type of the result."""
 
     segment_ids: SegmentIds | None
     selection: Selection | None
@@ -201,8 +168,8 @@ def block_sparse_attention(
     checked("return_lse", return_lse, bool)
     checked_implementation(implementation)
     check_arrays(query, key, value)
-    unbatched, query_sharding = query.ndim == 3, sharding.add_batch_axis(query_sharding, query)
-    if unbatched:
+    is_unbatched, query_sharding = query.ndim == 3, sharding.add_batch_axis(query_sharding, query)
+    if is_unbatched:
         query, key, value = query[None], key[None], value[None]
     b, t, n, h = query.shape
     s = key.shape[1]
@@ -216,240 +183,34 @@ def block_sparse_attention(
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
         for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
     )
-    segments = checked_segments(segment_ids, () if unbatched else (b,), (t, s), n)
-    chosen, sizes = _chosen(selection, query, key, unbatched)
-    if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # nothing else says T
-        layouts.warn_of_heads("block_sparse_attention", query.shape[unbatched:], key.shape[1:3])
-    if not b:  # nothing is limited, and lists of each batch entry would be none
-        segments = chosen = sizes = None
-    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse, selection=sizes)
-    operands = Operands(query, key, value, sinks, segments, mask, chosen)
+    segments = checked_segments(segment_ids, () if is_unbatched else (b,), (t, s), n)
+    selection = _checked_selection(selection, query, key, is_unbatched)
+    if segments is None and not isinstance(plan_or_mask, Plan | jax.Array | np.ndarray):  # these say T
+        layouts.warn_of_heads("block_sparse_attention", query.shape[is_unbatched:], key.shape[1:3])
+    if not b:  # there would be no block lists
+        segments = selection = None
+    call = Call(plan, fwd, bwd, params, scale, logits_soft_cap, return_lse)
+    operands = Operands(query, key, value, sinks, segments, mask, selection)
     if implementation is None:
-        call = dataclasses.replace(call, chosen_for=platform())
-    lse: Any  # None if nobody asked for it
+        call = dataclasses.replace(call, picked_for=platform())
+    lse: Any  # None if JAX differentiates the implementation
     name = pick_implementation(implementation, call, operands)
     try:
-        out, lse = _jitted_attend(name, call, query_sharding, operands)
-    except TypeError as error:  # JAX's, of any jax.custom_vjp
+        out, lse = jitted_attend(name, call, query_sharding, operands)
+    except TypeError as error:  # JAX raises it for any jax.custom_vjp
         if "forward-mode" in str(error):
             raise TypeError(REVERSE_ONLY) from error
         raise
-    if unbatched:
+    if is_unbatched:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
 
 
-def implementations() -> tuple[str, ...]:
-    """The names that ``block_sparse_attention(implementation=)`` takes.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> sl.implementations()
-      ('pallas_tpu', 'hopper', 'triton', 'cudnn', 'xla', 'reference')
-    """
-    return tuple(IMPLEMENTATIONS)
-
-
-# --- the derivative --------------------------------------------------------------------------------------------------
-
-
-class _Work(NamedTuple):
-    """What a device computes of a call: all of it, or of a sequence that is spread over devices a piece.
-
-    Attributes:
-      implementation: that computes it.
-      call: the piece's, or the device's.
-      home: where its queries live, if that may be elsewhere.
-    """
-
-    implementation: str
-    call: Call
-    home: shard_calls.QueryHome | None = None
-
-    def send(self, x: jax.Array) -> jax.Array:
-        return x if self.home is None else self.home.send(x)
-
-    def return_(self, x: jax.Array) -> jax.Array:
-        return x if self.home is None else self.home.return_(x)
-
-
-def _run(implementation: str, call: Call, query_sharding: Any, operands: Operands):
-    """(out, lse), or (out, None) of an implementation that JAX differentiates."""
-    function, together = functools.partial(_on_device, implementation, call), (call.selection or (0, 1))[1]
-    computed_length = functools.partial(shard_calls.computed_length, call, _can_merge(implementation, call))
-    return sharding.over_known_axes(function, operands, query_sharding, together, computed_length)
-
-
-def _on_device(implementation: str, call: Call, shard: sharding.Shard | None, operands: Operands):
-    operands = sharding.match_varying(operands, operands)
-    if shard is None and implementation == "pallas_tpu":
-        sharding.check_tpu_sharding(operands)
-    work, of_work = [_Work(implementation, call)], [operands]
-    if shard is not None and shard.sequence is not None:
-        found = [*shard_calls.split_call(call, shard, operands, can_merge=_can_merge(implementation, call))]
-        named = implementation if call.chosen_for is None else None
-        work = [_Work(pick_implementation(named, each, own, len(found) == 1), each, home) for each, home, own in found]
-        of_work = [own for *_, own in found]
-    if hasattr(IMPLEMENTATIONS[work[0].implementation], "attend"):
-        attend, call, own = IMPLEMENTATIONS[work[0].implementation].attend, work[0].call, of_work[0]
-        return (attend(call, own) if shard is None else shard.call_backend(attend, call, own)), None
-    given = operands.segments is not None or operands.chosen is not None
-    all_see = not given and call.plan is not None and call.plan.sees_itself
-    return _attend(tuple(work), shard, all_see, tuple(of_work))
-
-
-def _can_merge(implementation: str, call: Call) -> bool:
-    """Whether parts of a call are computed each by its own; by whatever implementation, if none was named."""
-    return _computes_parts(IMPLEMENTATIONS[implementation]) or call.chosen_for is not None
-
-
-def _computes_parts(backend: Any) -> bool:
-    """Whether results of parts of a call may be merged: there is lse, and a backward pass that takes that of all."""
-    return getattr(backend, "COMPUTES_PARTS", not hasattr(backend, "attend"))
-
-
-def _shared(function: Callable[..., Any], call: Call, shard: sharding.Shard | None, *args: Any) -> Any:
-    """A backend's forward or backward: of this device's share, if one is known, otherwise for the partitioner."""
-    return (
-        sharding.over_auto_axes(function, call, *args) if shard is None else shard.call_backend(function, call, *args)
-    )
-
-
-def _forward(work: tuple[_Work, ...], shard: sharding.Shard | None, all_see: bool, operands: tuple[Operands, ...]):
-    """(out, lse) of the pieces together; ``all_see``: whether it is known that every query sees a key."""
-    found: list[Any] = []
-    for each, own in zip(work, operands, strict=True):
-        if each.call.chosen_for is not None:
-            own = own._replace(query=lowering.chosen(own.query, each.implementation, each.call.chosen_for))
-        own = own._replace(query=_in_turn(work, found, own.query))
-        found.append(_shared(IMPLEMENTATIONS[each.implementation].forward, each.call, shard, own))
-    found = [(each.return_(out), each.return_(lse)) for each, (out, lse) in zip(work, found, strict=True)]
-    if len(found) == 1:
-        return found[0]
-    return shard_calls.merge_chunks([each.home for each in work], found)
-
-
-def _in_turn(work: tuple[_Work, ...], found: list[Any], x: jax.Array) -> jax.Array:
-    """x of the work after what was found; if queries of the last of that travel, x is there when they are computed.
-
-    XLA would begin with a piece whose queries come from elsewhere, or wait for results that are on their way home.
-    """
-    if found and (before := work[len(found) - 1].home) is not None and before.exchange.query_moves:
-        x, found[-1] = jax.lax.optimization_barrier((x, found[-1]))
-    return x
-
-
-_attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
-
-
-def _attend_fwd(work, shard, all_see, operands):
-    results = _forward(work, shard, all_see, operands)
-    out, lse = (checkpoint_name(x, name) for x, name in zip(results, SAVED, strict=True))
-    return (out, lse), (operands, out, lse)
-
-
-def _attend_bwd(work, shard, all_see, residuals, cotangents):
-    operands, out, lse = residuals
-    dout, dlse = cotangents
-    first, dead = operands[0], lse == -jnp.inf
-    if not all_see:
-        # A row that attends to nothing is a constant: whatever its cotangents are, also NaN, nothing may come of them.
-        dlse, dout = jnp.where(dead, 0, dlse), jnp.where(dead[..., None], 0, dout)
-    lse = lowered(lse)
-    # d lse / d scores are the weights themselves, so the gradient of lse only shifts delta.
-    delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
-    found: list[Any] = []
-    for each, own in zip(work, operands, strict=True):
-        *scalars, dout_there = (each.send(x) for x in (lse, delta, dout))
-        by_query = *scalars, _in_turn(work, found, dout_there)
-        found.append(_shared(IMPLEMENTATIONS[each.implementation].backward, each.call, shard, own, *by_query))
-    gradients = [by_name(own, x._asdict()) for own, x in zip(operands, found, strict=True)]
-    if first.sinks is not None:
-        weight = jnp.exp(jnp.minimum(first.sinks.astype(lse.dtype)[None, None] - jnp.where(dead, 0, lse), 0))
-        dsinks = -(weight * delta).sum((0, 1)).astype(first.sinks.dtype)
-        gradients[0] = gradients[0]._replace(sinks=dsinks)
-    return (tuple(gradients),)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _jitted_attend(implementation: str, call: Call, query_sharding: Any, operands: Operands):
-    """`_run`, compiled once for each (implementation, call, sharding, shapes), also for eager callers."""
-    return _program(implementation, call, query_sharding)(operands)
-
-
-# A function of its own for each call: JAX forgets what it traced and compiled of a function when that is forgotten.
-@bounded_cache(extra_bytes=PROGRAM_BYTES)
-def _program(implementation: str, call: Call, query_sharding: Any) -> Callable[[Operands], Any]:
-    return jax.jit(functools.partial(_run, implementation, call, query_sharding))
-
-
-# --- validation ------------------------------------------------------------------------------------------------------
-
-
-def pick_implementation(implementation: str | None, call: Call, operands: Operands, alone: bool = True) -> str:
-    """The name of the implementation that will serve a call: the given one, or the first that can.
-
-    One that computes no parts serves what is computed ``alone``.
-
-    Raises:
-      NotImplementedError: the given one cannot; says why.
-    """
-    if implementation is not None:
-        reason = _unsupported(implementation, call, operands)
-        if reason is not None:
-            raise NotImplementedError(f"{implementation}: {reason}; implementation=None or 'xla' serves this call")
-        return implementation
-    here, (name, reasons) = platform(), ranked(call, operands, alone)
-    _log.debug("block_sparse_attention runs %r%s", name, "".join(f"; {x}: {reason}" for x, reason in reasons.items()))
-    if _log.isEnabledFor(logging.DEBUG) and hasattr(IMPLEMENTATIONS[name], "notes"):
-        for note in IMPLEMENTATIONS[name].notes(call, operands):
-            _log.debug("%r: %s", name, note)
-    if name in FALLBACK and here != "cpu":
-        told = [f"{other}: {reason}" for other, reason in reasons.items()] or [f"no kernels for {here} yet"]
-        _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {here}: {'; '.join(told)}")
-    return name
-
-
-def ranked(call: Call, operands: Operands, alone: bool = True) -> tuple[str, dict[str, str]]:
-    """The implementation that ``implementation=None`` picks, and for each that comes before it the reason against it.
-
-    It logs nothing, so that tools may ask, too.
-
-    Raises:
-      NotImplementedError: none can serve the call; says why.
-    """
-    reasons: dict[str, str] = {}
-    for name in candidates(platform()):
-        backend = IMPLEMENTATIONS[name]
-        reason = _unsupported(name, call, operands)
-        if reason is None and not alone and not _computes_parts(backend):
-            reason = "it computes no part of a call"
-        if reason is None and hasattr(backend, "outdone"):
-            reason = backend.outdone(call, operands)
-        if reason is None:
-            return name, reasons
-        reasons[name] = reason
-    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise NotImplementedError(f"no implementation can serve this call; {told}")
-
-
-def _unsupported(implementation: str, call: Call, operands: Operands) -> str | None:
-    """Returns why an implementation cannot serve a call, or None."""
-    for row in rows_of(operands).values():
-        if row.backends is not None and implementation not in row.backends:
-            return f"it does not know {row.label}"
-    return IMPLEMENTATIONS[implementation].unsupported(call, operands)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
+# --- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> tuple[Plan | None, jax.Array | None]:
-    """The plan, or the run-time mask [heads, T, S]."""
+    """Returns (plan, None), or (None, mask [heads, T, S]) for a run-time mask."""
     if isinstance(plan_or_mask, Plan):
         plan = plan_or_mask
         if fwd_params is not None or bwd_params is not None:
@@ -486,10 +247,10 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
     return plan, None
 
 
-def _chosen(selection, query, key, unbatched) -> tuple[jax.Array | None, tuple[int, int] | None]:
-    """The ids of a selection [B, Tq, G, k], and its sizes."""
+def _checked_selection(selection: Any, query: jax.Array, key: jax.Array, is_unbatched: bool) -> Selection | None:
+    """Returns a checked selection with ids [B, Tq, G, k]."""
     if selection is None:
-        return None, None
+        return None
     (b, t, n, _), (s, k) = query.shape, key.shape[1:3]
-    ids = checked_selection(selection, () if unbatched else (b,), (t, s), (n, k))
-    return ids.reshape(b, *ids.shape[-3:]), (selection.block, selection.granularity)
+    ids = checked_selection(selection, () if is_unbatched else (b,), (t, s), (n, k))
+    return jax.tree.map(lambda _: ids.reshape(b, *ids.shape[-3:]), selection)

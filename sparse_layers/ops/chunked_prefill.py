@@ -18,7 +18,7 @@ from .attention import block_sparse_attention
 from .decoding.cache import KVCache
 from .decoding.layout import Heads
 from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
-from .kernels.call import merged
+from .kernels.numerics import merge_by_lse
 from .planning.selection import Selection
 from .planning.views import Reordered, RowOrder
 
@@ -83,7 +83,7 @@ def attend_chunk(
                 **options,
             )
             results.append([order.scatter(x)[:, start - first :] for x in (out.astype(lse.dtype), lse)])
-        outs.append(functools.reduce(merged, results)[0])
+        outs.append(functools.reduce(merge_by_lse, results)[0])
     return all_heads(outs, [heads.queries for heads, _ in groups], axis=2).astype(query.dtype)
 
 

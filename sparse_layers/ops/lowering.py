@@ -1,7 +1,7 @@
-"""A choice that was made for one platform is not frozen into a program for another.
+"""An implementation that was picked for one platform is refused in a program that is lowered for another one.
 
-``implementation=None`` is resolved where the op is traced. `jax.export` and ``lower(lowering_platforms=)`` may turn the
-trace into a program for another platform, which is known only then: a primitive that does nothing looks at it.
+``implementation=None`` is resolved where the op is traced. `jax.export` and ``lower(lowering_platforms=)`` may lower
+the trace for another platform, which is known only then. A primitive that computes nothing checks it when lowered.
 """
 
 import jax
@@ -11,19 +11,19 @@ from jax.interpreters import ad, batching, mlir
 from .planning.platforms import candidates, generic
 
 
-def chosen(x: jax.Array, implementation: str, platform: str) -> jax.Array:
-    """x; in programs for platforms that would not choose this implementation, a ValueError when they are lowered."""
-    return _chosen_p.bind(x, implementation=implementation, platform=platform)
+def guard_platform(x: jax.Array, implementation: str, platform: str) -> jax.Array:
+    """Returns x; lowering the program for a platform that would not pick this implementation raises ValueError."""
+    return _guard_p.bind(x, implementation=implementation, platform=platform)
 
 
-_chosen_p = Primitive("sparse_attention_chosen")
-_chosen_p.def_impl(lambda x, **_: x)
-_chosen_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(_chosen_p, lambda cotangent, x, **_: [cotangent])
-batching.defvectorized(_chosen_p)
+_guard_p = Primitive("sparse_attention_platform_guard")
+_guard_p.def_impl(lambda x, **_: x)
+_guard_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(_guard_p, lambda cotangent, x, **_: [cotangent])
+batching.defvectorized(_guard_p)
 
 
-def _lowered(context, x, *, implementation, platform):
+def _check_platforms(context, x, *, implementation, platform):
     # JAX leaves the platforms of a rule open where it lowers for those of the module.
     targets = dict.fromkeys(map(generic, context.platforms or context.module_context.platforms))
     for target in targets:
@@ -42,4 +42,4 @@ def _lowered(context, x, *, implementation, platform):
     return [x]
 
 
-mlir.register_lowering(_chosen_p, _lowered)
+mlir.register_lowering(_guard_p, _check_platforms)

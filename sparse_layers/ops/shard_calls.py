@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from ..masks.algebra import Mask
 from . import collectives
-from .kernels.call import Call, Operands, merged
-from .kernels.operands import moved, rows_of
+from .kernels.call import Call
+from .kernels.numerics import merge_by_lse
+from .kernels.operands import Operands, moved, rows_of
 from .planning.context_parallel import MaskPart, gather_all_keys, padded_length, plan_exchanges
 from .planning.exchanges import AllGather, AllToAll, Exchange, Halo
 from .planning.plan import Plan
@@ -60,10 +61,12 @@ def split_call(
         exchange = AllGather(sequence.length, sequence.devices, RowOrder(operands.key.shape[1]))
         yield _local_call(call, exchange, _plan(call).masks), None, operands
         return
-    mask_parts = _mask_parts(call, shard, sequence, can_merge and operands.chosen is None)
+    mask_parts = _mask_parts(call, shard, sequence, can_merge and operands.selection is None)
     # In zigzag order, results return home while other parts are computed: these parts come first.
     mask_parts = sorted(mask_parts, key=lambda mask_part: len(mask_part.exchange.chunks), reverse=True)
-    call = dataclasses.replace(call, exchanging=any(isinstance(exchange, AllToAll) for exchange, _ in mask_parts))
+    call = dataclasses.replace(
+        call, exchanges_queries=any(isinstance(exchange, AllToAll) for exchange, _ in mask_parts)
+    )
     for number, (exchange, masks) in enumerate(mask_parts):
         inputs = moved(operands, "s", functools.partial(collectives.exchange_keys, exchange, axes=sequence.axes))
         if number:
@@ -82,7 +85,7 @@ def merge_chunks(
     for first, stop in itertools.pairwise(sorted({end for span in spans for end in span})):
         covering = [(span, x) for span, x in zip(spans, results, strict=True) if span[0] <= first < span[1]]
         states = [[x[:, first - begin : stop - begin] for x in out_lse] for (begin, _), out_lse in covering]
-        out, lse = functools.reduce(merged, ((out.astype(lse.dtype), lse) for out, lse in states))
+        out, lse = functools.reduce(merge_by_lse, ((out.astype(lse.dtype), lse) for out, lse in states))
         merged_ranges.append((out.astype(states[0][0].dtype), lse))
     outs, lses = zip(*merged_ranges, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
@@ -90,7 +93,7 @@ def merge_chunks(
 
 def computed_length(call: Call, can_merge: bool, length: int, devices: int, groups: int) -> int:
     """Returns the padded length at which a sequence is computed; ``can_merge`` as in `split_call`."""
-    if call.plan is None or call.selection is not None or not can_merge:
+    if call.plan is None or not can_merge:
         return length
     return padded_length(call.plan.masks, length, devices, call.plan.implementation, groups)
 

@@ -24,8 +24,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .kernels.call import Call, Operands
-from .kernels.operands import axes_of, by_name, differentiated, rows_of
+from .kernels.call import Call
+from .kernels.operands import Operands, axes_of, differentiated, labels_of
 from .planning.platforms import platform
 
 # Axes that the partitioner splits, and those of `jax.vmap`, v0, v1, ...; see `Operand` for all.
@@ -88,8 +88,10 @@ class Shard:
     ) -> "Shard":
         """Returns the shard of a device, if mesh axes split the heads of the operands, which hold all heads."""
         shards = math.prod(mesh.shape[axis] for axis in axes)
-        arrays = {name: axes for name, axes in axes_of(operands)._asdict().items() if isinstance(axes, str)}
-        kv_head_axes = tuple((name, axes.split().index("k")) for name, axes in arrays.items() if "k" in axes.split())
+        names = {name: jax.tree.leaves(axes)[:1] for name, axes in axes_of(operands)._asdict().items()}
+        kv_head_axes = tuple(
+            (name, axes.split().index("k")) for name, first in names.items() for axes in first if "k" in axes.split()
+        )
         return Shard(operands.query.shape[-2], operands.key.shape[-2], shards, axes, kv_head_axes, sequence)
 
     @property
@@ -105,7 +107,10 @@ class Shard:
         if self.splits_kv_heads:
             return self._call_with_local_plan(function, call, operands, *by_query)
         kv_heads = self.local_kv_heads()
-        local = {name: jnp.take(getattr(operands, name), kv_heads, axis=axis) for name, axis in self.kv_head_axes}
+        local = {
+            name: jax.tree.map(functools.partial(jnp.take, indices=kv_heads, axis=axis), getattr(operands, name))
+            for name, axis in self.kv_head_axes
+        }
         results = self._call_with_local_plan(function, call, operands._replace(**local), *by_query)
         if not by_query:
             return results
@@ -181,14 +186,13 @@ def over_known_axes(
     function: Callable[[Shard | None, Operands], Any],
     operands: Operands,
     query_sharding: PartitionSpec | None,
-    granularity: int = 1,
     computed_length: Callable[[int, int, int], int] | None = None,
 ) -> tuple[Any, Any]:
     """Maps function(shard, operands) -> (out, lse or None) over the devices, each with its batch entries and heads.
 
     The shard is None if the sharding of the operands is unknown: the mesh in force has no axes of type Explicit, and
-    ``query_sharding`` is None. ``granularity`` is that of the selection, if there is one. A sequence whose keys are
-    sharded is padded to ``computed_length(tokens, devices, query heads of a key head)`` tokens.
+    ``query_sharding`` is None. A sequence whose keys are sharded is padded to
+    ``computed_length(tokens, devices, query heads of a key head)`` tokens.
 
     Raises:
       ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
@@ -204,7 +208,7 @@ def over_known_axes(
         over_axes = set()
     else:
         return function(None, operands)
-    sequence = _sequence_shards(operands, mesh, _axis_names(tokens), granularity, source)
+    sequence = _sequence_shards(operands, mesh, _axis_names(tokens), source)
     if sequence is not None and sequence.shards_keys and computed_length is not None:
         groups = operands.query.shape[2] // operands.key.shape[2]
         sequence = dataclasses.replace(sequence, length=computed_length(sequence.length, sequence.devices, groups))
@@ -213,20 +217,17 @@ def over_known_axes(
     length = operands.query.shape[1]
     if sequence is not None:
         over |= {"t": tokens, "r": tokens, "s": tokens if sequence.shards_keys else None}
-        operands = _pad_tokens(operands, sequence, granularity)
+        operands = _pad_tokens(operands, sequence)
     specs = jax.tree.map(lambda axes: _partition_spec(axes, over), axes_of(operands))
     if AxisType.Explicit in mesh.axis_types:
-        labels = by_name(operands, {name: row.label for name, row in rows_of(operands).items()})
-        operands = jax.tree.map(functools.partial(_reshard, mesh), operands, specs, labels)
+        operands = jax.tree.map(functools.partial(_reshard, mesh), operands, specs, labels_of(operands))
     by_query = PartitionSpec(batch, tokens, heads)
     mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=by_query, axis_names=over_axes)
     results = mapped(functools.partial(function, shard))(operands)
     return results if sequence is None else jax.tree.map(lambda x: x[:, :length], results)
 
 
-def _sequence_shards(
-    operands: Operands, mesh: Any, axes: tuple[str, ...], granularity: int, source: str
-) -> SequenceShards | None:
+def _sequence_shards(operands: Operands, mesh: Any, axes: tuple[str, ...], source: str) -> SequenceShards | None:
     """Returns how the sequence is sharded over mesh axes; None on one device. Errors name ``source``.
 
     Raises:
@@ -239,8 +240,8 @@ def _sequence_shards(
         raise ValueError(
             f"{source}: axes of a sequence must be in the order of the mesh, {mesh.axis_names}, got {axes}"
         )
-    local_len = -(-length // devices)
-    if operands.chosen is not None and local_len % granularity:
+    local_len, granularity = -(-length // devices), _granularity(operands)
+    if local_len % granularity:
         raise ValueError(
             f"selection: granularity must divide the {local_len} queries of a device, {length} are spread over "
             f"{devices}, got {granularity}"
@@ -249,16 +250,21 @@ def _sequence_shards(
     return SequenceShards(axes, devices, length, length == kv_len and not by_pair)
 
 
-def _pad_tokens(operands: Operands, sequence: SequenceShards, granularity: int) -> Operands:
+def _pad_tokens(operands: Operands, sequence: SequenceShards) -> Operands:
     """Pads operands to equally many tokens on each device; padding belongs to no document and selects no block."""
     length = sequence.length + -sequence.length % sequence.devices
-    sizes = {"t": length, "r": length // granularity} | ({"s": length} if sequence.shards_keys else {})
+    sizes = {"t": length, "r": length // _granularity(operands)} | ({"s": length} if sequence.shards_keys else {})
 
     def pad(axes: str, x: jax.Array) -> jax.Array:
         widths = [(0, sizes.get(name, size) - size) for name, size in zip(axes.split(), x.shape, strict=True)]
         return jnp.pad(x, widths, constant_values=-1 if x.dtype == jnp.int32 else 0) if any(map(any, widths)) else x
 
     return jax.tree.map(pad, axes_of(operands), operands)
+
+
+def _granularity(operands: Operands) -> int:
+    """Returns the number of neighbouring queries that select together; 1 without a selection."""
+    return 1 if operands.selection is None else operands.selection.granularity
 
 
 def _query_axes(mesh: Any, query: jax.Array, spec: PartitionSpec) -> tuple[Any, Any, Any]:

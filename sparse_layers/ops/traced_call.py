@@ -4,18 +4,22 @@ The call is traced as on the device, where launches are recorded in place of bei
 differ from what runs, and the GPU need not be there. Triton has to be installed, for its kernels are what is recorded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..scorers import Scorer
-from .attention import IMPLEMENTATIONS, pick_implementation, ranked
-from .kernels.call import Call, Operands, checked_scalars
+from .implementations import IMPLEMENTATIONS, pick_implementation, rank_implementations
+from .kernels.call import Call
 from .kernels.gpu import bridge, hardware
 from .kernels.gpu_attention import ENGINES
+from .kernels.operands import Operands
+from .kernels.validation import checked_scalars
 from .planning.plan import Plan
 from .planning.platforms import assuming
+from .planning.selection import Selection
 
 # Heads of a call whose heads are not known.
 ASSUMED_HEADS = 32
@@ -110,34 +114,32 @@ def trace_call(
         arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
     if sinks:
         arrays["sinks"] = shaped((num_heads,), jnp.float32)
-    selection = None
-    if scorer is not None and scorer.chooses(plan.q_len):
-        selection, lists = (scorer.block, 1), (query if scorer.per_query_head else key).shape[2]
-        arrays["chosen"] = shaped((1, plan.q_len, lists, scorer.count), jnp.int32)
+    if scorer is not None and scorer.selects(plan.q_len):
+        ids = shaped((1, plan.q_len, (query if scorer.per_query_head else key).shape[2], scorer.count), jnp.int32)
+        arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
-    scalars = checked_scalars(scale, logits_soft_cap, head_size)
-    call = Call(plan, (128, 128), (128, 128), params, *scalars, selection=selection)
+    call = Call(plan, (128, 128), (128, 128), params, *checked_scalars(scale, logits_soft_cap, head_size))
     with assuming(device):
         name, reasons = implementation, {}
         if name is None:
-            name, reasons = ranked(call, operands)
+            name, reasons = rank_implementations(call, operands)
         else:
             try:
                 pick_implementation(name, call, operands)
             except NotImplementedError as error:
                 return TracedCall(name, {}, (), (), (), str(error))
         notes = list(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
-        if selection is not None:
+        if scorer is not None and operands.selection is not None:
             notes += _notes_of(scorer)
         if recompute:
             notes.append("the forward pass runs once more before the backward pass, which recomputes it")
         return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes))
 
 
-def _notes_of(scorer: Scorer | None) -> list[str]:
+def _notes_of(scorer: Scorer) -> list[str]:
     """Sentences about the launches of a layer that are not those of its call of the op."""
     notes = ["the launches that score and choose blocks come before these and are not listed"]
-    if scorer is not None and scorer.indexed:
+    if scorer.indexed:
         notes.append("the launches of the index loss, in training, are not listed either")
     return notes
 

@@ -11,16 +11,16 @@ import numpy as np
 from ..arguments.checks import Natural, Positive, checked, parsed_options, strict_kwargs, suggest
 from ..masks.presets import presets
 from ..masks.serialization import register_value
-from ..ops.kernels.call import (
-    accumulator,
+from ..ops.kernels.numerics import accumulator_dtype
+from ..ops.kernels.select_gpu import choose, score
+from ..ops.kernels.validation import (
     check_arrays,
     checked_array,
     checked_numbers,
     checked_scalars,
     checked_segments,
-    described,
+    describe_value,
 )
-from ..ops.kernels.select_gpu import choose, score
 from ..ops.planning.platforms import candidates, own_arrays, platform
 from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 
@@ -138,7 +138,7 @@ class Scorer(abc.ABC):
 
     def pooled(self, keys: jax.Array) -> jax.Array:
         """What is scored of a window: keys [..., window, H] -> [..., H]; their mean unless a method says otherwise."""
-        return keys.mean(-2, dtype=accumulator(keys.dtype)).astype(keys.dtype)
+        return keys.mean(-2, dtype=accumulator_dtype(keys.dtype)).astype(keys.dtype)
 
     def index_features(self, head_size: int) -> int:
         """Features of an index query of a layer with heads of a size; 0 without an index."""
@@ -166,14 +166,14 @@ class Scorer(abc.ABC):
 
     # --- what all methods share -----------------------------------------------------------------------------------
 
-    def chooses(self, length: int) -> bool:
+    def selects(self, length: int) -> bool:
         """Whether there is anything to choose among so many tokens: not all blocks are looked at."""
         return length > max(self.count * self.block, self.dense_below)
 
     def pairs(self, length: int) -> int:
         """(query, key) pairs that a head attends to in so many tokens, under a causal mask."""
         position = np.arange(length)
-        if not self.chooses(length):
+        if not self.selects(length):
             return int((position + 1).sum())
         own = position % self.block + 1
         return int(np.minimum(position + 1, (self.count - 1) * self.block + own).sum())
@@ -256,8 +256,9 @@ class Scorer(abc.ABC):
         scale = None if scale is None else checked_scalars(scale, None, 1)[0]
         if getattr(segment_ids, "ndim", 0) >= query.ndim:
             raise ValueError(
-                f"segment_ids must be integers of shape {(*batch, tokens[1])}, got {described(segment_ids)}; a value "
-                "goes to attention alone: write sl.block_sparse_attention(q, k, v, mask, selection=scorer.select(q, k))"
+                f"segment_ids must be integers of shape {(*batch, tokens[1])}, got {describe_value(segment_ids)}; a "
+                "value goes to attention alone: write "
+                "sl.block_sparse_attention(q, k, v, mask, selection=scorer.select(q, k))"
             )
         segments = checked_segments(segment_ids, batch, (tokens[1], tokens[1]), query.shape[-2])
         if pooled is not None:
@@ -317,7 +318,7 @@ class Scorer(abc.ABC):
             begin = jnp.minimum(number * rows, asking - rows)  # the last ones are done with some before them
             args = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, at[None], start))
             some, places, starts = args
-            found = self.choice(some, pooled, places, starts, length, scale, fused)
+            found = self.select_rows(some, pooled, places, starts, length, scale, fused)
             return jax.lax.dynamic_update_slice_in_dim(ids, found, begin, axis=1)
 
         empty = jnp.zeros((batch, asking, groups, self.count), jnp.int32)
@@ -325,7 +326,7 @@ class Scorer(abc.ABC):
         ids = jax.lax.fori_loop(1, -(-asking // rows), turn, turn(jnp.int32(0), empty))
         return Selection(ids, block=self.block)
 
-    def choice(
+    def select_rows(
         self,
         query: jax.Array,
         pooled: jax.Array,

@@ -210,7 +210,7 @@ class NSA(_Windowed, name="nsa"):
       >>> import sparse_layers as sl
       >>> from flax import nnx
       >>> layer = sl.NativeSparseAttention(2, 8, pattern=sl.NSA(count=8), seq_len=1024, rngs=nnx.Rngs(0))
-      >>> layer.pattern.window, layer.pattern.chooses(512), layer.pattern.chooses(1024)
+      >>> layer.pattern.window, layer.pattern.selects(512), layer.pattern.selects(1024)
       ((32, 16), False, True)
 
     References:

@@ -296,7 +296,7 @@ def _chosen(scorer: Scorer, planned: Planned) -> str:
     plan, groups, size = planned.plan, planned.groups, planned.head_size or _HEAD_SIZE
     length = plan.q_len
     lines = [f"of that, blocks are chosen at run time: {scorer!r}"]
-    if not scorer.chooses(length):
+    if not scorer.selects(length):
         return "\n".join([*lines, f"{length} tokens: every query looks at all blocks, and nothing is chosen"])
     whole, chosen, scored = length * (length + 1) // 2, scorer.pairs(length), round(scorer.work(length, groups, size))
     lines.append(f"each query looks at {scorer.count} of up to {-(-length // scorer.block)} blocks of {scorer.block}")

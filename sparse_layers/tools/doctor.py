@@ -24,11 +24,13 @@ from ..masks.algebra import Mask
 from ..masks.bounded_cache import bounded_cache
 from ..masks.presets import preset
 from ..masks.primitives import Causal
-from ..ops.attention import IMPLEMENTATIONS, block_sparse_attention
+from ..ops.attention import block_sparse_attention
 from ..ops.decoding import fused
 from ..ops.decoding.cache import KVCache
-from ..ops.kernels.call import Call, Operands
+from ..ops.implementations import IMPLEMENTATIONS
+from ..ops.kernels.call import Call
 from ..ops.kernels.gpu import assembler, hardware
+from ..ops.kernels.operands import Operands
 from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
@@ -105,7 +107,7 @@ def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str
       unnamed: for a call with ``implementation=None``, where another one may be the better choice.
 
     Returns:
-      What its ``unsupported`` says (unnamed, its ``outdone``, too), or which error it raised.
+      What its ``unsupported`` says (unnamed, its ``not_preferred``, too), or which error it raised.
 
     Raises:
       KeyError: there is no such implementation.
@@ -122,8 +124,8 @@ def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str
     call = Call(plan, blocks, blocks, (plan.fwd_params, plan.bwd_params), _SIZE**-0.5, None)
     try:
         operands = Operands(*check.arrays()[:3], segments=segments)
-        outdone = getattr(backend, "outdone", None) if unnamed else None
-        return backend.unsupported(call, operands) or (outdone(call, operands) if outdone else None)
+        not_preferred = getattr(backend, "not_preferred", None) if unnamed else None
+        return backend.unsupported(call, operands) or (not_preferred(call, operands) if not_preferred else None)
     except Exception as error:
         return f"asked, it raised {_brief(error)}"
 

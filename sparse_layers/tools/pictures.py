@@ -11,10 +11,11 @@ import numpy as np
 
 from ..arguments.checks import Natural, Positive, Shape, checked, checked_by_axis, strict_kwargs
 from ..masks.adapters import MaskLike, as_masks
-from ..masks.algebra import EMPTY, FULL, Mask
+from ..masks.algebra import Mask
 from ..masks.counting import count
 from ..masks.lengths import grid_starts
 from ..masks.pictures import COLOURS, cells, shortened
+from ..masks.states import EMPTY, FULL
 from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
 from ..ops.planning.report import heads, kept
 from .subjects import LONGEST, lengths_of, plans_of, refuse_given

@@ -202,11 +202,11 @@ def test_tokens_before_and_beyond_the_grid_are_in_no_pair(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_grades_of_blocks_are_right(name):
+def test_block_states_are_right(name):
     for mask in sl.as_masks(sl.preset(name, **SMALL[name])):
         tiles = mask.dense(240).reshape(30, 8, 20, 12).swapaxes(1, 2)
         q, k = 8 * np.arange(30)[:, None], 12 * np.arange(20)
-        states = mask.grade(q, q + 7, k, k + 11)
+        states = mask.block_state(q, q + 7, k, k + 11)
         wanted = tiles.any((2, 3)).astype(int) + tiles.all((2, 3))
         np.testing.assert_array_equal(states[states != 3], wanted[states != 3])
         assert np.mean(states == 3) < 0.5

@@ -126,7 +126,7 @@ def test_long_grids_are_planned_in_closed_form(monkeypatch):
     assert sum(one.fwd_blocks for one in passes) < 2**19 and looked_at < 2**25 < mask.size**2 // 2**10
 
 
-def test_any_dilation_is_graded_alike():
+def test_block_states_of_any_dilation():
     """In a few steps: a million positions in thousands of residues."""
     for length, dilation, causal in itertools.product((22, 30, 47), (2, 3, 5, 7), (False, True)):
         mask = sl.Neighborhood(length, 3, dilation, causal)
@@ -134,7 +134,7 @@ def test_any_dilation_is_graded_alike():
         q0, q1, k0, k1 = np.random.default_rng(length).integers(0, 60, (4, 300))
         for q, p, k, j in zip(*np.sort([q0, q1], axis=0), *np.sort([k0, k1], axis=0), strict=True):
             tile = dense[q : p + 1, k : j + 1]
-            assert mask.grade(q, p, k, j) == int(tile.any()) + int(tile.all())
+            assert mask.block_state(q, p, k, j) == int(tile.any()) + int(tile.all())
     (passes,) = sl.make_plan(sl.Neighborhood(2**20, 5, 4096), 2**20, implementation="xla").chains
     assert 2**15 < sum(one.fwd_blocks for one in passes) < 2**17
 
@@ -148,11 +148,11 @@ def test_an_axis_is_not_asked_beyond_its_length():
         def __call__(self, q, k):
             return table[q] == table[k]
 
-        def bounds(self, q0, q1, k0, k1):
+        def block_state(self, q0, q1, k0, k1):
             return np.where((q0 == q1) & (k0 == k1), 2 * (table[q0] == table[k0]), 1)
 
     for grid in (sl.Grid((5,), Looked(), offset=0), sl.Grid((5, 1), (Looked(), sl.Full()), offset=0)):
-        assert grid.bounds([0, 3, 9], [0, 4, 20], [2, 2, 0], [2, 3, 4]).tolist() == [2, 1, 0]
+        assert grid.block_state([0, 3, 9], [0, 4, 20], [2, 2, 0], [2, 3, 4]).tolist() == [2, 1, 0]
         assert sl.make_plan(grid, 300).chains
 
 

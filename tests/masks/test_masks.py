@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 import sparse_layers as sl
-from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
+from sparse_layers.masks.states import EMPTY, FULL, PARTIAL, UNSURE
 
 ARRAY = np.random.default_rng(0).random((30, 40)) < 0.5
 
@@ -130,51 +130,48 @@ def exact_states(dense, corners):
     return np.array([FULL if t.all() else PARTIAL if t.any() else EMPTY for t in tiles])
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------
+# --- block states ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_bounds_of_closed_forms_are_exact(name):
+def test_block_states_of_closed_forms_are_exact(name):
     corners = rectangles(np.random.default_rng(1), 400, 64)
-    np.testing.assert_array_equal(ALL[name].bounds(*corners), exact_states(ALL[name].dense(64), corners))
-    assert not np.any(ALL[name].grade(*corners) == UNSURE)
+    np.testing.assert_array_equal(ALL[name].block_state(*corners), exact_states(ALL[name].dense(64), corners))
+    assert not np.any(ALL[name].block_state(*corners) == UNSURE)
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_bounds_of_single_pairs(name):
+def test_block_states_of_single_pairs(name):
     q, k = np.mgrid[:50, :50]
-    grade = np.broadcast_to(ALL[name].grade(q, q, k, k), q.shape)
+    states = ALL[name].block_state(q, q, k, k)
     dense = ALL[name].dense(50)
-    np.testing.assert_array_equal(grade[grade != UNSURE], np.where(dense, FULL, EMPTY)[grade != UNSURE])
-    assert "mask_mod" in name or not np.any(grade == UNSURE)
+    np.testing.assert_array_equal(states[states != UNSURE], np.where(dense, FULL, EMPTY)[states != UNSURE])
+    assert "mask_mod" in name or not np.any(states == UNSURE)
 
 
 @reproducible(300)
 @hypothesis.given(expressions, st.integers(0, 2**32 - 1))
-def test_bounds_of_expressions_are_sound(mask, seed):
+def test_block_states_of_expressions_are_sound(mask, seed):
     corners = rectangles(np.random.default_rng(seed), 40, 48)
     true = exact_states(mask.dense(48), corners)
-    grade = np.broadcast_to(mask.grade(*corners), true.shape)
-    bounds = mask.bounds(*corners)
-    sure = grade != UNSURE
-    np.testing.assert_array_equal(grade[sure], true[sure])
-    np.testing.assert_array_equal(bounds[sure], true[sure])
-    assert np.all(bounds[~sure] == PARTIAL)
-    assert bounds.dtype == np.int8 and bounds.shape == true.shape
+    states = mask.block_state(*corners)
+    sure = states != UNSURE
+    np.testing.assert_array_equal(states[sure], true[sure])
+    assert states.dtype == np.int8 and states.shape == true.shape
 
 
-def test_bounds_broadcast():
+def test_block_states_broadcast():
     starts = np.arange(0, 64, 8)
-    states = sl.Causal().bounds(starts[:, None], starts[:, None] + 7, starts[None, :], starts[None, :] + 7)
+    states = sl.Causal().block_state(starts[:, None], starts[:, None] + 7, starts[None, :], starts[None, :] + 7)
     np.testing.assert_array_equal(states, 2 * np.tri(8, k=-1, dtype=int) + np.eye(8, dtype=int))
-    assert sl.Full().bounds(0, 3, 0, 3).shape == ()
+    assert sl.Full().block_state(0, 3, 0, 3).shape == ()
 
 
-def test_bounds_far_out_are_exact():
+def test_block_states_far_out_are_exact():
     q = 1 << 40
-    assert sl.LogSparse().bounds(q + (1 << 33), q + (1 << 33), q, q) == FULL
-    assert sl.LogSparse().bounds(q + (1 << 33) + 1, q + (1 << 33) + 1, q, q) == EMPTY
-    assert sl.Strided(1000).bounds(q, q + 999, 0, 0) == PARTIAL
+    assert sl.LogSparse().block_state(q + (1 << 33), q + (1 << 33), q, q) == FULL
+    assert sl.LogSparse().block_state(q + (1 << 33) + 1, q + (1 << 33) + 1, q, q) == EMPTY
+    assert sl.Strided(1000).block_state(q, q + 999, 0, 0) == PARTIAL
 
 
 # --- laws ------------------------------------------------------------------------------------------------------------
@@ -454,7 +451,7 @@ def test_as_masks_refuses(mask, error, message):
 
 def test_random_rows_of_no_rectangle():
     nothing = np.zeros((0, 1), np.int64)
-    assert sl.Random(2).bounds(nothing, nothing, nothing, nothing).shape == (0, 1)
+    assert sl.Random(2).block_state(nothing, nothing, nothing, nothing).shape == (0, 1)
 
 
 def test_masks_by_head_are_transposed_head_by_head():

@@ -139,12 +139,12 @@ def test_rules_answer_in_bools(name):
             sl.make_plan(mask, 24)
 
 
-def test_bounds_answer_in_states():
+def test_closed_forms_answer_in_states():
     class Wrong(Ruled):
-        def bounds(self, q0, q1, k0, k1):
-            return 3 * (q1 >= k0)
+        def block_state(self, q0, q1, k0, k1):
+            return 4 * (q1 >= k0)
 
-    with pytest.raises(TypeError, match=r"Wrong.bounds must return integers 0, 1 or 2, got array"):
+    with pytest.raises(TypeError, match=r"Wrong.block_state must return integers 0, 1, 2 or 3, got array"):
         sl.make_plan(Wrong(lambda q, k: q >= k), 24)
 
 
@@ -159,7 +159,7 @@ class Documents(sl.Mask):
     def __call__(self, q, k):
         return DOCUMENTS[q] == DOCUMENTS[k]
 
-    def bounds(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         apart = (DOCUMENTS[q0] > DOCUMENTS[k1]) | (DOCUMENTS[k0] > DOCUMENTS[q1])
         alike = (DOCUMENTS[q0] == DOCUMENTS[q1]) & (DOCUMENTS[k0] == DOCUMENTS[k1]) & (DOCUMENTS[q0] == DOCUMENTS[k0])
         return np.where(apart, 0, np.where(alike, 2, 1))
@@ -168,13 +168,13 @@ class Documents(sl.Mask):
 class Looked(Documents):
     """The same by its rule alone."""
 
-    bounds = sl.Mask.bounds
+    block_state = sl.Mask.block_state
 
 
 table_of_jax = jnp.asarray(DOCUMENTS)
 TABLES = {
     "class": Documents(),
-    "class without bounds": Looked(),
+    "class without block_state": Looked(),
     "mask_mod": sl.from_mask_mod(lambda b, h, q, k: DOCUMENTS[q] == DOCUMENTS[k]),
     "mask_mod of jax": sl.from_mask_mod(lambda b, h, q, k: table_of_jax[q] == table_of_jax[k]),
     "traceable mask_mod of jax": sl.from_mask_mod(

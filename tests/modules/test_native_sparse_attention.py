@@ -150,7 +150,7 @@ def test_values_and_gradients_are_those_of_the_paper(name):
         want = jax.jit(jax.grad(theirs, (0, 1)))(nnx.to_pure_dict(params), x)
         for a, b in zip(jax.tree.leaves((nnx.to_pure_dict(found[0]), found[1])), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-9)
-        if layer.pattern.chooses(length):
+        if layer.pattern.selects(length):
             assert np.sum(choices, -1).max() == layer.pattern.count < np.shape(choices)[-1]
             # A bias of compressed keys alone changes nothing: it adds the same to all logits of a query.
             assert sum(np.abs(leaf).max() < 1e-3 for leaf in jax.tree.leaves(want)) <= (sizes[1] is None)

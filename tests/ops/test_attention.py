@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
+from sparse_layers.ops import attention, implementations
 from sparse_layers.ops.kernels import reference
 from sparse_layers.ops.kernels.gpu import hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
@@ -344,14 +344,14 @@ def test_equal_masks_share_a_trace(monkeypatch):
     traces = itertools.count()
 
     class Counting:
-        unsupported, backward = attention.xla.unsupported, attention.xla.backward
+        unsupported, backward = implementations.xla.unsupported, implementations.xla.backward
 
         @staticmethod
         def forward(call, operands):
             next(traces)
-            return attention.xla.forward(call, operands)
+            return implementations.xla.forward(call, operands)
 
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "counting", Counting)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "counting", Counting)
     monkeypatch.setitem(attention.TUNING, "counting", attention.TUNING["xla"])
     q, k, v = arrays()
 
@@ -502,7 +502,7 @@ def test_the_first_implementation_that_can_is_taken(monkeypatch):
             return "it never does"
 
     for name in ("never", "neither"):
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, name, Never)
+        monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, Never)
         monkeypatch.setitem(attention.TUNING, name, attention.TUNING["xla"])
     monkeypatch.setitem(platforms.PREFERRED, jax.default_backend(), ("never",))
     assert sl.block_sparse_attention(Q, K, V, sl.Causal()).shape == (2, 12, 4, 6)
@@ -514,7 +514,7 @@ def test_the_first_implementation_that_can_is_taken(monkeypatch):
 def test_an_implementation_is_that_one(monkeypatch):
     # 'reference' must not reach the blocks, nor 'xla' the dense scores.
     q, k, v = arrays(t=9)
-    for name, other in (("xla", reference), ("reference", attention.xla)):
+    for name, other in (("xla", reference), ("reference", implementations.xla)):
         with monkeypatch.context() as patch:
             patch.delattr(other, "forward")
             sl.block_sparse_attention(q, k, v, sl.Window(3), implementation=name)

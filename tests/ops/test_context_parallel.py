@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.ops.choosing import choose
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.planning import context_parallel, plan
 from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
+from sparse_layers.ops.select import select_blocks
 from tests.ops.cases import COMPILER, TINY, oracle
 from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
@@ -312,9 +312,9 @@ def check_choices():
     scorer = sl.InfLLM(block=32, count=3, local=1, dense_below=0, pool_size=16, pool_stride=8)
     q, k, *_ = arrays(Case(sl.Causal(), 197, batch=2))
     ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 197)), axis=1).astype(np.int32)
-    want = choose(scorer, q, k, ids).ids
+    want = select_blocks(scorer, q, k, ids).ids
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda q, k: choose(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
+        found = jax.jit(lambda q, k: select_blocks(scorer, q, k, ids, query_sharding=P("data", "context")).ids)(q, k)
     np.testing.assert_array_equal(np.sort(found, -1), np.sort(want, -1))
 
 

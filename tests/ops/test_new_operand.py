@@ -22,10 +22,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
+from sparse_layers.ops import attention, implementations
 from sparse_layers.ops.kernels import operands as table
 from sparse_layers.ops.kernels import reference, xla
-from sparse_layers.ops.kernels.call import over_batches
+from sparse_layers.ops.kernels.transforms import vmap_as_batch
 from sparse_layers.ops.planning.context_parallel import plan_exchanges
 from tests.ops.cases import COMPILER
 from tests.programs import on_devices
@@ -54,7 +54,7 @@ def biased(backend, axes):
         return table.Operands(*arrays[: len(table.Operands._fields)]), pull
 
     def forward(call, operands):
-        return over_batches(lambda x: backend.forward(call, folded(call, x)[0]), math.inf, operands)
+        return vmap_as_batch(lambda x: backend.forward(call, folded(call, x)[0]), math.inf, operands)
 
     def backward(call, operands, *by_query):
         def gradients(operands, *by_query):
@@ -62,7 +62,7 @@ def biased(backend, axes):
             dq, dk, dv = backend.backward(call, arrays, *by_query)
             return Gradients(dq[..., :-1], dk[..., :-1], dv, *pull(dk[..., -1]))
 
-        return over_batches(gradients, math.inf, operands, *by_query)
+        return vmap_as_batch(gradients, math.inf, operands, *by_query)
 
     return types.SimpleNamespace(**vars(backend) | {"forward": forward, "backward": backward})
 
@@ -71,7 +71,7 @@ def biased(backend, axes):
 def recipe(axes):
     row = table.Operand(axes, "bias", "backend", backends=("xla", "reference"))
     names = {"xla": biased(xla, axes), "reference": biased(reference, axes)}
-    with mock.patch.dict(table.OPERANDS, bias=row), mock.patch.dict(attention.IMPLEMENTATIONS, names):
+    with mock.patch.dict(table.OPERANDS, bias=row), mock.patch.dict(implementations.IMPLEMENTATIONS, names):
         yield
 
 

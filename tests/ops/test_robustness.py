@@ -46,13 +46,13 @@ def test_masks_of_users_are_told_apart():
         np.testing.assert_allclose(attend(Q, mask), right, atol=1e-6)
 
 
-def test_bounds_of_users_make_their_plans():
+def test_block_states_of_users_make_their_plans():
     class Halves(sl.Mask):
         def __call__(self, q, k):
             return (q < 256) & (k < 256)
 
-        def bounds(self, q0, q1, k0, k1):
-            assert np.all(q1 - q0 >= 15), "graded in blocks, never by the element"
+        def block_state(self, q0, q1, k0, k1):
+            assert np.all(q1 - q0 >= 15), "asked about blocks, never about pairs"
             return np.where((q0 >= 256) | (k0 >= 256), 0, np.where((q1 < 256) & (k1 < 256), 2, 1)).astype(np.int8)
 
     assert sl.make_plan(Halves(), 512).chains[0][0].fwd_blocks == 4
@@ -141,11 +141,11 @@ def test_a_refused_plan_leaves_no_trace():
 
 
 def test_numpy_integers_do_not_wrap_around():
-    assert sl.Window(0, np.uint8(2)).bounds(0, 0, 0, 0) == 2
+    assert sl.Window(0, np.uint8(2)).block_state(0, 0, 0, 0) == 2
     assert sl.Blocks(sl.Causal(), np.uint8(20))(300, 20)
     assert sl.Random(np.uint8(20), 3) == sl.Random(20, 3)
     edge = np.int32(2**31 - 1)
-    assert sl.Columns(4, 3).bounds(edge, edge, edge, edge) == 2
+    assert sl.Columns(4, 3).block_state(edge, edge, edge, edge) == 2
 
 
 def test_random_draws_agree_on_far_rows():

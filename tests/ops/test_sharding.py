@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
-from sparse_layers.ops.attention import SAVED
+from sparse_layers.ops.custom_vjp import CHECKPOINT_NAMES
+from sparse_layers.ops.implementations import IMPLEMENTATIONS
 from tests.ops.cases import COMPILER, oracle
 from tests.ops.test_selections import chosen_pairs
 from tests.programs import on_devices
@@ -173,7 +173,7 @@ def _sloped(function, q, k, v, pull):
 
 def repeated(function):
     """Layers under `jax.lax.scan`, recomputed but for what is saved by name."""
-    saved = jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
+    saved = jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
     return lambda q, k, v: jax.lax.scan(lambda x, _: (saved(x, k, v), None), q, None, length=2)[0]
 
 
@@ -217,7 +217,7 @@ def check_names(mesh):
     q, k, v, *_ = (on(mesh, x, BOTH) for x in arrays(8, 8)[:3])
     with jax.set_mesh(mesh):
         text = str(jax.make_jaxpr(lambda *args: jax.vjp(attend, *args))(q, k, v))
-    assert all(name in text for name in SAVED)
+    assert all(name in text for name in CHECKPOINT_NAMES)
 
 
 def check_attention_fn(mesh):
@@ -388,7 +388,7 @@ def main(kind):
     bridge.call_triton, hardware.local_device = triton_interpreter.call, lambda: hardware.Device(90, 232448, 132)
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
     checks = {name: functools.partial(check_case, case=case) for name, case in CASES.items()} | TRANSFORMED | ONLY[kind]
-    attention.IMPLEMENTATIONS["cudnn"] = types.SimpleNamespace(
+    IMPLEMENTATIONS["cudnn"] = types.SimpleNamespace(
         unsupported=lambda call, operands: None,
         attend=lambda call, operands: jax.nn.dot_product_attention(*operands[:3], is_causal=True),
     )

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sparse_layers as sl
-from sparse_layers.ops.choosing import choose
+from sparse_layers.ops.select import select_blocks
 from sparse_layers.scorers import base
 from tests.arrays import inputs
 from tests.programs import on_devices
@@ -48,7 +48,7 @@ def check_index(kind):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, (SPEC, P("data")), strict=True)]
-        found = jax.jit(lambda *x: choose(scorer, *x, query_sharding=named).ids)(*arrays)
+        found = jax.jit(lambda *x: select_blocks(scorer, *x, query_sharding=named).ids)(*arrays)
         np.testing.assert_array_equal(found, right)
         assert len({str(shard.index) for shard in found.addressable_shards}) == 8
 

@@ -227,7 +227,7 @@ def test_describe_logs_nothing(caplog):
 def test_describe_says_what_to_install(monkeypatch):
     """Before it does any work: the subject is not looked at."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ModuleNotFoundError, match=r"^device: .* its extra 'gpu', which exists for Linux only"):
+    with pytest.raises(ModuleNotFoundError, match=r"^device: triton, .* its extra 'gpu', on Linux$"):
         sl.describe(None, device="h100")
     with pytest.raises(ModuleNotFoundError, match=r"^device: "):
         traced_call.trace_call(sl.make_plan(sl.Causal(), 64), device=hardware.DEVICES["h100"])

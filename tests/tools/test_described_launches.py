@@ -197,9 +197,9 @@ def test_describe_names_the_launches_of_a_call(case, calls):
         calls.clear()  # a layer traces its step when it is made
         case.call(layer)
     said, traces = described(layer, case)
-    own = calls[-len(said) :]  # a layer of Linen traces its step before
-    assert traces == own and len(said) in (1, 3)
-    assert said == [(name, *(", then ".join(map(str, x)) for x in launches)) for name, *launches in own]
+    recorded = calls[-len(said) :]  # a layer of Linen traces its step before
+    assert traces == recorded and len(said) in (1, 3)
+    assert said == [(name, *(", then ".join(map(str, x)) for x in launches)) for name, *launches in recorded]
 
 
 def test_the_cases_have_names_of_their_own():

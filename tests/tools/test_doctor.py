@@ -13,9 +13,9 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.__main__ import main
-from sparse_layers.ops import attention
-from sparse_layers.ops.attention import IMPLEMENTATIONS
+from sparse_layers.ops import attention, custom_vjp
 from sparse_layers.ops.decoding import fused
+from sparse_layers.ops.implementations import IMPLEMENTATIONS
 from sparse_layers.ops.kernels.gpu import hardware
 from sparse_layers.ops.planning import platforms
 from sparse_layers.tools import doctor
@@ -37,8 +37,8 @@ def only(monkeypatch, implementation, number):
     every = doctor.checks
     monkeypatch.setattr(doctor, "checks", lambda name: every(name)[number:][:1] if name == implementation else [])
     # JAX keeps what it traced by function: another function, another trace.
-    run = jax.jit(lambda *args: attention._run(*args), static_argnums=(0, 1, 2))
-    monkeypatch.setattr(attention, "_jitted_attend", run)
+    run = jax.jit(lambda *args: custom_vjp.attend(*args), static_argnums=(0, 1, 2))
+    monkeypatch.setattr(attention, "jitted_attend", run)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

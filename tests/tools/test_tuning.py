@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention
+from sparse_layers.ops import implementations
 from sparse_layers.ops.kernels import reference
 from sparse_layers.ops.kernels.operands import Gradients
 from sparse_layers.ops.planning import platforms
@@ -56,7 +56,7 @@ def fake(monkeypatch):
         name = f"fake{len(register.names)}"
         register.names.append(name)
         module = types.SimpleNamespace(unsupported=lambda call, operands: None, forward=run, backward=run_back)
-        monkeypatch.setitem(attention.IMPLEMENTATIONS, name, module)
+        monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, module)
         monkeypatch.setitem(platforms.TUNING, name, platforms.TUNING["xla"])
         return name, calls
 
@@ -262,7 +262,7 @@ def test_each_candidate_is_run_by_what_the_call_would_take(fake, times, monkeypa
     def no_settings(call, operands):
         return "it takes no settings" if call.params != (sl.FwdParams(), sl.BwdParams()) else None
 
-    monkeypatch.setattr(attention.IMPLEMENTATIONS[first], "unsupported", no_settings)
+    monkeypatch.setattr(implementations.IMPLEMENTATIONS[first], "unsupported", no_settings)
     monkeypatch.setitem(platforms.PREFERRED, platforms.platform(), (first, second, third))
     monkeypatch.setattr(tuning, "_default_candidates", lambda name, *lengths: [SMALL] if name == second else [])
     times += [[3.0, 4.0, 1.0, 2.0]]
@@ -278,7 +278,7 @@ def test_an_implementation_without_settings(fake, times, monkeypatch):
     def unsupported(call, operands):
         return "it takes no settings" if call.params != (sl.FwdParams(), sl.BwdParams()) else None
 
-    monkeypatch.setattr(attention.IMPLEMENTATIONS[name], "unsupported", unsupported)
+    monkeypatch.setattr(implementations.IMPLEMENTATIONS[name], "unsupported", unsupported)
     times += [[3.0, 4.0], [3.0, 4.0]]
     assert len(sl.tune(sl.Causal(), 64, **SIZES, implementation=name).table) == 1
     result = sl.tune(sl.Causal(), 64, **SIZES, implementation=name, candidates=[SMALL])

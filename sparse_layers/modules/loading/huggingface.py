@@ -17,7 +17,7 @@ from flax import nnx
 from flax.typing import Dtype, PathParts
 
 from ...arguments.checks import strict_kwargs
-from ...ops.kernels.call import accumulator
+from ...ops.kernels.numerics import accumulator_dtype
 from ..attention_fn import Pattern
 from ..settings import LoadedModelOptions, check_settings, check_stream
 from ..transformer import SparseTransformer
@@ -229,7 +229,7 @@ def _loaded(
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     for at, several in places.items():
         # 1 and a small difference have more digits together than half precision holds.
-        own_dtype = accumulator(param_dtype) if several[0].offset else param_dtype
+        own_dtype = accumulator_dtype(param_dtype) if several[0].offset else param_dtype
         value = _read(several, files, params[at].shape, own_dtype)
         nnx.update(model, nnx.from_flat_state([(at, params[at].replace(value))]))
     return model

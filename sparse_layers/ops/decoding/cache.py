@@ -17,13 +17,7 @@ from ...masks.adapters import MaskLike, by_entry
 from ...masks.algebra import Mask
 from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
-from ..kernels.call import (
-    checked_array,
-    checked_scalars,
-    checked_selection,
-    checked_sinks,
-    is_floating,
-)
+from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
 from . import fused, stores, xla
 from .checks import Integers, checked_lengths, checked_positions
@@ -179,7 +173,7 @@ class KVCache:
             for size in (head_size, value_size)
         )
         pooled = None
-        if scorer is not None and scorer.chooses(seq_len):
+        if scorer is not None and scorer.selects(seq_len):
             index_size = head_size if index_size is None else checked("index_size", index_size, Positive)
             each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
             pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
@@ -428,7 +422,7 @@ class KVCache:
             out = all_of_row()
         else:
             scoring, start = several(self._scored(query, index_query)), jnp.zeros((1, at.shape[1]), jnp.int32)
-            out = chosen(scorer.choice(scoring, self.pooled, at, start, self.seq_len, scale), scorer.block)
+            out = chosen(scorer.select_rows(scoring, self.pooled, at, start, self.seq_len, scale), scorer.block)
             if scorer.dense_below > scorer.count * scorer.block:
                 dense = at < scorer.dense_below
                 whole = jax.lax.cond(dense.any(), all_of_row, lambda: out)

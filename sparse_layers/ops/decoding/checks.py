@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..kernels.call import checked_numbers
+from ..kernels.validation import checked_numbers
 
 Integers: TypeAlias = ArrayLike | Sequence[int]
 

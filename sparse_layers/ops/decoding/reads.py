@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Empty
+from ...masks.states import FULL, PARTIAL
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.causality import check_causal
 from ..planning.mask_info import bind, process_mask

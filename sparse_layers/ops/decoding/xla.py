@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from ..kernels.call import accumulator
+from ..kernels.numerics import accumulator_dtype
 from .layout import Heads
 from .stores import all_heads, some_heads, taken
 
@@ -84,7 +84,7 @@ def _attend(
     Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.keys), and bools [B, n or 1, query
     heads of each or 1, L].
     """
-    dtype = accumulator(query.dtype)
+    dtype = accumulator_dtype(query.dtype)
     query = some_heads(query, heads.queries)
     query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
     logits, gathered = [], []

@@ -1,9 +1,8 @@
-"""HOW to compute: one file or package for each implementation, of which none imports another.
+"""HOW to compute: the implementations of the op, one file or package each, none of which imports another.
 
-An implementation knows block lists and row orders, never patterns. A new one is a file here with ``unsupported``,
-``forward`` and ``backward`` (see `call.py` for what they are given), one name in ``IMPLEMENTATIONS`` of
-`ops/attention.py`, and in `planning/platforms.py` what it is tried for and how its block sizes are chosen.
+An implementation knows block lists and row orders, never patterns. A new one is a file here (`call.py` has the
+contract), a name in ``IMPLEMENTATIONS`` of `ops/implementations.py`, and its block sizes in `planning/platforms.py`.
 
-On GPUs there are two implementations, both of `gpu_attention`: "hopper" and "triton". They ask engines, which know
-nothing of each other: `hopper_gpu` and `triton_gpu`. What all rooms for GPUs share is in `gpu`.
+GPUs have two implementations, "hopper" and "triton", both in `gpu_attention`. Their kernels are in two engines that do
+not import each other, `hopper_gpu` and `triton_gpu`; `gpu` has the code that all packages for GPUs share.
 """

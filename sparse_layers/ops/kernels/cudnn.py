@@ -15,7 +15,9 @@ from ...masks.algebra import And, Mask
 from ...masks.primitives import Causal, Full, Window
 from ..planning.params import BwdParams, FwdParams
 from ..planning.platforms import gpu, platform
-from .call import Call, Operands, differentiable_once
+from .call import Call
+from .operands import Operands
+from .transforms import differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -33,7 +35,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"it computes in bfloat16 and float16, and query is {query.dtype}"
     extras = {
         "segment ids": operands.segments,
-        "selections": call.selection,
+        "selections": operands.selection,
         "sinks": operands.sinks,
         "a soft cap": call.soft_cap,
     }
@@ -61,7 +63,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return None
 
 
-def outdone(call: Call, operands: Operands) -> str | None:
+def not_preferred(call: Call, operands: Operands) -> str | None:
     """Why another implementation is the better choice for a call that this one could serve, or None."""
     assert call.plan is not None
     left = (_band(call.plan.masks[0]) or (0, 0))[0]

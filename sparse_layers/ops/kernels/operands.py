@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from ..planning.selection import Selection
+
 
 class Operands(NamedTuple):
     """The arrays of one call of the op: B batches, T queries, S keys, N query heads, K key heads, head sizes H and Hv.
@@ -21,7 +23,7 @@ class Operands(NamedTuple):
       sinks: [N] logits, or None.
       segments: int32 ids of queries [B, T] and of keys [B, S], or None; a negative id attends to nothing.
       mask: a run-time bool mask [heads, T, S] whose heads are taken in turn, or None.
-      chosen: int32 [B, Tq, G, k], the key blocks that queries look at, within the mask; or None. See `Selection`.
+      selection: key blocks that queries attend to within the mask, ids int32 [B, Tq, G, k]; or None.
     """
 
     query: jax.Array
@@ -30,7 +32,7 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None
     segments: tuple[jax.Array, jax.Array] | None = None
     mask: jax.Array | None = None
-    chosen: jax.Array | None = None
+    selection: Selection | None = None
 
 
 class Gradients(NamedTuple):
@@ -76,7 +78,7 @@ OPERANDS = {
     "sinks": Operand("n", "sinks", "op", once=True),
     "segments": Operand(("b t", "b s"), ("segment_ids of queries", "segment_ids of keys")),
     "mask": Operand("g t s", "a run-time mask"),
-    "chosen": Operand("b r g e", "selection"),
+    "selection": Operand("b r g e", "selection"),
 }
 
 
@@ -91,9 +93,14 @@ def differentiated(operands: Operands) -> tuple[str, ...]:
 
 
 def by_name(like: Operands, values: dict[str, Any]) -> Any:
-    """Operands with these values and None elsewhere; also labels, axes or cotangents in the place of the arrays."""
+    """Operands with these values and None elsewhere; also axes or cotangents in the place of the arrays."""
     fields: dict[str, Any] = dict.fromkeys(like._fields)
     return type(like)(**fields | values)
+
+
+def labels_of(operands: Operands) -> Operands:
+    """Returns the labels of the operands, in the place of the arrays."""
+    return _in_their_place(operands, {name: row.label for name, row in rows_of(operands).items()})
 
 
 def axes_of(operands: Operands) -> Operands:
@@ -106,7 +113,17 @@ def axes_of(operands: Operands) -> Operands:
         heads = {k: "k", n: "n"}
         return " ".join(heads.get(sizes[a], a) if a == "k" or (a == "g" and sizes[a] > 1) else a for a in letters)
 
-    return jax.tree.map(axes, by_name(operands, {name: row.axes for name, row in rows_of(operands).items()}), operands)
+    letters = _in_their_place(operands, {name: row.axes for name, row in rows_of(operands).items()})
+    return jax.tree.map(axes, letters, operands)
+
+
+def _in_their_place(operands: Operands, values: dict[str, Any]) -> Operands:
+    """Returns the operands with a value of the table, or a pair of values, in the place of each array."""
+    fields = {
+        name: jax.tree.unflatten(jax.tree.structure(getattr(operands, name)), jax.tree.leaves(x))
+        for name, x in values.items()
+    }
+    return by_name(operands, fields)
 
 
 def moved(operands: Operands, axis: str, move: Callable[[jax.Array], jax.Array]) -> Operands:

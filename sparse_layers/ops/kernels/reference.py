@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..planning.blocks import outside_trace
-from .call import Call, Operands, accumulator
-from .operands import Gradients, differentiated
+from ..planning.selection import Selection
+from .call import Call
+from .numerics import accumulator_dtype
+from .operands import Gradients, Operands, differentiated
 
 # Its backward pass makes a softmax of its own, so what it computes is all of a call.
-COMPUTES_PARTS = False
+MERGES = False
 MAX_SCORES = 1 << 31  # more score elements than this would fill any machine before an error could say so
 
 
@@ -30,7 +32,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
-    out, lse = _attention(call, operands, _wide(operands, accumulator(operands.query.dtype)))
+    out, lse = _attention(call, operands, _wide(operands, accumulator_dtype(operands.query.dtype)))
     return out.astype(operands.query.dtype), lse
 
 
@@ -84,16 +86,15 @@ def _allowed(call: Call, operands: Operands) -> jax.Array:
     if operands.segments is not None:
         q, kv = operands.segments
         allowed = allowed & ((q[:, :, None] == kv[:, None, :]) & (q[:, :, None] >= 0))[:, None]
-    if operands.chosen is not None:
-        chosen = _chosen(call, operands)
-        allowed = chosen & jnp.tile(allowed, (1, chosen.shape[1] // allowed.shape[1], 1, 1))
+    if operands.selection is not None:
+        selected = _selected(operands.selection, operands)
+        allowed = selected & jnp.tile(allowed, (1, selected.shape[1] // allowed.shape[1], 1, 1))
     return allowed
 
 
-def _chosen(call: Call, operands: Operands) -> jax.Array:
-    """[B, N, T, S] bools: whether a query's selection has the block of a key."""
-    assert call.selection is not None and operands.chosen is not None
-    (block, granularity), ids = call.selection, operands.chosen
+def _selected(selection: Selection, operands: Operands) -> jax.Array:
+    """Returns bools [B, N, T, S]: True if the selection of a query has the block of a key."""
+    ids, block, granularity = selection.ids, selection.block, selection.granularity
     t, s, n = operands.query.shape[1], operands.key.shape[1], operands.query.shape[2]
     block_ids = jax.lax.broadcasted_iota(ids.dtype, (1, 1, 1, 1, -(-s // block)), 4)
     blocks = (ids[..., None] == block_ids).any(-2)  # [B, Tq, G, blocks]

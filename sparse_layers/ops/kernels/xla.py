@@ -22,8 +22,11 @@ from jax import lax
 
 from ..planning.lists import BlockLists
 from ..planning.views import Reordered
-from .call import Call, Operands, PassBlocks, accumulator, groups_of, joined, lowered, merged, over_batches, pass_blocks
-from .operands import Gradients
+from .call import Call
+from .numerics import accumulator_dtype, lowered_lse, merge_by_lse
+from .operands import Gradients, Operands
+from .pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads
+from .transforms import vmap_as_batch
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
@@ -42,14 +45,14 @@ def _mapped(function: Callable[..., Any], operands: Operands, *by_query: jax.Arr
 
     Mapped one by one, their loops would run as long as the longest of all, and copy what they have at every step.
     """
-    if operands.segments is None and operands.mask is None and operands.chosen is None:
+    if operands.segments is None and operands.mask is None and operands.selection is None:
         return function(operands, *by_query)
-    return over_batches(function, math.inf, operands, *by_query)
+    return vmap_as_batch(function, math.inf, operands, *by_query)
 
 
 def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     query, value, sinks = operands.query, operands.value, operands.sinks
-    wide = accumulator(query.dtype)
+    wide = accumulator_dtype(query.dtype)
     lse = jnp.full(query.shape[:3], -jnp.inf, wide)
     if sinks is not None:
         lse = jnp.broadcast_to(sinks.astype(wide)[None, None], lse.shape)
@@ -58,7 +61,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     def run(links, arrays):
         q, k, v, *state = arrays
         for link in links:
-            state = merged(state, _forward_pass(call, link, q, k, v))
+            state = merge_by_lse(state, _forward_pass(call, link, q, k, v))
         return tuple(state)
 
     out, lse = _by_head_group(call, operands, run, (query, *state), dkv=False)
@@ -113,15 +116,15 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
     """
     key, value = operands.key, operands.value
     query, *others = by_query
-    groups = groups_of(call, operands, merge=operands.chosen is not None)
-    rows = _LEAST_ROWS if call.selection is None else max(_LEAST_ROWS, call.selection[1])
+    groups = head_groups_of(call, operands, merge=operands.selection is not None)
+    rows = _LEAST_ROWS if operands.selection is None else max(_LEAST_ROWS, operands.selection.granularity)
     if len(groups) > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     results = []
     for group in groups:
-        links = [pass_blocks(call, operands, group, passes, rows, _in_tiles, dkv=dkv) for passes in group.passes]
+        links = [blocks_of_pass(call, operands, group, passes, rows, _in_tiles, dkv=dkv) for passes in group.passes]
         results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
-    return [joined(parts) for parts in zip(*results, strict=True)]
+    return [join_heads(parts) for parts in zip(*results, strict=True)]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ def _backward_along(call, primals, tangents):
 
 def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     # Any shift of the scores cancels; by lse, sums of weights are about 1.
-    shift = lowered(forward(call, jax.lax.stop_gradient(operands))[1])
+    shift = lowered_lse(forward(call, jax.lax.stop_gradient(operands))[1])
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
     def pair(rows, columns, allowed):
@@ -315,7 +318,7 @@ def _by_pairs(link: PassBlocks, pair: Callable[..., Any], rows: Sequence[Any], c
 
 
 def _weights(scores: jax.Array, lse: jax.Array) -> jax.Array:
-    """Computes exp(scores - lse), at most 1 as `lowered` asks for, with the derivatives of the exponential."""
+    """Computes exp(scores - lse), at most 1 as `lowered_lse` asks for, with the derivatives of the exponential."""
     logs = scores - lse
     return jnp.exp(logs - lax.stop_gradient(jnp.maximum(logs, 0)))
 
@@ -331,7 +334,7 @@ def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]
 def _arithmetic(query: jax.Array):
     """The dtype that sums are kept in, and the precision of products: no TF32 or bf16 passes for float32 inputs."""
     full = query.dtype in (jnp.float32, jnp.float64)
-    return accumulator(query.dtype), lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
+    return accumulator_dtype(query.dtype), lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
@@ -445,7 +448,7 @@ class _Blocks:
 
     def at(self, x: jax.Array, place: jax.Array) -> jax.Array:
         """The block at a place, in the accumulator's dtype."""
-        return lax.dynamic_index_in_dim(x, place, keepdims=False).astype(accumulator(x.dtype))
+        return lax.dynamic_index_in_dim(x, place, keepdims=False).astype(accumulator_dtype(x.dtype))
 
     def some(self, part: int) -> bool:
         """Whether there may be free entries (part 0), or masked ones (part 1)."""
@@ -469,8 +472,8 @@ class _Blocks:
             tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
             own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)
             found.append(own | (tile < 0))
-        if lists.chosen_by is not None:
-            bits = lax.dynamic_index_in_dim(lists.chosen_by, entry, keepdims=False)
+        if lists.active_rows_mask is not None:
+            bits = lax.dynamic_index_in_dim(lists.active_rows_mask, entry, keepdims=False)
             part = np.arange(bq, dtype=np.int32) // link.granularity
             found.append(((bits >> part) & 1).astype(bool)[:, None])
         if self.segments is not None:

@@ -1,6 +1,6 @@
 """Which blocks of a mask hold anything: the exact, sorted list of a block grid's non-empty cells.
 
-Closed-form grades (`Mask.grade`) decide almost all cells. Where they do not, samples of a cell's elements do, or
+Closed forms (`Mask.block_state`) decide almost all cells. Where they do not, samples of a cell's elements do, or
 smaller rectangles within it; only what these leave UNSURE is evaluated element by element. Large grids are first graded
 in coarse cells, then in ever finer ones, so the work follows the pattern and not the square of the length.
 """
@@ -14,8 +14,9 @@ import jax
 import jax.errors
 import numpy as np
 
-from ...masks.algebra import EMPTY, FULL, PARTIAL, UNSURE, Mask
+from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
+from ...masks.states import EMPTY, FULL, PARTIAL, UNSURE
 
 _CELLS = 1 << 20  # cells graded at a time, and the largest grid that is graded without coarse cells
 _FINER = 4  # cells of one size along a side of the next larger
@@ -156,7 +157,7 @@ def _stripes(
         q0, k0 = rows * (block_q * scale), columns * (block_kv * scale)
         q1 = np.minimum(q0 + block_q * scale, num_rows * block_q) - 1  # a mask need not be defined beyond the grid
         k1 = np.minimum(k0 + block_kv * scale, num_columns * block_kv) - 1
-        return np.broadcast_to(mask.grade(q0, q1, k0, k1), np.broadcast_shapes(rows.shape, columns.shape))
+        return mask.block_state(q0, q1, k0, k1)
 
     cells = num_rows * num_columns
     if cells <= _CELLS:
@@ -193,7 +194,7 @@ def _graded_by_parts(mask: Mask, rows: np.ndarray, columns: np.ndarray, block_q:
         here = slice(start, start + step)
         q0, k0 = rows[here, None, None] * block_q, columns[here, None, None] * block_kv
         q1, k1 = np.minimum(q + _PART, block_q) - 1, np.minimum(k + _PART, block_kv) - 1
-        parts = np.broadcast_to(mask.grade(q0 + q, q0 + q1, k0 + k, k0 + k1), (len(q0), q.size, k.size))
+        parts = mask.block_state(q0 + q, q0 + q1, k0 + k, k0 + k1)
         some = ((parts == PARTIAL) | (parts == FULL)).any(axis=(1, 2))
         lacking = ((parts == EMPTY) | (parts == PARTIAL)).any(axis=(1, 2))
         decided = (some & lacking) | (parts != UNSURE).all(axis=(1, 2))

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...masks.algebra import EMPTY, Mask, Or
+from ...masks.algebra import Mask, Or
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Empty
+from ...masks.states import EMPTY
 from .blocks import active_blocks, outside_trace
 from .causality import is_causal
 from .exchanges import AllGather, AllToAll, Exchange, Halo, Received
@@ -290,10 +291,11 @@ def _find_halo(mask: Mask, length: int, devices: int, stride: int) -> Halo:
         return int(high.max(initial=0))
 
     def empty_before(n: np.ndarray) -> np.ndarray:
-        return mask.grade(first, last, np.zeros_like(first), np.maximum(first - n - 1, 0)) == EMPTY
+        return mask.block_state(first, last, np.zeros_like(first), np.maximum(first - n - 1, 0)) == EMPTY
 
     def empty_behind(n: np.ndarray) -> np.ndarray:
-        return mask.grade(first, last, np.minimum(last + n + 1, length - 1), np.full_like(first, length - 1)) == EMPTY
+        begin = np.minimum(last + n + 1, length - 1)
+        return mask.block_state(first, last, begin, np.full_like(first, length - 1)) == EMPTY
 
     left = -(-reach(empty_before, first) // stride) * stride
     return Halo(length, devices, left, reach(empty_behind, length - 1 - last), stride)

@@ -14,18 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...masks.algebra import FULL, PARTIAL
 from ...masks.bounded_cache import bounded_cache
+from ...masks.states import EMPTY, FULL, PARTIAL
 from .blocks import active_blocks, masked_tiles
 from .views import Reordered, RowOrder, period_of
-
-# What a pair of blocks is: as the states of a grid.
-DEAD, MASKED, FREE = 0, PARTIAL, FULL
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["spans", "block", "tile", "chosen_by"],
+    data_fields=["spans", "block", "tile", "active_rows_mask"],
     meta_fields=["minor_blocks", "group"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +37,7 @@ class BlockLists:
         Entries from first to masked are free: every pair of theirs may attend. Lists may lie anywhere, in any order.
       block: int32 [entries], the minor block of each.
       tile: int32 [entries], which mask tile a masked entry has; -1 for none, if only segment ids limit it.
-      chosen_by: int32 [entries], or None: bit i says whether the i-th part of the block of queries chose this entry.
+      active_rows_mask: int32 [entries], or None: bit i is set if the i-th part of the query block selected this entry.
       minor_blocks: number of blocks on the minor side.
       group: how many neighbouring query heads share a list.
     """
@@ -48,7 +45,7 @@ class BlockLists:
     spans: Any
     block: Any
     tile: Any
-    chosen_by: Any
+    active_rows_mask: Any
     minor_blocks: int
     group: int = 1
 
@@ -70,9 +67,9 @@ class BlockPairs:
     Attributes:
       row: int32 [LB, LH, n], the block of queries; this and the next two may have 1 in the place of LB.
       column: int32 [LB, LH, n], the block of keys.
-      kind: integers [LB, LH, n], DEAD, MASKED or FREE.
-      tile: int32 [LB, LH, n], the mask tile of MASKED ones; -1 for none.
-      chosen_by: int32 [LB, LH, n], or None; see `BlockLists`.
+      kind: integers [LB, LH, n], EMPTY, PARTIAL or FULL.
+      tile: int32 [LB, LH, n], the mask tile of PARTIAL ones; -1 for none.
+      active_rows_mask: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
       most_in_row: where rows are known at run time only, how many pairs each has, one row after the other.
@@ -82,7 +79,7 @@ class BlockPairs:
     column: Any
     kind: Any
     tile: Any
-    chosen_by: Any
+    active_rows_mask: Any
     blocks: tuple[int, int]
     group: int = 1
     most_in_row: int | None = None
@@ -102,14 +99,14 @@ class BlockPairs:
         Lists of key blocks often end at the same queries, and begin at others: so walked, these are in caches.
         """
         step = -1 if by_key else 1
-        major = np.where(self.kind == DEAD, max(self.blocks), self.column if by_key else self.row)[..., ::step]
+        major = np.where(self.kind == EMPTY, max(self.blocks), self.column if by_key else self.row)[..., ::step]
         order = np.argsort(major, kind="stable")
         order = major.shape[-1] - 1 - order if by_key else order
         row, column, kind, tile = (
             np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
         )
         # What only fills up shorter lists counts as the last block's.
-        row, column = (np.where(kind == DEAD, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
+        row, column = (np.where(kind == EMPTY, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
 
     def starts(self, by_key: bool) -> np.ndarray | None:
@@ -134,7 +131,7 @@ class BlockPairs:
         lines = batches * heads * blocks
         first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
         key = xp.where(
-            self.kind == DEAD, 2 * lines, 2 * (first + major) + (self.kind == MASKED).astype(np.int32)
+            self.kind == EMPTY, 2 * lines, 2 * (first + major) + (self.kind == PARTIAL).astype(np.int32)
         ).ravel()
         bounds = np.arange(2 * lines + 1, dtype=np.int32)
         if xp is np:
@@ -150,8 +147,8 @@ class BlockPairs:
         def sorted_(x):
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
 
-        block, tile, chosen_by = (sorted_(x) for x in (minor, self.tile, self.chosen_by))
-        return BlockLists(spans, block, tile, chosen_by, self.blocks[not by_key], self.group)
+        block, tile, active_rows_mask = (sorted_(x) for x in (minor, self.tile, self.active_rows_mask))
+        return BlockLists(spans, block, tile, active_rows_mask, self.blocks[not by_key], self.group)
 
     def in_parts(self, parts: int, by_key: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
         """The same pairs, where blocks of the minor side are cut; made on the device, for they may be millions.
@@ -159,15 +156,15 @@ class BlockPairs:
         Args:
           parts: of a block; part p of a mask tile is the tile ``tile * parts + p``.
           by_key: whether queries are the minor side; their last parts come first then, as in `sorted`.
-          states: DEAD, MASKED or FREE for each part, [1 + tiles, parts], first for a tile that lets everything pass.
+          states: EMPTY, PARTIAL or FULL for each part, [1 + tiles, parts], first for a tile that lets everything pass.
           minor_blocks: number of parts that there are; of the last block not all need exist.
         """
         major, minor = (self.column, self.row) if by_key else (self.row, self.column)
         major, minor, kind, tile = (jnp.repeat(x, parts, axis=-1) for x in (major, minor, self.kind, self.tile))
         part = jnp.tile(np.arange(parts, dtype=np.int32)[:: -1 if by_key else 1], self.kind.shape[-1])
         minor = minor * parts + part
-        kind = jnp.where((kind == DEAD) | (minor >= minor_blocks), DEAD, jnp.asarray(states)[tile + 1, part])
-        tile = jnp.where(kind == MASKED, tile * parts + part, -1)
+        kind = jnp.where((kind == EMPTY) | (minor >= minor_blocks), EMPTY, jnp.asarray(states)[tile + 1, part])
+        tile = jnp.where(kind == PARTIAL, tile * parts + part, -1)
         sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[by_key], minor_blocks)
         (row, column), blocks = (sides[::-1], numbers[::-1]) if by_key else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
@@ -188,8 +185,8 @@ class BlockPairs:
         a, b = q_ids.at(self.row), kv_ids.at(self.column)
         meet = (a.least <= b.largest) & (b.least <= a.largest)
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
-        kind = jnp.where((self.kind == FREE) & ~same, MASKED, self.kind)
-        kind = jnp.where(meet, kind, DEAD)
+        kind = jnp.where((self.kind == FULL) & ~same, PARTIAL, self.kind)
+        kind = jnp.where(meet, kind, EMPTY)
         return dataclasses.replace(self, kind=kind)
 
 
@@ -238,7 +235,7 @@ def planned_block_pairs(
     Args:
       masks: with the same row orders.
       shape: (bq, bkv), rows of a block.
-      with_tiles: whether to make mask tiles; otherwise MASKED ones have the number 0, and rules compute them.
+      with_tiles: whether to make mask tiles; otherwise PARTIAL ones have the number 0, and rules compute them.
 
     Returns:
       The pairs, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
@@ -257,7 +254,7 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
     for head, (mask, grid) in enumerate(zip(masks, grids, strict=True)):
         here = 0, head, slice(len(grid.rows))
         row[here], column[here], kind[here] = grid.rows, grid.columns, grid.states
-        partial = np.flatnonzero(grid.states == MASKED)
+        partial = np.flatnonzero(grid.states == PARTIAL)
         if with_tiles:
             rows, columns = grid.rows[partial], grid.columns[partial]
             first, kinds = _alike(mask, rows, columns, shape)
@@ -376,24 +373,26 @@ def selected_block_pairs(
         column, part = jnp.divmod(codes, parts)
         live = differs(codes)
     live = live & (column < columns)
-    chosen_by: Any = None
+    active_rows_mask: Any = None
     everyone: Any = True
     if parts > 1:
-        chosen_by = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
+        active_rows_mask = _sum_of_equals(column, jnp.where(live, 1 << part, 0))
         live = live & differs(column)
         # Only the last block may have fewer parts than others, those that come first.
         some = np.minimum(parts, tq - np.arange(together) * parts)
         all_of_them = np.array([(1 << int(n)) - 1 for n in some], np.uint32).view(np.int32)
-        everyone = chosen_by == all_of_them.reshape(1, 1, together, 1)
+        everyone = active_rows_mask == all_of_them.reshape(1, 1, together, 1)
     if finer > 1:  # there are no parts then
         live, column = (jnp.repeat(x, finer, axis=2)[:, :, :rows] for x in (live, column))
     row = jax.lax.broadcasted_iota(jnp.int32, column.shape, 2)
     column = jnp.minimum(column, columns - 1)
     states = table.at(np.arange(lists)[:, None, None] % classes, row + start, column)
-    kind = jnp.where((states == _EVERYTHING) & everyone, FREE, MASKED)
-    kind = jnp.where(live & (states != _NOTHING), kind, DEAD)
-    found = BlockPairs(row, column, kind, jnp.maximum(states, -1), chosen_by, table.blocks, heads // lists, parts * k)
-    names = ("row", "column", "kind", "tile") + (("chosen_by",) if parts > 1 else ())
+    kind = jnp.where((states == _EVERYTHING) & everyone, FULL, PARTIAL)
+    kind = jnp.where(live & (states != _NOTHING), kind, EMPTY)
+    found = BlockPairs(
+        row, column, kind, jnp.maximum(states, -1), active_rows_mask, table.blocks, heads // lists, parts * k
+    )
+    names = ("row", "column", "kind", "tile") + (("active_rows_mask",) if parts > 1 else ())
     n = column.shape[2] * column.shape[3]
     flat = {name: getattr(found, name).reshape(batch, lists, n) for name in names}
     return dataclasses.replace(found, **flat)
@@ -451,8 +450,8 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
     found, tiles = planned_block_pairs(masks, (shape[0] * finer, shape[1]), with_tiles)
     states = np.full((len(masks), -(-blocks[0] // finer), blocks[1]), _NOTHING, np.int32)
     for head, own in enumerate(states):
-        live = found.kind[0, head] != DEAD
-        entries = np.where(found.kind[0, head] == FREE, _EVERYTHING, found.tile[0, head])
+        live = found.kind[0, head] != EMPTY
+        entries = np.where(found.kind[0, head] == FULL, _EVERYTHING, found.tile[0, head])
         own[found.row[0, head][live], found.column[0, head][live]] = entries[live]
     if tiles is not None:
         tiles = tiles.reshape(-1, shape[0], tiles.shape[-1])
@@ -462,5 +461,5 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
 def run_time_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
     """The table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
     found, tiles = run_time_block_pairs(mask, shape)
-    entries = jnp.where(found.kind == FREE, _EVERYTHING, jnp.where(found.kind == DEAD, _NOTHING, found.tile))
+    entries = jnp.where(found.kind == FULL, _EVERYTHING, jnp.where(found.kind == EMPTY, _NOTHING, found.tile))
     return StateTable(entries.reshape(len(mask), *found.blocks), found.blocks, 1), tiles

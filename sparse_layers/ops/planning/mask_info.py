@@ -20,9 +20,10 @@ import numpy as np
 
 from ...arguments.checks import Length, Positive, checked
 from ...masks.adapters import as_masks
-from ...masks.algebra import FULL, PARTIAL, Mask
+from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.lengths import check_lengths
+from ...masks.states import FULL, PARTIAL
 from .blocks import BlockGrid, active_blocks, masked_tiles
 from .lists import tiled
 

@@ -22,11 +22,12 @@ import numpy as np
 
 from ...arguments.checks import Length, checked, strict_kwargs
 from ...masks.adapters import MaskLike
-from ...masks.algebra import FULL, PARTIAL, And, Blocks, Mask, Not, Or, Shifted, Transposed
+from ...masks.algebra import And, Blocks, Mask, Not, Or, Shifted, Transposed
 from ...masks.bounded_cache import bounded_cache
 from ...masks.grids import ColumnMajor, Grid
 from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
+from ...masks.states import FULL, PARTIAL
 from .blocks import BlockGrid, active_blocks, outside_trace
 from .changing_masks import note_masks
 from .lists import grid_shape

@@ -4,10 +4,10 @@ import html
 
 import numpy as np
 
-from ...masks.algebra import FULL, PARTIAL
 from ...masks.counting import count
 from ...masks.pictures import FORMULA, shortened, svg
 from ...masks.primitives import Causal, Full
+from ...masks.states import FULL, PARTIAL
 from .lists import planned_block_pairs
 from .plan import Pass, Plan, make_plan
 

@@ -17,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...masks.algebra import (
+from ...masks.algebra import And, Blocks, Mask, Not, Or, Shifted, Transposed
+from ...masks.grids import Grid, OnGrid
+from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
+from ...masks.states import (
     AND_TABLE,
     EMPTY,
     FULL,
@@ -25,18 +28,10 @@ from ...masks.algebra import (
     OR_TABLE,
     PARTIAL,
     UNSURE,
-    And,
-    Blocks,
-    Mask,
-    Not,
-    Or,
-    Shifted,
-    Transposed,
-    cut,
-    united,
+    merge_states,
+    product_state,
+    split_range,
 )
-from ...masks.grids import Grid, OnGrid, product_grade
-from ...masks.primitives import BlockDiagonal, Causal, Columns, Empty, Full, LogSparse, Strided, Window
 
 
 class Axis(NamedTuple):
@@ -251,7 +246,7 @@ class RowOrder:
         """Rows first .. last as a part of a tile, whole tiles, and a part of a tile, those there are anywhere."""
         if self.natural:
             return [(np.bool_(True), first, last)]
-        return [part for part in cut(first, last, math.prod(self.tile)) if part[0].any()]
+        return [part for part in split_range(first, last, math.prod(self.tile)) if part[0].any()]
 
     def gather(self, x: jax.Array, padded: int, fill: float = 0.0) -> jax.Array:
         """[B, length, ...] in token order -> [B, padded, ...] in row order, ``fill`` in padding rows."""
@@ -335,7 +330,7 @@ class Reordered(Mask):
         shift = self.q_order.shift(stride)
         return shift is not None and shift == self.kv_order.shift(stride)
 
-    def grade(self, q0, q1, k0, k1):
+    def block_state(self, q0, q1, k0, k1):
         states = self._grade_rows(q0, q1, k0, k1)
         unsure = states == UNSURE
         if (self.q_order.natural and self.kv_order.natural) or not unsure.any():
@@ -344,7 +339,7 @@ class Reordered(Mask):
         q0, q1, k0, k1 = (np.broadcast_to(x, states.shape)[unsure] for x in (q0, q1, k0, k1))
         sides = self.q_order.in_tiles(q0, q1), self.kv_order.in_tiles(k0, k1)
         states = states.copy()
-        states[unsure] = united(
+        states[unsure] = merge_states(
             (q_exists & k_exists, self._grade_rows(*q, *kv))
             for (q_exists, *q), (k_exists, *kv) in itertools.product(*sides)
         )
@@ -363,18 +358,18 @@ class Reordered(Mask):
         axes = self._axes(mask)
         if axes is None and isinstance(mask, OnGrid) and self._on(mask):
             boxes = (list(zip(box.low, box.high, strict=True)) for box in (q, kv))
-            states, exact = mask.grade_boxes(*boxes), q.exact & kv.exact
+            states, exact = mask.box_state(*boxes), q.exact & kv.exact
         elif axes is None:
-            states, exact = mask.grade(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
+            states, exact = mask.block_state(q.first, q.last, kv.first, kv.last), q.contiguous & kv.contiguous
             if isinstance(mask, Strided) and (steps := self._steps(mask)) is not None:
                 # Tokens of one residue of another stride are whole steps of that apart.
                 (q0, q1), (k0, k1) = ((box.low[-1], box.high[-1]) for box in (q, kv))
                 alone = (q0 == q1) & (k0 == k1) & (q0 == k0)
-                found = steps.grade(q.low[0], q.high[0], kv.low[0], kv.high[0])
+                found = steps.block_state(q.low[0], q.high[0], kv.low[0], kv.high[0])
                 states, exact = np.where(alone, found, states), exact | (alone & q.exact & kv.exact)
         else:
-            found = [x.grade(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
-            states, exact = product_grade(found), q.exact & kv.exact
+            found = [x.block_state(*ends) for x, *ends in zip(axes, q.low, q.high, kv.low, kv.high, strict=False)]
+            states, exact = product_state(found), q.exact & kv.exact
             if found:  # where all depends on one axis, rows need only be whole on this one
                 whole = [(x == FULL) | (a & b) for x, a, b in zip(found, q.whole, kv.whole, strict=True)]
                 exact = exact | (functools.reduce(np.logical_and, whole) & (sum(x != FULL for x in found) <= 1))

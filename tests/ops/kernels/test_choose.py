@@ -55,7 +55,7 @@ def test_by_scores(count, first, local, blocks):
     at[:, -1] = length - 1
     start = np.minimum(at, np.array([[0], [length // 4]]))  # a document, and two
     at, start, pooled = jnp.asarray(at), jnp.asarray(start), jnp.zeros((2, scorer.windows(length), 1, blocks))
-    choice = [jax.jit(lambda *x, fused=fused: scorer.choice(*x, length, None, fused)) for fused in (False, True)]
+    choice = [jax.jit(lambda *x, fused=fused: scorer.select_rows(*x, length, None, fused)) for fused in (False, True)]
     for kind, scores in kinds(draw, (2, rows, 1, blocks)):
         query = jnp.asarray(scores, jnp.float32)
         found, right = (choice[fused](query, pooled, at, start) for fused in (True, False))
@@ -71,7 +71,9 @@ def test_long_rows(blocks):
     scores = jnp.asarray(np.random.default_rng(0).standard_normal((1, rows, 1, blocks)), jnp.float32)
     at = jnp.arange(rows)[None] + blocks * BLOCK - rows
     given, length = (scores, jnp.zeros((1, blocks, 1, blocks)), at, at * 0), blocks * BLOCK
-    found, right = (jax.jit(lambda *x, fused=fused: scorer.choice(*x, length, None, fused)) for fused in (True, False))
+    found, right = (
+        jax.jit(lambda *x, fused=fused: scorer.select_rows(*x, length, None, fused)) for fused in (True, False)
+    )
     same(found(*given), right(*given))
 
 

@@ -8,8 +8,9 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels import cudnn
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import hardware
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.planning.params import BwdParams, FwdParams
 
 T = 48
@@ -129,7 +130,7 @@ def test_it_needs_a_gpu():
 def test_the_default_is_the_faster_one(mask, size, name, on_a_gpu, caplog):
     with caplog.at_level("DEBUG", logger="sparse_layers"):
         assert traced_call.trace_call(sl.make_plan(mask, 2048), head_size=size).implementation == name
-    assert f"runs '{name}'" in caplog.text
+        assert not caplog.records  # tools ask, and nothing runs
     picked = traced_call.trace_call(sl.make_plan(mask, 256)).implementation
     assert f"bfloat16, 32 heads of 128, 1 batch entry: {picked!r}" in sl.describe(mask, 256)
 

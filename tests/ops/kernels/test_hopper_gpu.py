@@ -20,7 +20,7 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.ops import attention, traced_call
 from sparse_layers.ops.kernels import cudnn
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.passes import GroupPass
 from sparse_layers.ops.kernels.gpu_attention import hopper
@@ -32,6 +32,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     order_work_tiles,
 )
 from sparse_layers.ops.kernels.hopper_gpu.views import box_view, rows_view
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.planning import platforms
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
@@ -277,8 +278,8 @@ def test_programs_without_work(launched, monkeypatch):
 
     monkeypatch.setattr(bridge, "call_gluon", record)
     case = Case("causal", sl.Causal(), 270)
-    for exchanging in (False, True):
-        monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanging=exchanging))
+    for exchanges_queries in (False, True):
+        monkeypatch.setattr(attention, "Call", functools.partial(Call, exchanges_queries=exchanges_queries))
         cases.check(case, case.call("hopper"))
     assert found[len(found) // 2 :] == [NUM_WAVES * number for number in found[: len(found) // 2]]
 
@@ -446,9 +447,11 @@ def test_selections_of_few_queries_are_better_left_to_triton(monkeypatch, granul
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))
     plan = sl.make_plan(sl.Causal(), 512, implementation="hopper")
     params = plan.fwd_params, plan.bwd_params
-    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(128, granularity))
-    q, chosen = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (512, 512 // granularity))
-    reason = hopper.outdone(call, Operands(q, q, q, chosen=chosen.update(dtype=jnp.int32)))
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None)
+    q = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1, 512 // granularity, 2, 64), jnp.int32)
+    selection = jax.eval_shape(functools.partial(sl.Selection, block=128, granularity=granularity), ids)
+    reason = hopper.not_preferred(call, Operands(q, q, q, selection=selection))
     assert reason is None if granularity == 128 else "computes the blocks of all" in (reason or "")
 
 

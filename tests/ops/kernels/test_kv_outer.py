@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("triton", reason="needs triton")
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu_attention import kv_outer
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.kernels.triton_gpu.kv_outer import unsupported
 from tests.ops.cases import compiled
 from tests.ops.kernels import triton_interpreter
@@ -33,8 +34,8 @@ def call_of(ids, heads=(4, 2), granularity=1, length=T, size=16, dtype=jnp.float
     chosen = sl.Selection(ids, block=BLOCK, granularity=granularity)
     q, kv = (jax.ShapeDtypeStruct((1, n, h, size), dtype) for n, h in zip((length, S), heads, strict=True))
     plan = sl.make_plan(sl.Full(), length, S)
-    call = Call(plan, (64, 64), (64, 64), (sl.FwdParams(), sl.BwdParams()), 1.0, None, selection=(BLOCK, granularity))
-    return call, Operands(q, kv, kv, chosen=chosen.ids)
+    call = Call(plan, (64, 64), (64, 64), (sl.FwdParams(), sl.BwdParams()), 1.0, None)
+    return call, Operands(q, kv, kv, selection=chosen)
 
 
 def arrays(heads=(4, 2)):
@@ -156,12 +157,11 @@ def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
 def test_large_numbers_without_a_block_stay_none():
     """Also where blocks are cut, here into 8 parts: 8 times 2**30 is 0 in 32 bits."""
     call, _ = call_of(SCATTERED)
-    call = dataclasses.replace(call, selection=(512, 1))
     operands = Operands(*arrays())
     ids = jnp.asarray(SCATTERED[..., :1] % 2)
     forward = compiled(functools.partial(kv_outer.forward, call))
     found, wanted = (
-        forward(operands._replace(chosen=jnp.concatenate([ids, other], axis=-1)))
+        forward(operands._replace(selection=sl.Selection(jnp.concatenate([ids, other], axis=-1), block=512)))
         for other in (ids * 0 + 2**30, ids * 0 - 1)
     )
     for ours, theirs in zip(found, wanted, strict=True):

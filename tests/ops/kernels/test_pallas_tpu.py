@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import sparse_layers as sl
+from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
 from sparse_layers.ops.kernels.pallas_tpu import sides
-from sparse_layers.ops.kernels.pallas_tpu.schedule import DEAD, FREE, LIMITED, MASKED, Steps
+from sparse_layers.ops.kernels.pallas_tpu.schedule import LIMITED, Steps
 from sparse_layers.ops.planning.lists import BlockPairs, planned_block_pairs
 from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.ops.cases import SMALL, Case, candidates, check, compiled
@@ -52,7 +53,7 @@ def entries(lists):
     found = {}
     for place in np.ndindex(lists.spans.shape[:3]):
         start, masked, end = map(int, lists.spans[place])
-        kinds = [FREE if i < masked else LIMITED if lists.tile[i] < 0 else MASKED for i in range(start, end)]
+        kinds = [FULL if i < masked else LIMITED if lists.tile[i] < 0 else PARTIAL for i in range(start, end)]
         found[place] = [*zip(map(int, lists.block[start:end]), kinds, strict=True)]
     return found
 
@@ -62,7 +63,7 @@ def as_steps(lists):
     batches, heads, majors, _ = lists.spans.shape
     found = entries(lists)
     return [
-        [with_ends([(m, *x) for m in range(majors) for x in found[b, h, m] or [(0, DEAD)]]) for h in range(heads)]
+        [with_ends([(m, *x) for m in range(majors) for x in found[b, h, m] or [(0, EMPTY)]]) for h in range(heads)]
         for b in range(batches)
     ]
 
@@ -80,18 +81,18 @@ def test_steps_are_the_active_blocks_in_order(mask, by_key):
         assert unpacked(steps) == wanted
         assert steps.count == len(wanted[0][0])
         some = one.dense(192).reshape(12, 16, 6, 32).any((1, 3)).any(0 if by_key else 1)
-        assert any(step[2] == DEAD for step in wanted[0][0]) == (not some.all())
+        assert any(step[2] == EMPTY for step in wanted[0][0]) == (not some.all())
 
 
 def test_a_word_holds_the_largest_blocks_that_its_bits_allow():
     most = (1 << 14) - 1
 
     def steps(minors):
-        one = BlockPairs(*np.array([most, minors - 1, FREE, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
+        one = BlockPairs(*np.array([most, minors - 1, FULL, -1]).reshape(4, 1, 1, 1), None, (most + 1, minors))
         return Steps.of(one.lists(False), False, "a pass")
 
     last = unpacked(steps(most + 1))[0][0][-1]
-    assert last == (most, most, FREE, 1, 1)
+    assert last == (most, most, FULL, 1, 1)
     with pytest.raises(
         ValueError, match=r"a pass has 16384 x 16385 blocks, more than a 32-bit word can number.*larger"
     ):
@@ -123,19 +124,19 @@ def test_steps_made_at_run_time(by_key):
     lists, words, tiles, count = made(ids)
     wanted = [one[0] for one in as_steps(lists)]
     assert count == max(map(len, wanted)) and {step[2] for one in wanted for step in one} == {
-        DEAD,
-        MASKED,
-        FREE,
+        EMPTY,
+        PARTIAL,
+        FULL,
         LIMITED,
     }
     steps = Steps(words, None, None, count, 3, 1)
     for one, [found] in zip(wanted, unpacked(steps), strict=True):
         assert found[: len(one)] == one
         # The rest repeats the last blocks, so nothing moves, and ends no row again.
-        assert set(found[len(one) :]) <= {(*one[-1][:2], DEAD, 0, 0)}
+        assert set(found[len(one) :]) <= {(*one[-1][:2], EMPTY, 0, 0)}
     # A step without a mask tile keeps the one before, so nothing moves either.
     kinds = np.asarray(words) & 3
-    assert (tiles >= 0).all() and (np.diff(tiles, axis=-1)[kinds[..., 1:] != MASKED] == 0).all()
+    assert (tiles >= 0).all() and (np.diff(tiles, axis=-1)[kinds[..., 1:] != PARTIAL] == 0).all()
 
 
 # --- transfers -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import re
 import zlib
 from typing import Any
@@ -17,11 +18,12 @@ from jax.sharding import PartitionSpec as P
 pytest.importorskip("triton", reason="needs triton")
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu_attention import hopper, kv_outer
 from sparse_layers.ops.kernels.gpu_attention.route import query_gather_unsupported
 from sparse_layers.ops.kernels.hopper_gpu import query_gather, settings
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.planning import platforms
 from tests.ops import cases, huge_logits, test_selections
 from tests.ops.kernels import gluon_interpreter
@@ -252,10 +254,17 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
     t = 512
     plan = sl.make_plan(sl.Causal(), t, implementation="hopper", bwd_params=sl.BwdParams(deterministic=deterministic))
     params = plan.fwd_params, plan.bwd_params
-    call = Call(plan, (128, 128), (128, 128), params, 1.0, None, selection=(block, granularity))
+    call = Call(plan, (128, 128), (128, 128), params, 1.0, None)
     q, v = (jax.ShapeDtypeStruct((1, t, 2, size), jnp.bfloat16) for size in sizes)
-    chosen, ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, t // granularity, 2, 4), (1, t)))
-    arrays: Any = {"query": q, "key": q, "value": v, "chosen": chosen, "segments": (ids, ids) if documents else None}
+    selected, ids = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, t // granularity, 2, 4), (1, t)))
+    selection = jax.eval_shape(functools.partial(sl.Selection, block=block, granularity=granularity), selected)
+    arrays: Any = {
+        "query": q,
+        "key": q,
+        "value": v,
+        "selection": selection,
+        "segments": (ids, ids) if documents else None,
+    }
     return call, Operands(**arrays)
 
 
@@ -275,18 +284,18 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
     ],
 )
 def test_whom_it_serves(launched, options, reason):
-    """Then Hopper is not outdone, and what is said to be left to plain Triton is the forward pass at most."""
+    """Then Hopper is preferred, and what is said to be left to plain Triton is the forward pass at most."""
     call, operands = call_of(**options)
-    found, outdone = query_gather_unsupported(call, operands), hopper.outdone(call, operands)
+    found, not_preferred = query_gather_unsupported(call, operands), hopper.not_preferred(call, operands)
     notes = hopper.notes(call, operands)
     backward = [note for note in notes if re.search(r"\bbackward\b.*, because", note)]
     if reason is None:
-        assert found is None and outdone is None and not backward
+        assert found is None and not_preferred is None and not backward
     elif "granularity" in options:
-        assert re.search(reason, found or "") and (outdone or "").endswith("computes the blocks of all")
+        assert re.search(reason, found or "") and (not_preferred or "").endswith("computes the blocks of all")
         assert len(backward) == 1
     else:  # the reason against gathering is that against the implementation, and that of the launches of others
-        assert re.search(reason, found or "") and (outdone or "").endswith(f"computes the blocks of all; {found}")
+        assert re.search(reason, found or "") and (not_preferred or "").endswith(f"computes the blocks of all; {found}")
         gathered = "Triton runs backward if neighbouring queries disagree"
         assert [note for note in notes if note.startswith(gathered)] == [f"{gathered}, because {found}"]
         assert any("backward if neighbouring queries agree" in note for note in backward)

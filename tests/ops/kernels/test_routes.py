@@ -62,7 +62,7 @@ class Call:
         arrays = [shaped((2, t, heads, self.size), self.dtype) for heads in (n, k, k)]
         blocks = shaped((2, t // max(1, self.selected_by), k, 8), "int32")
         mask = self.mask if isinstance(self.mask, jax.ShapeDtypeStruct) else None
-        with assuming(hardware.device_named(self.device)), mock.patch.object(attention, "_jitted_attend", attend):
+        with assuming(hardware.device_named(self.device)), mock.patch.object(attention, "jitted_attend", attend):
             jax.eval_shape(op, *arrays, shaped((2, t), "int32"), blocks, mask)
         ((name, forward, backward),) = found
         return f"{name}: {told(forward)} | {told(backward)}" if forward or backward else name

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.kernels.call import Call, Operands
+from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
+from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu.hardware import local_device as true_device  # before a fixture replaces it
 from sparse_layers.ops.kernels.gpu.lists import Side, _compacted, lists_of
@@ -30,8 +31,9 @@ from sparse_layers.ops.kernels.gpu.splits import (
 )
 from sparse_layers.ops.kernels.gpu_attention import run
 from sparse_layers.ops.kernels.gpu_attention.route import route
+from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.kernels.triton_gpu import launch, settings
-from sparse_layers.ops.planning.lists import DEAD, FREE, MASKED, BlockPairs
+from sparse_layers.ops.planning.lists import BlockPairs
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops import cases
 from tests.ops.cases import CHAINS, SMALL, candidates
@@ -39,9 +41,9 @@ from tests.ops.cases import CHAINS, SMALL, candidates
 DEFAULTS = sl.FwdParams(), sl.BwdParams()
 
 
-def called(plan=None, chosen=None, shape=(64, 64), params=DEFAULTS):
-    """The static part of a call; ``chosen`` is a selection."""
-    return Call(plan, shape, shape, params, 1.0, None, selection=chosen and (chosen.block, chosen.granularity))
+def called(plan=None, shape=(64, 64), params=DEFAULTS):
+    """The static part of a call."""
+    return Call(plan, shape, shape, params, 1.0, None)
 
 
 def given(t, s, heads=(1, 1), **arrays):
@@ -86,7 +88,7 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
             may = bits[tile[entry] + 1, : major.block, : minor.block] & may_meet[at]
             if found.chosen:
                 part = np.arange((minor if dkv else major).block) // found.chosen
-                chose = int(np.asarray(lists.chosen_by)[entry]) >> part & 1
+                chose = int(np.asarray(lists.active_rows_mask)[entry]) >> part & 1
                 may = may & (chose if dkv else chose[:, None])
             pairs[at] += may
     return pairs
@@ -94,13 +96,13 @@ def decoded(found, major, minor, dkv, batch=0, head=0, may_meet=True):
 
 def lists_at_run_time(call, operands, *rest):
     """`lists_of`, compiled as a whole: operation by operation, each would be a program of its own."""
-    found, names = [], ("spans", "block", "tile", "chosen_by")
+    found, names = [], ("spans", "block", "tile", "active_rows_mask")
 
-    def arrays(segments, mask, chosen):
-        found.append(lists_of(call, operands._replace(segments=segments, mask=mask, chosen=chosen), *rest))
+    def arrays(segments, mask, selection):
+        found.append(lists_of(call, operands._replace(segments=segments, mask=mask, selection=selection), *rest))
         return found[0].bits, {name: getattr(found[0].lists, name) for name in names}
 
-    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.chosen)
+    bits, made = cases.compiled(arrays)(operands.segments, operands.mask, operands.selection)
     return dataclasses.replace(found[0], bits=bits, lists=dataclasses.replace(found[0].lists, **made))
 
 
@@ -228,7 +230,7 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
     plan = sl.make_plan(sl.Window(100, 20), t, s)
     q, kv = Side(RowOrder(t), bq, tiles[0], pack), Side(RowOrder(s), block, tiles[1])
     major, minor = (kv, q) if dkv else (q, kv)
-    found = lists_at_run_time(called(plan, chosen), given(t, s, (4, 2), chosen=chosen.ids), (), major, minor, dkv)
+    found = lists_at_run_time(called(plan), given(t, s, (4, 2), selection=chosen), (), major, minor, dkv)
     assert found.chosen == granularity and not found.single
     by_block = (ids[..., None] == np.arange(-(-s // block))).any(-2)  # [B, rows, G, blocks]
     pairs = by_block.repeat(granularity, axis=1)[:, :t].repeat(block, axis=3)[..., :s]
@@ -246,7 +248,7 @@ def test_the_kernel_makes_the_same_lists_as_a_sort(by_key, chosen):
     pairs = [np.divmod(np.sort(rng.choice(3 * 90, n, replace=False)), 90) for _ in range(heads)]
     major = np.array([0, 1, 3], np.int32)[None, [x for x, _ in pairs]]  # nobody is in one of the four
     minor = np.array([x for _, x in pairs], np.int32)[None]
-    kind = rng.choice([DEAD, MASKED, FREE], (3, heads, n)).astype(np.int32)
+    kind = rng.choice([EMPTY, PARTIAL, FULL], (3, heads, n)).astype(np.int32)
     tile = rng.integers(-1, 9, (1, heads, n)).astype(np.int32)
     by = rng.integers(0, 99, kind.shape).astype(np.int32) if chosen else None
     row, column = (minor, major) if by_key else (major, minor)
@@ -255,9 +257,9 @@ def test_the_kernel_makes_the_same_lists_as_a_sort(by_key, chosen):
     assert (np.diff(starts, axis=1) > 64).any() and (np.diff(starts, axis=1) == 0).any()
     wanted, lists = found.lists(by_key), _compacted(found, starts, by_key)
     np.testing.assert_array_equal(lists.counts, wanted.counts)
-    assert (lists.minor_blocks, lists.group) == (90, 2) and (lists.chosen_by is None) == (not chosen)
+    assert (lists.minor_blocks, lists.group) == (90, 2) and (lists.active_rows_mask is None) == (not chosen)
     for ours, theirs in zip(np.reshape(lists.spans, (-1, 3)), wanted.spans.reshape(-1, 3), strict=True):
-        for name in ("block", "tile") + (("chosen_by",) if chosen else ()):
+        for name in ("block", "tile") + (("active_rows_mask",) if chosen else ()):
             own, right = (np.asarray(getattr(x, name)) for x in (lists, wanted))
             np.testing.assert_array_equal(own[ours[0] : ours[2]], right[theirs[0] : theirs[2]])
 
@@ -370,8 +372,8 @@ def test_every_step_is_in_one_job(name, kernel, monkeypatch):
             plan, chosen = sl.make_plan(sl.Causal(), CUT_T), work
         else:
             plan = candidates(work, CUT_T, None, *params)[-1]
-        call = called(plan, chosen, (16, 16), params)
-        operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, chosen=None if chosen is None else chosen.ids)
+        call = called(plan, (16, 16), params)
+        operands = given(CUT_T, CUT_T, CUT_HEADS, mask=mask, selection=chosen)
         planned = route("triton", call, operands)
         works = [x.work for x in (planned.forward if kernel == "forward" else planned.backward) if x.kernel != "dkv"]
         works = [one for work in works for one in (work.unfused() if kernel == "dkv" else [work])]

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 
-from sparse_layers.masks import algebra as masks
 from sparse_layers.masks.adapters import MaskMod
 from sparse_layers.masks.algebra import And, Array, Blocks, Mask
 from sparse_layers.masks.primitives import (
@@ -17,6 +16,7 @@ from sparse_layers.masks.primitives import (
     Strided,
     Window,
 )
+from sparse_layers.masks.states import EMPTY, UNSURE
 from sparse_layers.ops.planning import blocks
 from sparse_layers.ops.planning.blocks import active_blocks, masked_tiles
 
@@ -88,10 +88,10 @@ def test_a_mask_is_never_asked_beyond_the_grid(monkeypatch):
             assert q.min() >= 0 and q.max() < 100 and k.min() >= 0 and k.max() < 102
             return CAUSAL(q, k)
 
-        def grade(self, q0, q1, k0, k1):
+        def block_state(self, q0, q1, k0, k1):
             assert np.min(q0) >= 0 and np.max(q1) < 100 and np.min(k0) >= 0 and np.max(k1) < 102
             assert np.all(q0 <= q1) and np.all(k0 <= k1)
-            return np.where(CAUSAL.grade(q0, q1, k0, k1) == masks.EMPTY, np.int8(masks.EMPTY), np.int8(masks.UNSURE))
+            return np.where(CAUSAL.block_state(q0, q1, k0, k1) == EMPTY, np.int8(EMPTY), np.int8(UNSURE))
 
     monkeypatch.setattr(blocks, "_CELLS", 64)
     active_blocks.cache_clear()
@@ -106,9 +106,9 @@ def test_a_million_tokens_evaluate_no_element_and_grade_few_cells():
         def __call__(self, q, k):
             raise AssertionError("closed-form grades suffice")
 
-        def grade(self, q0, q1, k0, k1):
+        def block_state(self, q0, q1, k0, k1):
             graded.append(np.broadcast(q0, q1, k0, k1).size)
-            return Window(1000).grade(q0, q1, k0, k1)
+            return Window(1000).block_state(q0, q1, k0, k1)
 
     grid = active_blocks(Counting(), 8192, 8192, 128, 128)
     # Row i holds blocks i-8 .. i: the window of 1000 keys reaches 7 whole blocks back and into the eighth.
@@ -124,8 +124,8 @@ def test_parts_decide_what_whole_blocks_leave_open():
             assert np.broadcast(q, k).shape[1:] == (16, 16), "grades of parts suffice where samples do not"
             return self.mask(q, k)
 
-        def grade(self, q0, q1, k0, k1):
-            return self.mask.grade(q0, q1, k0, k1)
+        def block_state(self, q0, q1, k0, k1):
+            return self.mask.block_state(q0, q1, k0, k1)
 
     np.testing.assert_array_equal(
         active_blocks(Graded(), 8, 8, 64, 64).states, active_blocks(Graded.mask, 8, 8, 64, 64).states
@@ -170,9 +170,9 @@ def test_the_work_follows_the_pattern():
             evaluated.append(np.broadcast(q, k).size)
             return self.mask(q, k)
 
-        def grade(self, q0, q1, k0, k1):
+        def block_state(self, q0, q1, k0, k1):
             graded.append(np.broadcast(q0, q1, k0, k1).size)
-            return self.mask.grade(q0, q1, k0, k1)
+            return self.mask.block_state(q0, q1, k0, k1)
 
     # Where draws are everywhere, coarse cells leave much open, and finer ones little of that.
     grid = active_blocks(Counting(), 2048, 2048, 128, 128)

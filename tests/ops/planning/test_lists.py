@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
 from sparse_layers.ops.planning import lists
 from sparse_layers.ops.planning.views import Reordered, RowOrder
 
@@ -30,8 +31,8 @@ def decoded(found, by_key, shape, lengths, tiles, granularity=1, batch=0, head=0
             may = np.ones(shape, bool)
             if entry >= masked and tile[entry] >= 0:
                 may = may & tiles[tile[entry]]
-            if entry >= masked and found.chosen_by is not None:
-                word = int(np.asarray(found.chosen_by)[entry])
+            if entry >= masked and found.active_rows_mask is not None:
+                word = int(np.asarray(found.active_rows_mask)[entry])
                 may = may & np.array([word >> part // granularity & 1 for part in range(shape[0])], bool)[:, None]
             row, column = (block[entry], major) if by_key else (major, block[entry])
             pairs[row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] += may
@@ -95,7 +96,7 @@ def check_sorted(candidates, wanted, by_key):
     for own, bounds, kind in zip(major, starts, ordered.kind[0], strict=True):
         assert bounds[0] == 0 and bounds[-1] == len(own)
         np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
-        longest = max(longest, np.bincount(own[kind != lists.DEAD], minlength=1).max())
+        longest = max(longest, np.bincount(own[kind != EMPTY], minlength=1).max())
     assert ordered.longest(by_key) >= longest
 
 
@@ -144,7 +145,7 @@ def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
 
     monkeypatch.setattr(lists, "masked_tiles", record)
     found, tiles = lists.planned_block_pairs(natural([mask], t, s), shape, True)
-    assert len(made) < (found.kind == lists.MASKED).sum()
+    assert len(made) < (found.kind == PARTIAL).sum()
     for by_key in (False, True):
         pairs = decoded(found.lists(by_key), by_key, shape, (t, s), unpacked(tiles, shape[1]))
         np.testing.assert_array_equal(pairs, mask.dense(t, s))
@@ -159,7 +160,7 @@ def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, by_key):
     whole, tiles = lists.planned_block_pairs(natural(masks, *lengths), coarse, True)
     tiles = np.concatenate([np.ones((1, *coarse), bool), unpacked(tiles, coarse[1])])
     tiles = tiles.reshape(-1, parts, *shape) if by_key else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
-    states = np.where(tiles.all((2, 3)), lists.FREE, np.where(tiles.any((2, 3)), lists.MASKED, lists.DEAD))
+    states = np.where(tiles.all((2, 3)), FULL, np.where(tiles.any((2, 3)), PARTIAL, EMPTY))
     whole = whole.sorted(by_key)
     cut = whole.in_parts(parts, by_key, states, -(-lengths[not by_key] // shape[not by_key]))
     found = cut.lists(by_key)
@@ -273,7 +274,7 @@ def test_chosen_blocks_in_any_order(granularity, rows, k):
     @functools.partial(jax.jit, static_argnums=1)
     def live(ids, ordered):
         found = lists.selected_block_pairs(ids, granularity, (rows, 16), table, 2, ordered=ordered)
-        return found.kind != lists.DEAD, (found.row, found.column, found.kind, found.tile)
+        return found.kind != EMPTY, (found.row, found.column, found.kind, found.tile)
 
     def chosen(ordered):
         """Batch entry, head, row, column, kind and tile of each."""
@@ -292,7 +293,7 @@ def test_chosen_blocks_are_free_where_all_parts_chose_what_the_mask_leaves_whole
     ids = np.array([[0, 2], [2, 0], [0, 1], [0, -1], [1, 0], [0, 1]], np.int32)[None, :, None]
     found = jax.jit(lambda ids: lists.selected_block_pairs(ids, 16, (32, 32), table, 1).lists(False))(ids)
     assert found.counts[0, 0].tolist() == [[0, 1], [1, 2], [2, 2]]
-    assert found.chosen_by[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
+    assert found.active_rows_mask[found.spans[0, 0, 1, 0] : found.spans[0, 0, 1, 2]].tolist() == [0b11, 0b01]
 
 
 def test_a_large_table_has_cells_of_several_blocks(monkeypatch):

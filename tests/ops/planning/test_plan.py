@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
+from sparse_layers.masks.states import FULL
 from sparse_layers.ops.planning import plan as plans
-from sparse_layers.ops.planning.lists import FREE, planned_block_pairs, unpacked_tiles
+from sparse_layers.ops.planning.lists import planned_block_pairs, unpacked_tiles
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.planning.views import RowOrder
 from tests.ops.cases import BOTH_WAYS, NEEDED, SMALL, candidates, compiled, oracle
@@ -68,7 +69,7 @@ def rebuilt(link, shape):
     blocks = [x[0, 0].tolist() for x in (found.row, found.column, found.kind, found.tile)]
     for i, j, kind, number in zip(*blocks, strict=True):
         q, k = np.arange(i * bq, (i + 1) * bq), np.arange(j * bkv, (j + 1) * bkv)
-        if kind == FREE:
+        if kind == FULL:
             tile = np.ones((bq, bkv), bool)
         elif tiles is None:
             tile = link.mask(q[:, None], k[None, :])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.masks.algebra import EMPTY, FULL, PARTIAL, UNSURE
+from sparse_layers.masks.states import EMPTY, FULL, PARTIAL, UNSURE
 from sparse_layers.ops.planning.views import Reordered, RowOrder
 from tests.ops.cases import compiled
 
@@ -224,7 +224,7 @@ def assert_grades_are_exact(mask, dense, seed):
     q, k = rng.integers(0, rows, (2, number)), rng.integers(0, columns, (2, number))
     extents = rng.integers(0, rng.choice([1, 3, 9, 100], (2, number)))
     corners = q[0], np.minimum(q[0] + extents[0], rows - 1), k[0], np.minimum(k[0] + extents[1], columns - 1)
-    grades = np.broadcast_to(mask.grade(*corners), number)
+    grades = np.broadcast_to(mask.block_state(*corners), number)
     for grade, q0, q1, k0, k1 in zip(grades, *corners, strict=True):
         tile = dense[q0 : q1 + 1, k0 : k1 + 1]
         assert grade in (UNSURE, FULL if tile.all() else PARTIAL if tile.any() else EMPTY), (q0, q1, k0, k1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..call import base_2_sinks
+from ..numerics import base_2_sinks
 
 # Arrays of keys that a launch can read, and query heads of a key head; head sizes at most.
 MOST_KEPT, MOST_GROUP, MOST_SIZE = 4, 64, 256

@@ -162,8 +162,8 @@ def check_triton() -> None:
         import triton  # noqa: F401
     except ImportError as error:
         raise ModuleNotFoundError(
-            "device: the kernels of a GPU are traced by triton, which is not installed: install this package with its "
-            f"extra 'gpu', which exists for Linux only, or leave device out ({error})"
+            f"device: triton, which traces the kernels of a GPU, is not installed ({error}): install this package with "
+            "its extra 'gpu', on Linux"
         ) from error
 
 

@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
     BATCHES: int  # of ``block``, and of ``tile``
     TILE_BATCHES: int
     CHUNK: int
-    CHOSEN: bool  # whether there is ``chosen_by``
-    FREE: int
+    CHOSEN: bool  # whether there is ``active_rows_mask``
+    FULL: int
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def compact_kernel(
     kind,  # int32 [LB, HEADS, N]: 0 for dead pairs
     block,  # int32 [BATCHES, HEADS, N]
     tile,  # int32 [TILE_BATCHES, HEADS, N]
-    chosen_by,  # int32 [LB, HEADS, N]
+    active_rows_mask,  # int32 [LB, HEADS, N]
     spans,  # int32 [LB, HEADS, BLOCKS, 3]
     out_block,  # int32 [LB, HEADS, N]; this and the next two are written where there are live pairs only
     out_tile,
-    out_chosen_by,
+    out_active_rows_mask,
     Z: tl.constexpr,
 ):
     """The list of one major block; grid (BLOCKS, HEADS, LB)."""
@@ -73,7 +73,7 @@ def compact_kernel(
     num_free, num_live = begin * 0, begin * 0
     for chunk in tl.range(begin, end, Z.CHUNK):
         kinds = tl.load(kind + pairs + chunk + column, mask=chunk + column < end, other=0)
-        num_free += tl.sum((kinds == Z.FREE).to(tl.int32), 0)
+        num_free += tl.sum((kinds == Z.FULL).to(tl.int32), 0)
         num_live += tl.sum((kinds != 0).to(tl.int32), 0)
     line = spans + ((batch * Z.HEADS + head) * Z.BLOCKS + major) * 3
     tl.store(line, pairs + begin)
@@ -84,13 +84,13 @@ def compact_kernel(
     for chunk in tl.range(begin, end, Z.CHUNK):
         exists = chunk + column < end
         kinds = tl.load(kind + pairs + chunk + column, mask=exists, other=0)
-        is_free, is_masked = (kinds == Z.FREE).to(tl.int32), ((kinds != Z.FREE) & (kinds != 0)).to(tl.int32)
+        is_free, is_masked = (kinds == Z.FULL).to(tl.int32), ((kinds != Z.FULL) & (kinds != 0)).to(tl.int32)
         free_rank = tl.sum(tl.where(before, is_free[None, :], 0), 1)
         masked_rank = tl.sum(tl.where(before, is_masked[None, :], 0), 1)
         entry = tl.where(is_free != 0, next_free + free_rank, next_masked + masked_rank)
         _move(block + block_pairs + chunk + column, out_block, entry, exists, kinds != 0)
         _move(tile + tile_pairs + chunk + column, out_tile, entry, exists, kinds != 0)
         if Z.CHOSEN:
-            _move(chosen_by + pairs + chunk + column, out_chosen_by, entry, exists, kinds != 0)
+            _move(active_rows_mask + pairs + chunk + column, out_active_rows_mask, entry, exists, kinds != 0)
         next_free += tl.sum(is_free, 0)
         next_masked += tl.sum(is_masked, 0)

@@ -12,18 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
-from ...planning.lists import (
-    DEAD,
-    FREE,
-    MASKED,
-    BlockLists,
-    BlockPairs,
-    planned_block_pairs,
-    unpacked_tiles,
-)
+from ....masks.states import EMPTY, FULL, PARTIAL
+from ...planning.lists import BlockLists, BlockPairs, planned_block_pairs, unpacked_tiles
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, Operands, run_time_blocks
+from ..call import Call
+from ..operands import Operands
+from ..pass_blocks import run_time_blocks
 from . import bridge
 from .compact_kernel import CHUNK, Sizes, compact_kernel
 from .tiles import Axis, Order
@@ -130,15 +125,15 @@ def lists_of(
     With segment ids, and all else known beforehand, a block of the passes may be ``parts`` blocks of the minor side.
     """
     q, kv = (minor, major) if dkv else (major, minor)
-    if operands.chosen is not None or operands.mask is not None:
-        pairs, tiles = run_time_blocks(call, operands, (q.block, kv.block), call.masks, True)
+    if operands.selection is not None or operands.mask is not None:
+        pairs, tiles = run_time_blocks(operands, (q.block, kv.block), call.masks, True)
         bits, starts = bits_of(tiles, major, minor, dkv), pairs.starts(dkv)
     elif operands.segments is None:
         return _static_lists(passes, major, minor, dkv)
     else:
         pairs, bits, starts = _in_parts(passes, major, minor, dkv, parts)
     pairs = pairs.with_segments(operands.segments, (q.order, kv.order), (q.block, kv.block))
-    chosen = 0 if call.selection is None or pairs.chosen_by is None else call.selection[1]
+    chosen = 0 if operands.selection is None or pairs.active_rows_mask is None else operands.selection.granularity
     pairs = only_whole(pairs, minor)
     lists = pairs.lists(dkv) if starts is None else _compacted(pairs, starts, dkv)
     return Lists(lists, bits, pairs.longest(dkv), chosen)
@@ -167,7 +162,7 @@ def _bits_in_parts(
     """The bits of parts of tiles, those of a tile one after the other, and the states that `in_parts` takes."""
     bits = _static_bits(passes, major, whole, dkv)
     bits = bits.reshape(*bits.shape[:2], parts, -1).swapaxes(1, 2)  # [1 + tiles, parts, rows, words]
-    states = np.where((bits == -1).all((2, 3)), FREE, np.where(bits.any((2, 3)), MASKED, DEAD))
+    states = np.where((bits == -1).all((2, 3)), FULL, np.where(bits.any((2, 3)), PARTIAL, EMPTY))
     return np.concatenate([bits[0, :1], bits[1:].reshape(-1, *bits.shape[2:])]), states
 
 
@@ -178,17 +173,17 @@ def _compacted(pairs: BlockPairs, starts: np.ndarray, dkv: bool) -> BlockLists:
     """
     batches, heads, n = pairs.kind.shape
     minor, blocks = pairs.row if dkv else pairs.column, pairs.blocks[dkv]
-    tile, chosen_by = pairs.tile, pairs.chosen_by
-    arrays = starts, pairs.kind, minor, tile, starts if chosen_by is None else chosen_by
+    tile, active_rows_mask = pairs.tile, pairs.active_rows_mask
+    arrays = starts, pairs.kind, minor, tile, starts if active_rows_mask is None else active_rows_mask
     entries = jax.ShapeDtypeStruct((batches * heads * n,), jnp.int32)
     outputs = [jax.ShapeDtypeStruct((batches, heads, blocks, 3), jnp.int32), entries, entries, entries]
-    outputs[3] = outputs[3] if chosen_by is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
-    sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, chosen_by is not None, FREE)
+    outputs[3] = outputs[3] if active_rows_mask is not None else jax.ShapeDtypeStruct((1,), jnp.int32)
+    sizes = Sizes(n, heads, blocks, len(minor), len(tile), CHUNK, active_rows_mask is not None, FULL)
     arrays = [jnp.asarray(x, jnp.int32) for x in arrays]
     spans, block, tile, by = bridge.call_triton(
         compact_kernel, (blocks, heads, batches), arrays, outputs, {"Z": sizes}, 1, 1
     )
-    by = None if chosen_by is None else by
+    by = None if active_rows_mask is None else by
     return BlockLists(spans, block, tile, by, pairs.blocks[not dkv], pairs.group)
 
 
@@ -211,7 +206,7 @@ def only_whole(pairs: BlockPairs, minor: Side) -> BlockPairs:
     if minor.exact:
         return pairs
     xp: Any = np if isinstance(pairs.kind, np.ndarray) else jnp
-    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FREE, MASKED, pairs.kind))
+    return dataclasses.replace(pairs, kind=xp.where(pairs.kind == FULL, PARTIAL, pairs.kind))
 
 
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:

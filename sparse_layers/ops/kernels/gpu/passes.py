@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import DEAD, BlockPairs, StateTable, selected_block_pairs
+from ....masks.states import EMPTY
+from ...planning.lists import BlockPairs, StateTable, selected_block_pairs
 from ...planning.plan import Pass
+from ...planning.selection import Selection
 from ...planning.views import Axis, RowOrder
-from ..call import Call, Operands, row_orders
+from ..call import Call
+from ..operands import Operands
+from ..pass_blocks import row_orders
 from .lists import Lists, Side, bits_of, only_whole
 
 
@@ -91,12 +95,13 @@ class GroupPass:
 
         What a few queries select together is less than what many do, so tiles are filled with their heads.
         """
-        if self.call.selection is None or self.operands.chosen is None:
+        selection = self.operands.selection
+        if selection is None:
             return 1
-        heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, self.operands.chosen))
+        heads, kv_heads, lists = (x.shape[2] for x in (self.operands.query, self.operands.key, selection.ids))
         masks = self.operands.mask if self.call.plan is None else self.call.plan.masks
         group, select_alike = heads // kv_heads, lists <= kv_heads and (masks is None or len(masks) == 1)
-        small = self.call.selection[1] <= 16 and group <= 64 and group & (group - 1) == 0
+        small = selection.granularity <= 16 and group <= 64 and group & (group - 1) == 0
         return group if select_alike and small else 1
 
     @property
@@ -202,10 +207,15 @@ class SelectedRows(GroupPass):
     packed: bool = True
 
     @property
+    def selection(self) -> Selection:
+        """The selection of the operands."""
+        assert self.operands.selection is not None
+        return self.operands.selection
+
+    @property
     def per_query(self) -> int:
         """Selections of a query."""
-        assert self.operands.chosen is not None
-        return self.operands.chosen.shape[-1]
+        return self.selection.ids.shape[-1]
 
     @functools.cached_property
     def pack(self) -> int:
@@ -220,14 +230,13 @@ class SelectedRows(GroupPass):
     @property
     def block(self) -> int:
         """Keys of a selected block."""
-        assert self.call.selection is not None
-        return self.call.selection[0]
+        return self.selection.block
 
     @functools.cached_property
     def live(self) -> jax.Array:
         """bool [B, T, k, N]: which selections are there to be looked at."""
         kind, group = self._pairs.kind, self._pairs.group
-        live = jnp.repeat(kind != DEAD, group, axis=1)
+        live = jnp.repeat(kind != EMPTY, group, axis=1)
         return jnp.moveaxis(live.reshape(*live.shape[:2], self.q_order.length, -1), 1, -1)
 
     def by_token(self, x: jax.Array) -> jax.Array:
@@ -244,11 +253,10 @@ class SelectedRows(GroupPass):
 
     @functools.cached_property
     def _pairs(self) -> BlockPairs:
-        operands = self.operands
-        assert self.call.selection is not None and operands.chosen is not None and self.table is not None
-        (block, granularity), heads = self.call.selection, operands.query.shape[2]
+        assert self.table is not None
+        operands, ids, block, granularity = self.operands, self.selection.ids, self.block, self.selection.granularity
         table, start = self.table[0], self.start
-        pairs = selected_block_pairs(operands.chosen, granularity, (1, block), table, heads, start, self.ordered)
+        pairs = selected_block_pairs(ids, granularity, (1, block), table, operands.query.shape[2], start, self.ordered)
         return pairs.with_segments(operands.segments, (RowOrder(operands.query.shape[1]), self.kv_order), (1, block))
 
 

@@ -115,7 +115,7 @@ class BlockListPointers(NamedTuple):
     spans: Any
     entries: Any
     mask_tiles: Any
-    chosen_by: Any
+    active_rows_mask: Any
     mask_bits: Any
     q_segments: Any
     kv_segments: Any
@@ -238,7 +238,7 @@ def move_to_list(lists, span):
         lists.spans,
         lists.entries + first,
         lists.mask_tiles + first,
-        lists.chosen_by + first,
+        lists.active_rows_mask + first,
         lists.mask_bits,
         lists.q_segments,
         lists.kv_segments,
@@ -425,7 +425,7 @@ def _load_block_mask(lists, entry, tile, row_in_block, MAJOR: tl.constexpr, MINO
 @triton.jit
 def has_selected(lists, entry, row_in_block, Q: tl.constexpr, L: tl.constexpr):
     """True where the queries of rows selected an entry: bit i is that of queries CHOSEN * i and so on."""
-    return ((tl.load(lists.chosen_by + entry) >> (row_in_block // Q.PACK // L.CHOSEN)) & 1) != 0
+    return ((tl.load(lists.active_rows_mask + entry) >> (row_in_block // Q.PACK // L.CHOSEN)) & 1) != 0
 
 
 @triton.jit

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands, differentiable_once
-from ..operands import Gradients
+from ..call import Call
+from ..operands import Gradients, Operands
+from ..transforms import differentiable_once
 from . import triton
 
 
@@ -23,20 +24,22 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     return bridge.gluon_unsupported()
 
 
-def outdone(call: Call, operands: Operands) -> str | None:
+def not_preferred(call: Call, operands: Operands) -> str | None:
     """Why another is the better choice, or None: plain Triton would do the whole forward pass, or fewer products."""
     from ..hopper_gpu import settings
     from .route import query_gather_unsupported, route
 
-    if call.selection is not None and call.selection[1] < settings.TILE_ROWS:
+    selection = operands.selection
+    if selection is not None and selection.granularity < settings.TILE_ROWS:
         gather_reason = query_gather_unsupported(call, operands)
         if gather_reason is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        granularity = call.selection[1]
-        selecting = "each query selects" if granularity == 1 else f"every {granularity} queries select"
+        selecting = (
+            "each query selects" if selection.granularity == 1 else f"every {selection.granularity} queries select"
+        )
         waste = f"{selecting} other blocks, and a tile of {settings.TILE_ROWS} queries computes the blocks of all"
-        return f"{waste}; {gather_reason}" if granularity == 1 else waste
+        return f"{waste}; {gather_reason}" if selection.granularity == 1 else waste
     reasons = route("hopper", call, operands).forward_reasons
     if not reasons or not all(reasons):
         return None

@@ -9,7 +9,6 @@ many chunks as keep the rows' results as small as the operands.
 The same idea: Yan et al. 2025, "FSA: An Alternative Efficient Implementation of Native Sparse Attention Kernel".
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -20,9 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...planning.lists import differs
-from ..call import Call, Operands, table_of
+from ...planning.selection import Selection
+from ..call import Call
 from ..gpu.hardware import padded_size
 from ..gpu.passes import BackwardInputs, GroupPass, SelectedRows, varying_like
+from ..operands import Operands
+from ..pass_blocks import state_table_of
 from ..triton_gpu import kv_outer
 from ..triton_gpu.launch import FULL_TILE
 
@@ -43,11 +45,12 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
       operands: its arrays.
       direction: "forward" or "backward".
     """
-    assert operands.chosen is not None and call.selection is not None
-    tile_queries, columns = kv_outer.queries_together(call, operands), -(-operands.key.shape[1] // call.selection[0])
-    batch, queries, lists, k = operands.chosen.shape
+    assert operands.selection is not None
+    ids, block = operands.selection.ids, operands.selection.block
+    tile_queries, columns = kv_outer.queries_together(call, operands), -(-operands.key.shape[1] // block)
+    batch, queries, lists, k = ids.shape
     tiles = queries // tile_queries
-    ids = operands.chosen[:, : tiles * tile_queries].reshape(batch, tiles, tile_queries, lists, k)
+    ids = ids[:, : tiles * tile_queries].reshape(batch, tiles, tile_queries, lists, k)
     ids = jnp.moveaxis(ids, 3, 1).reshape(-1, tile_queries, k)
     # Spread evenly over all of them and over those of each sequence, whatever their numbers, by the golden ratio.
     sample = np.arange(SAMPLE) * ((math.sqrt(5) - 1) / 2) % 1
@@ -56,7 +59,7 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
     forward = direction == "forward"
     filled = max(tile_queries, FULL_TILE // GroupPass(call, operands, 0, 1, ()).pack) if forward else tile_queries
     walked = _count_different(ids.reshape(-1, tile_queries * k), columns) * filled
-    block, number = call.selection[0], divisor(call, operands)
+    number = divisor(call, operands)
     # Forward, a row takes as long however few its keys are. So do tiles of keys backward that blocks do not fill.
     width = 128 if forward else max(32, padded_size(block // number))
     longer = min(2, max(1, number * width / block)) if forward else number * width / block
@@ -71,8 +74,8 @@ def _count_different(ids: jax.Array, columns: int) -> jax.Array:
 
 def divisor(call: Call, operands: Operands) -> int:
     """Number of blocks into which a selected one is divided, so that a program can hold one."""
-    assert call.selection is not None
-    block, most = call.selection[0], kv_outer.most_keys(call, operands)
+    assert operands.selection is not None
+    block, most = operands.selection.block, kv_outer.most_keys(call, operands)
     return next(n for n in range(1, block) if block % (16 * n) == 0 and block // n <= most)
 
 
@@ -125,21 +128,20 @@ def _over_chunks(
 
     The first carry is None where there is one chunk, and zeros [B, S, K, H] and [B, S, K, Hv] otherwise.
     """
-    assert call.selection is not None and operands.chosen is not None
-    (block, granularity), query = call.selection, operands.query
-    number = divisor(call, operands)
+    assert operands.selection is not None
+    block, query, number = operands.selection.block, operands.query, divisor(call, operands)
+    select = functools.partial(Selection, block=block // number, granularity=operands.selection.granularity)
     # What is no block stays none: times `number`, a large number may become that of a block.
-    ids, columns = operands.chosen[..., None], -(-operands.key.shape[1] // block)
-    chosen = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
-    chosen = chosen.reshape(*operands.chosen.shape[:3], -1)
-    call = dataclasses.replace(call, selection=(block // number, granularity))
-    table = table_of(operands, (1, block // number), call.masks, True)
+    ids, columns = operands.selection.ids[..., None], -(-operands.key.shape[1] // block)
+    ids = jnp.where((ids >= 0) & (ids < columns), ids * number + np.arange(number, dtype=np.int32), -1)
+    ids = ids.reshape(*ids.shape[:3], -1)
+    table = state_table_of(operands, (1, block // number), call.masks, True)
     tokens = query.shape[1]
     # As much as the operands and out, which is like q. Half of it takes a tenth off what MoBA's passes over 131,072
     # tokens need in all, and adds 29 % to their time, for keys are read more often: 174 ms, not 135, on an H100 with
     # gradients by plain Triton.
     room = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
-    needed = kernels.bytes_needed(make(call, operands._replace(chosen=chosen), 0, 1, ()))
+    needed = kernels.bytes_needed(make(call, operands._replace(selection=select(ids)), 0, 1, ()))
     chunks = min(tokens, max(1, -(-needed // room)))
     # A number that divides the queries, for what is filled up is copied.
     chunks = next((n for n in range(chunks, 2 * chunks) if tokens % n == 0), chunks)
@@ -150,12 +152,12 @@ def _over_chunks(
         return jnp.pad(x, ends, constant_values=fill)
 
     q_segments = None if operands.segments is None else filled(operands.segments[0], -2)
-    inputs = filled(query), filled(chosen, -1), q_segments, tuple(map(filled, by_query))
+    inputs = filled(query), filled(ids, -1), q_segments, tuple(map(filled, by_query))
 
     def chunk(carry, start):
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=length, axis=1)
-        query, chosen, segments, by_query = jax.tree.map(cut, inputs)
-        some = operands._replace(query=query, chosen=chosen)
+        query, ids, segments, by_query = jax.tree.map(cut, inputs)
+        some = operands._replace(query=query, selection=select(ids))
         if operands.segments is not None:
             some = some._replace(segments=(segments, operands.segments[1]))
         return function(carry, (make(call, some, 0, 1, (), table=table, start=start), by_query))

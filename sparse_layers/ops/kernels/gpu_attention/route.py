@@ -9,9 +9,11 @@ import jax
 from ....masks.bounded_cache import bounded_cache
 from ...planning.head_groups import HeadGroup
 from ...planning.report import heads
-from ..call import Call, Operands, groups_of
+from ..call import Call
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
+from ..operands import Operands
+from ..pass_blocks import head_groups_of
 from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
@@ -85,21 +87,23 @@ class Route(NamedTuple):
 
         It names the launches: forward or backward, the row orders and heads if the call has several, the condition.
         """
-        launches: dict[str, list[str]] = {}
-        for direction, own, kv_outer in (
+        names_by_reason: dict[str, list[str]] = {}
+        for direction, launches, kv_outer in (
             ("forward", self.forward, self.kv_outer_forward),
             ("backward", self.backward, self.kv_outer_backward),
         ):
             condition = "" if kv_outer is None else f" {AGREE}"
             if kv_outer is not None and kv_outer.reason is not None:
-                launches.setdefault(kv_outer.reason, []).append(f"{direction} {DISAGREE}")
+                names_by_reason.setdefault(kv_outer.reason, []).append(f"{direction} {DISAGREE}")
             if kv_outer is not None and kv_outer.always:
                 continue
-            for launch in own:
+            for launch in launches:
                 if launch.reason is not None:
-                    launches.setdefault(launch.reason, []).append(f"{direction}{self._work(launch)}{condition}")
+                    name = f"{direction}{self._work(launch)}{condition}"
+                    names_by_reason.setdefault(launch.reason, []).append(name)
         return [
-            f"Triton runs {' and '.join(dict.fromkeys(names))}, because {reason}" for reason, names in launches.items()
+            f"Triton runs {' and '.join(dict.fromkeys(names))}, because {reason}"
+            for reason, names in names_by_reason.items()
         ]
 
     def _work(self, launch: Launch) -> str:
@@ -121,13 +125,17 @@ def route(implementation: str, call: Call, operands: Operands) -> Route:
       call: the call, which the implementation supports.
       operands: its arrays, or their shapes.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
-    return _route(ENGINES[implementation], call, shapes, hardware.local_gpu())
+    arrays, structure = jax.tree.flatten(operands)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+    return _route(ENGINES[implementation], call, shapes, structure, hardware.local_gpu())
 
 
 @bounded_cache()
-def _route(engines: tuple[Engine, ...], call: Call, shapes: Operands, device: hardware.Device) -> Route:
-    groups = groups_of(call, shapes, merge=True)
+def _route(
+    engines: tuple[Engine, ...], call: Call, leaves: tuple[Any, ...], structure: Any, device: hardware.Device
+) -> Route:
+    shapes: Operands = jax.tree.unflatten(structure, leaves)
+    groups = head_groups_of(call, shapes, merge=True)
     works = [[GroupPass(call, shapes, group.first, group.step, one) for one in group.passes] for group in groups]
     reasons = tuple(_pick(engines, work, "forward").reason for passes in works for work in passes)
     forward = [launch for group, passes in enumerate(works) for launch in _forward(engines, passes, group)]
@@ -160,8 +168,8 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     reason = triton_kv_outer_unsupported(call, operands)
     if reason is not None:
         return reason
-    assert call.selection is not None
-    return query_gather.unsupported(call, operands, call.selection[0] // divisor(call, operands))
+    assert operands.selection is not None
+    return query_gather.unsupported(call, operands, operands.selection.block // divisor(call, operands))
 
 
 class _EngineWork(NamedTuple):

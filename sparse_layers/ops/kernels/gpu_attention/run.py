@@ -14,10 +14,14 @@ import jax.numpy as jnp
 
 from ...planning.head_groups import HeadGroup
 from ...planning.views import RowOrder
-from ..call import Call, Operands, base_2_sinks, joined, merged, over_batches
+from ..call import Call
 from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES
 from ..gpu.passes import BackwardInputs, Rows
+from ..numerics import base_2_sinks, merge_by_lse
+from ..operands import Operands
+from ..pass_blocks import join_heads
+from ..transforms import vmap_as_batch
 from ..triton_gpu import launch as triton
 from . import kv_outer
 from .route import AGREE, DISAGREE, Launch, Route, route
@@ -25,14 +29,14 @@ from .route import AGREE, DISAGREE, Launch, Route, route
 
 def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, Hv] in the dtype of the query, lse [B, T, N] in float32)."""
-    return over_batches(functools.partial(_forward, implementation, call), MAX_BATCH_ENTRIES, operands)
+    return vmap_as_batch(functools.partial(_forward, implementation, call), MAX_BATCH_ENTRIES, operands)
 
 
 def backward(
     implementation: str, call: Call, operands: Operands, *by_query: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq, dk, dv) in the dtypes of query, key and value; ``by_query`` are lse, delta and dout."""
-    return over_batches(functools.partial(_backward, implementation, call), MAX_BATCH_ENTRIES, operands, *by_query)
+    return vmap_as_batch(functools.partial(_backward, implementation, call), MAX_BATCH_ENTRIES, operands, *by_query)
 
 
 def _forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +92,7 @@ def _run_forward(planned: Route, operands: Operands) -> tuple[jax.Array, jax.Arr
         for group, heads in enumerate(planned.groups)
     ]
     outs, lses = zip(*results, strict=True)
-    return joined(outs).astype(operands.query.dtype), joined(lses)
+    return join_heads(outs).astype(operands.query.dtype), join_heads(lses)
 
 
 def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +108,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
         else:
             assert state is not None
             update = _launch_forward(launch, operands, None, None)
-            out, lse = merged(state.by_token(), update.by_token())
+            out, lse = merge_by_lse(state.by_token(), update.by_token())
             state = Rows(RowOrder(launch.work.q_order.length), (out, lse.swapaxes(1, 2)))
     if state is None:
         zeros = jnp.zeros_like(heads.select(operands.query)[..., 0], jnp.float32)
@@ -113,7 +117,7 @@ def _run_group(heads: HeadGroup, launches: list[Launch], operands: Operands) -> 
         out, lse = state.by_token()
     if sinks is not None and not in_kernels:
         sinks = jnp.broadcast_to(heads.select(sinks, 0), lse.shape)
-        out, lse = merged((out, lse), (jnp.zeros_like(out), sinks))
+        out, lse = merge_by_lse((out, lse), (jnp.zeros_like(out), sinks))
     return out, lse
 
 
@@ -148,7 +152,7 @@ def _run_backward(
         for heads, dq in zip(planned.groups, dqs, strict=True)
     ]
     dk, dv = (jnp.zeros_like(key), jnp.zeros_like(value)) if dkv is None else dkv.by_token()
-    return joined(dq_groups).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+    return join_heads(dq_groups).astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
 
 
 def _launch_dq(

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands, differentiable_once
-from ..operands import Gradients
+from ..call import Call
+from ..operands import Gradients, Operands
+from ..transforms import differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:

@@ -224,7 +224,7 @@ def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists,
     scores = apply_mask_bits(scores, words, M, LAYOUT, A)
     column = q_tile_in_block * M + gl.arange(0, M, layout=gl.SliceLayout(0, LAYOUT))  # of the block of queries
     if L.GRANULARITY > 0:
-        is_selected = (gl.load(lists.chosen_by + entry) >> (column // L.GRANULARITY)) & 1
+        is_selected = (gl.load(lists.active_rows_mask + entry) >> (column // L.GRANULARITY)) & 1
         scores = gl.where((is_selected != 0)[None, :], scores, float("-inf"))
     if A.SEGMENTED:
         q_segment = gl.load(lists.q_segments + batch * Q.ROWS + gl.load(lists.entries + entry) * Q.BLOCK + column)
@@ -234,7 +234,7 @@ def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists,
 
 @gluon.jit
 def recompute_p(scores, neg_lse, A: gl.constexpr):
-    """Recomputes p = exp(logits - lse) <= 1, see `lowered`, from ``scores`` after `to_logits` and scaled -lse.
+    """Recomputes p = exp(logits - lse) <= 1, see `lowered_lse`, from ``scores`` after `to_logits` and scaled -lse.
 
     ``neg_lse`` is that of `scaled_neg_lse`; ``scores`` already include it if logits are only scaled.
     """
@@ -391,7 +391,7 @@ def backward_kernel(
     spans,  # this and all up to ``mask_bits``: as in `forward_kernel`, by blocks of keys
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,  # int32 [1 + tiles, N, Q.BLOCK / 32]
     q_segments,
     kv_segments,
@@ -427,7 +427,7 @@ def backward_kernel(
     ready = Ready(q=q_ready, dout=dout_ready, kv=allocate_barriers(2, 1))
     fence_async_shared()
     descs = Descriptors(q=q, k=k, v=v, dout=dout, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv)
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     schedule = Schedule(work_tiles, splits)
     gl.warp_specialize(
         [

@@ -239,7 +239,7 @@ def _apply_mask(scores, words, row_in_tile, step, batch, q_segment, lists, A: gl
     """Sets scores [64, N] of a masked step to -inf where the mask, selection or segments exclude the pair."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     if L.GRANULARITY > 0:  # bit i is set if queries GRANULARITY * i and following of the block selected it
-        selected_by = gl.load(lists.chosen_by + step // STEPS_PER_BLOCK)
+        selected_by = gl.load(lists.active_rows_mask + step // STEPS_PER_BLOCK)
         row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, words.type.layout)) + row_in_tile
         words = gl.where(((selected_by >> (row // L.GRANULARITY)) & 1)[:, None] != 0, words, 0)
     scores = apply_mask_bits(scores, words, F.N, LAYOUT, A)
@@ -411,7 +411,7 @@ def forward_kernel(
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,  # int32 [1 + tiles, Q.BLOCK, KV.BLOCK / 32]
     q_segments,  # int32 [B, Q.ROWS] by row, -2 in padding, if SEGMENTED
     kv_segments,  # int32 [B, KV.ROWS] by row, -1 in padding
@@ -444,7 +444,7 @@ def forward_kernel(
     ready = Ready(q=q_ready, kv=kv_ready, earlier_out=allocate_barriers(GROUPS, 1))
     queue = _allocate_queue(GROUPS)
     fence_async_shared()
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     rows = RowPointers(sinks=sinks, earlier_lse=earlier_lse, lse=lse)
     gl.warp_specialize(
         [

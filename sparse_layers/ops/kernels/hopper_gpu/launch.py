@@ -15,11 +15,12 @@ from ....masks.bounded_cache import bounded_cache
 from ...planning.lists import MOST_PARTS, BlockLists, BlockPairs, planned_block_pairs
 from ...planning.plan import Pass
 from ...planning.views import RowOrder
-from ..call import Call, merged
+from ..call import Call
 from ..gpu import bridge, hardware
 from ..gpu.lists import Lists, Side, bits_of, lists_of
 from ..gpu.passes import BackwardInputs, GroupPass, Rows, varying_like
 from ..gpu.splits import MIN_STEPS
+from ..numerics import merge_by_lse
 from . import settings, views
 from .backward_kernel import BackwardConstants, backward_kernel
 from .forward_kernel import ForwardConstants, forward_kernel
@@ -110,7 +111,7 @@ def unsupported(work: GroupPass, kernel: str) -> str | None:
     for order, number in ((work.q_order, _part(work, kernel)), (work.kv_order, settings.tile_keys(block))):
         if _view(work, order, number) is None:
             return f"a TMA descriptor cannot address the rows of {order}"
-    known = all(x is None for x in (operands.segments, operands.mask, operands.chosen))
+    known = all(x is None for x in (operands.segments, operands.mask, operands.selection))
     if kernel == "forward" and known and _is_skewed(work):
         return (
             "one block list has more than 1.5 times a multiprocessor's share of the work, and the Hopper forward "
@@ -138,7 +139,7 @@ def forward(work: GroupPass, before: Rows | None, sinks: jax.Array | None, round
         out, lse = before.by_token()
         if sinks is not None:  # where queries have no row there, they begin here; the others began from theirs
             lse = jnp.where(lse == -jnp.inf, sinks[work.first :: work.step], lse)
-        out, lse = merged((out, lse), forward(work, None, None, True).by_token())
+        out, lse = merge_by_lse((out, lse), forward(work, None, None, True).by_token())
         return Rows(natural, (out, lse.swapaxes(1, 2)))
     prepared = _prepare(work, "forward")
     order, keys = prepared.q.order, settings.tile_keys(prepared.kv.tile)
@@ -231,9 +232,8 @@ def dqkv(
 
 def _block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """(bq, bkv) of the lists that these kernels walk over."""
-    if work.call.selection is not None:
-        block, granularity = work.call.selection
-        return min(settings.TILE_ROWS, MOST_PARTS * granularity), block
+    if (selection := work.operands.selection) is not None:
+        return min(settings.TILE_ROWS, MOST_PARTS * selection.granularity), selection.block
     return work.block_shape(dkv=kernel == "dkv")
 
 
@@ -325,13 +325,13 @@ def _prepare(work: GroupPass, kernel: str) -> _Prepared:
         schedule, splits = _order(work, kv, lists, steps, before)
     else:
         schedule, splits = build_schedule(steps, batch, processors), None
-        schedule = split_into_waves(schedule) if work.call.exchanging else schedule
+        schedule = split_into_waves(schedule) if work.call.exchanges_queries else schedule
     segments: list[Any] = [lists.spans] * 2
     if operands.segments is not None:
         pairs = zip(operands.segments, (q, kv), (-2, -1), strict=True)
         segments = [side.order.gather(ids, side.blocks * side.block, fill) for ids, side, fill in pairs]
-    chosen_by = lists.block if lists.chosen_by is None else lists.chosen_by
-    read: list[Any] = [schedule, lists.spans, lists.block, lists.tile, chosen_by, pass_lists.bits, *segments]
+    active_rows_mask = lists.block if lists.active_rows_mask is None else lists.active_rows_mask
+    read: list[Any] = [schedule, lists.spans, lists.block, lists.tile, active_rows_mask, pass_lists.bits, *segments]
     read += [lists.spans if splits is None else splits] if dkv else []
     batches, kinds = lists.spans.shape[:2]
     number = 0 if splits is None else len(splits)

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands
+from ..call import Call
 from ..gpu import bridge
 from ..gpu.lists import Side
 from ..gpu.passes import BackwardInputs, SelectedRows, varying_like
 from ..gpu.splits import split_work_tiles
+from ..operands import Operands
 from . import settings, views
 from .launch import arrays_of, scaled_neg_lse, size_text
 from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
@@ -44,8 +45,7 @@ def unsupported(call: Call, operands: Operands, block: int) -> str | None:
 
 def bytes_needed(rows: SelectedRows) -> int:
     """Bytes of the lists of selections."""
-    assert rows.operands.chosen is not None
-    return rows.operands.chosen.size * LIST_BYTES
+    return rows.selection.ids.size * LIST_BYTES
 
 
 def backward(rows: SelectedRows, inputs: BackwardInputs, before: Any) -> tuple[jax.Array, Any]:

@@ -87,7 +87,7 @@ class BlockListPointers(NamedTuple):
     spans: Any = None
     entries: Any = None
     mask_tiles: Any = None
-    chosen_by: Any = None
+    active_rows_mask: Any = None
     mask_bits: Any = None
     q_segments: Any = None
     kv_segments: Any = None

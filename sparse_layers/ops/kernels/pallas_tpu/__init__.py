@@ -10,8 +10,9 @@ This file alone is imported with the package; Pallas is at the first call, for i
 import jax
 import jax.numpy as jnp
 
-from ..call import Call, Operands, differentiable_once
-from ..operands import Gradients
+from ..call import Call
+from ..operands import Gradients, Operands
+from ..transforms import differentiable_once
 
 # Rows of bfloat16 that a vector register holds.
 LEAST_GRANULARITY = 16
@@ -21,10 +22,12 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     """Why this implementation cannot serve the call, or None."""
     if operands.query.dtype == jnp.float64:
         return "it computes in float32 at most, and query is float64"
-    if call.selection is not None and call.selection[1] < LEAST_GRANULARITY:
+    selection = operands.selection
+    if selection is not None and selection.granularity < LEAST_GRANULARITY:
         return (
-            f"it takes no selection of granularity {call.selection[1]}, only of at least {LEAST_GRANULARITY}: a TPU "
-            "reads and multiplies whole blocks, and queries that choose for themselves agree on hardly a block of keys"
+            f"it takes no selection of granularity {selection.granularity}, only of at least {LEAST_GRANULARITY}: a "
+            "TPU reads and multiplies whole blocks, and queries that choose for themselves agree on hardly a block of "
+            "keys"
         )
     return None
 

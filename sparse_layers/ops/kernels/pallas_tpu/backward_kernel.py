@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....masks.states import EMPTY
 from .launch import LOG2E, Arrays, Block, Blocks, Link, Place, by_kind, dot, launch, masked_scores, scores
-from .schedule import DEAD, Steps
+from .schedule import Steps
 
 
 def backward_pass(
@@ -93,7 +94,7 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
         s, slope = scores(link, dot(k, q, (1, 1)))
         s = masked_scores(link, refs, place, s, masked, limited, flipped=True)
-        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered`
+        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
@@ -142,7 +143,7 @@ class _Accumulator:
         pl.when(pending == 1)(self._store(1 - slot).wait)
         head, step = self.place.following()
         next_differs = (head != self.place.head) | (step.minor != self.place.step.minor)
-        ahead = next_differs & (step.kind != DEAD) & ~self.place.finishes
+        ahead = next_differs & (step.kind != EMPTY) & ~self.place.finishes
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
         self._load(self.place.head, self.place.step, slot).wait()
         self.refs.dq_tiles[slot] += update

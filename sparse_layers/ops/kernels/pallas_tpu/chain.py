@@ -14,9 +14,13 @@ from ...planning.head_groups import HeadGroup, head_groups
 from ...planning.lists import MOST_PARTS
 from ...planning.plan import Pass, in_tiles
 from ...planning.platforms import TUNING
+from ...planning.selection import Selection
 from ...planning.views import Reordered
-from ..call import Call, Operands, base_2_sinks, groups_of, joined, merged, over_batches, pass_blocks, row_orders
-from ..operands import Gradients
+from ..call import Call
+from ..numerics import base_2_sinks, merge_by_lse
+from ..operands import Gradients, Operands
+from ..pass_blocks import blocks_of_pass, head_groups_of, join_heads, row_orders
+from ..transforms import vmap_as_batch
 from .backward_kernel import backward_pass
 from .forward_kernel import forward_pass
 from .launch import Arrays, Link, by_rows, by_tokens, vector
@@ -33,13 +37,13 @@ _CHOOSING_ROWS = 1024
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """See `pallas_tpu.forward`."""
     function = functools.partial(_as_they_fit, functools.partial(_forward, call), call)
-    return over_batches(function, math.inf, operands)
+    return vmap_as_batch(function, math.inf, operands)
 
 
 def backward(call: Call, operands: Operands, *by_query: jax.Array) -> Gradients:
     """See `pallas_tpu.backward`; ``by_query`` are lse, delta and dout."""
     function = functools.partial(_as_they_fit, functools.partial(_backward, call), call)
-    return over_batches(function, math.inf, operands, *by_query)
+    return vmap_as_batch(function, math.inf, operands, *by_query)
 
 
 def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *by_query: jax.Array) -> Any:
@@ -47,9 +51,9 @@ def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *
 
     Lists made at run time differ by batch entry, those of a selection also by key head.
     """
-    batch, chosen = len(operands.query), operands.chosen
+    batch, selection = len(operands.query), operands.selection
     several_masks = len(call.chains if operands.mask is None else operands.mask) > 1
-    parts = operands.key.shape[2] if chosen is not None and chosen.shape[2] > 1 and not several_masks else 1
+    parts = operands.key.shape[2] if selection is not None and selection.ids.shape[2] > 1 and not several_masks else 1
     try:
         return function(operands, *by_query)
     except TooLong:
@@ -68,7 +72,7 @@ def _as_they_fit(function: Callable[..., Any], call: Call, operands: Operands, *
         **{name: apart(getattr(operands, name)) for name in ("query", "key", "value")},
         segments=None if segments is None else tuple(x[:, None].repeat(parts, axis=0) for x in segments),
         sinks=None if sinks is None else jnp.tile(sinks.reshape(parts, -1), (batch, 1)),
-        chosen=None if chosen is None else apart(chosen),
+        selection=jax.tree.map(apart, selection),
         mask=None,
     )
 
@@ -94,14 +98,14 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
                 # A start state in the order of this pass would be one more copy; merging afterwards moves fewer bytes.
                 own = heads.forward(passes, jnp.float32, None, None)
                 if lse is not None:
-                    own = merged((jnp.zeros_like(own[0]) if out is None else out, lse), own)
+                    own = merge_by_lse((jnp.zeros_like(own[0]) if out is None else out, lse), own)
                 out, lse = own
         nothing = jnp.zeros_like(heads.query[..., 0], jnp.float32)
         if out is None:
             out = jnp.broadcast_to(nothing[..., None], (*nothing.shape, operands.value.shape[-1]))
         outs.append(out.astype(dtype))
         lses.append(nothing - jnp.inf if lse is None else lse)
-    return joined(outs), joined(lses)
+    return join_heads(outs), join_heads(lses)
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
@@ -115,7 +119,7 @@ def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, 
             more_q, more_k, more_v = heads.backward(passes, *map(heads.group.select, by_query))
             dq, dk, dv = dq + more_q, dk + more_k, dv + more_v
         dqs.append(dq)
-    return Gradients(joined(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
+    return Gradients(join_heads(dqs).astype(dtype), dk.astype(dtype), dv.astype(dtype))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,10 +170,10 @@ class _Heads:
     def _prepare(self, passes: tuple[Pass, ...], *, backward: bool) -> tuple[Link, Steps, Arrays]:
         """What the kernel of a direction needs."""
         operands, rows = self.operands, 0
-        if operands.chosen is not None:
-            rows = _choosing_rows(self.call, backward, operands.chosen.shape[1])
-            operands = operands._replace(query=self.query, chosen=self._ids(operands.chosen))
-        blocks = pass_blocks(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
+        if operands.selection is not None:
+            rows = _selecting_rows(self.call, operands.selection, backward)
+            operands = operands._replace(query=self.query, selection=jax.tree.map(self._ids, operands.selection))
+        blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
         ids = (None, None)
         if blocks.segments is not None:
@@ -184,10 +188,10 @@ class _Heads:
             tiles = jnp.asarray(as_bits(tiles.swapaxes(1, 2) if backward else tiles))
         key, value = (by_rows(blocks.kv_order, x, bkv) for x in (operands.key, operands.value))
         arrays = Arrays(by_rows(blocks.q_order, self.query, bq), key, value, tiles, *ids)
-        limited = blocks.segments is not None or pairs.chosen_by is not None
+        limited = blocks.segments is not None or pairs.active_rows_mask is not None
         queries_per_key = self.operands.query.shape[2] // operands.key.shape[2]
         which = self.query.shape[2], self.group.first, self.group.step, queries_per_key
-        return Link(self.call, *which, blocks.shape, blocks.rule, limited), steps, arrays
+        return Link(self.call, *which, blocks.shape, blocks.granularity, blocks.rule, limited), steps, arrays
 
     def _ids(self, ids: jax.Array) -> jax.Array:
         """What these heads chose, of what all did: int32 [B, Tq, G, k], where G divides their number."""
@@ -202,16 +206,15 @@ def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
     return in_tiles(masks[0], shape, _TUNED)
 
 
-def _choosing_rows(call: Call, backward: bool, choices: int) -> int:
+def _selecting_rows(call: Call, selection: Selection, backward: bool) -> int:
     """Queries in a block of a selection: as many as asked for or `_CHOOSING_ROWS`, in parts that choose together."""
-    assert call.selection is not None
-    granularity, wanted = call.selection[1], call.params[backward].q_blocksize or _CHOOSING_ROWS
-    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (choices - 1).bit_length())
+    granularity, wanted = selection.granularity, call.params[backward].q_blocksize or _CHOOSING_ROWS
+    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (selection.ids.shape[1] - 1).bit_length())
 
 
 def _groups(call: Call, operands: Operands) -> list[_Heads]:
     """The heads by chain; without batch entries no passes, as there is nothing to compute."""
-    groups = groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
+    groups = head_groups_of(call, operands, merge=False) if operands.query.size else head_groups([()], merge=False)
     return [_Heads(call, operands, group, group.select(operands.query)) for group in groups]
 
 

@@ -8,7 +8,7 @@ step computes. A block that the step before had, too, is not loaded again.
 in the last one.
 **Rows fill all lanes.** m_i is the same in all 128 lanes, which spares broadcasts. l_i holds sums by lane, which are
 added up in the last step only.
-**Masks in masked steps only.** A step of kind FREE evaluates no mask. Logits are to base 2: one product scales them by
+**Masks in masked steps only.** A step of kind FULL evaluates no mask. Logits are to base 2: one product scales them by
 the scale and by log2(e).
 
 M is bq, the queries of a block, N is bkv, the keys of a block. A query block of three steps, the last one masked; time

@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ....masks.states import FULL, PARTIAL
 from ...planning.views import RowOrder
 from ..call import Call
-from .schedule import FREE, LIMITED, MASKED, Step, Steps
+from .schedule import LIMITED, Step, Steps
 from .sides import LANES, allowed_pairs, column, from_bits
 
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
@@ -40,6 +41,7 @@ class Link:
       stride: from one to the next.
       group: query heads that share a key head.
       shape: (bq, bkv).
+      granularity: queries of a block that select together; 1 without a selection.
       mask: computes a partial block from row indices; None if its tiles are given, or if there are no partial blocks.
       limited: whether segment ids or the choices of parts of a block of queries limit blocks, too.
     """
@@ -50,6 +52,7 @@ class Link:
     stride: int
     group: int
     shape: tuple[int, int]
+    granularity: int
     mask: Callable[[Any, Any], Any] | None
     limited: bool
 
@@ -277,8 +280,8 @@ def padded(n: int, block: int) -> int:
 
 def by_kind(step: Step, link: Link, compute: Callable[[bool, bool], None]) -> None:
     """Calls compute(masked, limited) as the kind of a step asks for, and not at all in a dead step."""
-    pl.when(step.kind == FREE)(lambda: compute(False, False))
-    pl.when(step.kind == MASKED)(lambda: compute(True, link.limited))
+    pl.when(step.kind == FULL)(lambda: compute(False, False))
+    pl.when(step.kind == PARTIAL)(lambda: compute(True, link.limited))
     if link.limited:
         pl.when(step.kind == LIMITED)(lambda: compute(False, True))
 
@@ -304,8 +307,7 @@ def masked_scores(
     elif masked and refs.tile is not None:
         allowed.append(from_bits(refs.tile[...], s.shape[0]))
     if limited and place.parts is not None:
-        assert link.call.selection is not None
-        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.call.selection[1].bit_length() - 1
+        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.granularity.bit_length() - 1
         allowed.append((place.parts >> part) & 1 != 0)
     if limited and refs.q_ids is not None:
         q, k = refs.q_ids[...], refs.kv_ids[...]

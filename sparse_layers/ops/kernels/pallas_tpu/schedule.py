@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...planning.lists import DEAD, FREE, MASKED, BlockLists
+from ....masks.states import EMPTY, FULL, PARTIAL
+from ...planning.lists import BlockLists
 
 # What a step may be beside these three: masked, but without a mask tile. Segment ids or choices limit it.
 LIMITED = 3
@@ -26,7 +27,7 @@ class Step(NamedTuple):
 
     major: Any  # block of the output
     minor: Any  # block of the other side
-    kind: Any  # DEAD, MASKED, FREE or LIMITED
+    kind: Any  # EMPTY, PARTIAL, FULL or LIMITED
     first: Any  # whether it is the first of its major block, 0 or 1
     last: Any  # whether it is the last
 
@@ -43,7 +44,7 @@ class Steps:
       words: int32 [LB, LH, steps]; batch entry b and head h have list (b, h // group % LH). Each word holds the fields
         of a `Step`.
       tiles: int32 of the same shape, the mask tile of a step; None if there are no tiles.
-      chosen_by: int32 of the same shape, as in `BlockLists`, or None.
+      active_rows_mask: int32 of the same shape, as in `BlockLists`, or None.
       count: number of steps of the longest list: the grid's size, a traced scalar for lists made at run time.
       minor_bits: how many bits of a word hold the minor block.
       group: how many neighbouring heads share a list.
@@ -51,7 +52,7 @@ class Steps:
 
     words: Any
     tiles: Any
-    chosen_by: Any
+    active_rows_mask: Any
     count: Any
     minor_bits: int
     group: int
@@ -80,7 +81,7 @@ class Steps:
         else:
             each = len(lists.block) // (batches * heads)
             count, steps = total.max(), min(each + blocks, blocks * lists.minor_blocks)
-        fields = 1 + has_tiles + (lists.chosen_by is not None)
+        fields = 1 + has_tiles + (lists.active_rows_mask is not None)
         if (size := 4 * batches * heads * steps * fields) > SMEM_BYTES:
             raise TooLong(
                 f"pallas_tpu: {what} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
@@ -101,8 +102,8 @@ class Steps:
             return xp.append(x, np.zeros(1, np.int32))[entry]
 
         tile, empty = of_entry(lists.tile), of_major(counts) == 0
-        kind = xp.where(within < of_major(lists.counts[..., 0]), FREE, xp.where(tile < 0, LIMITED, MASKED))
-        kind = xp.where(live & ~empty, kind, DEAD)
+        kind = xp.where(within < of_major(lists.counts[..., 0]), FULL, xp.where(tile < 0, LIMITED, PARTIAL))
+        kind = xp.where(live & ~empty, kind, EMPTY)
         first, last = ((live & (within == x)).astype(np.int32) for x in (0, of_major(ends - starts) - 1))
         flags = kind + 4 * first + 8 * last
         minor = xp.where(empty, 0, of_entry(lists.block))
@@ -110,15 +111,15 @@ class Steps:
         tiles = None
         if has_tiles:  # steps without a tile keep the last one, so nothing is loaded for them, too
             latest = np.maximum.accumulate if lists.static else lax.cummax
-            held = latest(xp.where(kind == MASKED, place, 0), axis=2)
+            held = latest(xp.where(kind == PARTIAL, place, 0), axis=2)
             tiles = xp.maximum(xp.take_along_axis(tile, held, axis=-1), 0)
-        chosen_by = None if lists.chosen_by is None else of_entry(lists.chosen_by)
-        return Steps(words.astype(np.int32), tiles, chosen_by, count, minor_bits, lists.group)
+        active_rows_mask = None if lists.active_rows_mask is None else of_entry(lists.active_rows_mask)
+        return Steps(words.astype(np.int32), tiles, active_rows_mask, count, minor_bits, lists.group)
 
     @property
     def scalars(self) -> list[Any]:
         """What the kernel prefetches."""
-        fields = self.words, self.tiles, self.chosen_by
+        fields = self.words, self.tiles, self.active_rows_mask
         return [jnp.asarray(x, np.int32).reshape(-1) for x in fields if x is not None]
 
     def at(self, scalars: Any, batch: Any, head: Any, step: Any) -> Step:
@@ -134,7 +135,7 @@ class Steps:
 
     def parts(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
         """Bit by bit, which parts of the block of queries chose the entry of one step; None if they choose together."""
-        if self.chosen_by is None:
+        if self.active_rows_mask is None:
             return None
         return scalars[1 if self.tiles is None else 2][self._index(batch, head, step)]
 

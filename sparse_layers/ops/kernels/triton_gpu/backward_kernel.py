@@ -102,7 +102,7 @@ class GradientPointers(NamedTuple):
 @triton.jit
 def _p_and_ds(scores, lse, dp, delta, may, A: tl.constexpr, MASKED: tl.constexpr):
     """(p, ds) of logits to base 2; lse, to base 2, and delta broadcast against them."""
-    p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered` of call.py
+    p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered_lse`
     if MASKED:
         p = tl.where(may, p, 0.0)
     ds = p * (dp - delta)
@@ -233,12 +233,12 @@ def dq_kernel(
     spans,
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,
     spans2,
     entries2,
     mask_tiles2,
-    chosen_by2,
+    active_rows_mask2,
     mask_bits2,
     q_segments,
     kv_segments,
@@ -279,12 +279,12 @@ def dq_kernel(
     kv = KVPointers(k + vector * A.H, v + vector * A.HV)
     dk, dv = dk + vector * A.H, dv + vector * A.HV
     dkv = GradientPointers(dk, dv, earlier_dk + earlier * A.H, earlier_dv + earlier * A.HV)
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     acc = zeros(Q.TILE, A.D)  # [Q.TILE, D]: dq, not yet scaled
     span = load_span(spans, batch, head, q_block, KV, L, W)
     acc = _dq_pass(work_tile, 0, span, acc, queries, kv, lists, dkv, A, Q, KV, L, BEFORE_KV, WITH_DKV)
     if KV2.ROWS > 0:
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, chosen_by2, mask_bits2, q_segments, kv_segments)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_segments, kv_segments)
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
         acc = _dq_pass(work_tile, span.num_steps, span2, acc, queries, kv, lists, dkv, A, Q, KV2, L2, BEFORE_KV, False)
 
@@ -415,7 +415,7 @@ def dkv_kernel(
     spans,
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,
     q_segments,
     kv_segments,
@@ -448,7 +448,7 @@ def dkv_kernel(
     keys = _load_keys(k, v, kv_segments, batch, kv_head, kv_rows, A)
     q_segments += batch * A.T
     queries = QueryPointers(q, dout, lse, delta)
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     dk_tile, dv_tile = zeros(KV.TILE, A.D), zeros(KV.TILE, A.DV)  # [KV.TILE, D], not yet scaled, [KV.TILE, DV]
     GROUP: tl.constexpr = A.HEADS // A.KV_HEADS
     # The query heads of this group that are of the pass: FIRST_HEAD + pass_head * HEAD_STEP within the group.

@@ -200,12 +200,12 @@ def forward_kernel(
     spans,  # this and the next three: `BlockLists`
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,  # int32 [1 + tiles, rows, words] of a block
     spans2,  # the same of a second pass with the same query rows, if KV2 has any
     entries2,
     mask_tiles2,
-    chosen_by2,
+    active_rows_mask2,
     mask_bits2,
     q_segments,  # int32 [B, T], -2 in padding
     kv_segments,  # int32 [B, S], -1 in padding
@@ -253,10 +253,10 @@ def forward_kernel(
     queries = QueryTile(q_tile, row_in_block, q_segment)
     vector = batch * A.S * A.KV_HEADS + kv_head
     kv, kv_segments = KVPointers(k + vector * A.H, v + vector * A.HV), kv_segments + batch * A.S
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     state = _attend_pass(work_tile, 0, span, state, queries, kv, lists, A, Q, KV, L)
     if KV2.ROWS > 0:
         span2 = load_span(spans2, batch, head, q_block, KV2, L2, W)
-        lists = BlockListPointers(spans2, entries2, mask_tiles2, chosen_by2, mask_bits2, q_segments, kv_segments)
+        lists = BlockListPointers(spans2, entries2, mask_tiles2, active_rows_mask2, mask_bits2, q_segments, kv_segments)
         state = _attend_pass(work_tile, span.num_steps, span2, state, queries, kv, lists, A, Q, KV2, L2)
     _store_results(state, ResultPointers(out, lse), work_tile, batch, pass_head, q_rows, A, Q, W, OUT)

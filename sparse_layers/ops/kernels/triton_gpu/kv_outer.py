@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ...planning.params import BwdParams
-from ..call import Call, Operands
+from ..call import Call
 from ..gpu import hardware
 from ..gpu.lists import Side
 from ..gpu.passes import BackwardInputs, GroupPass, Rows, SelectedRows
+from ..operands import Operands
 from .kv_outer_kernel import kv_outer_kernel
 from .launch import Prepared, block_shape, dkv_of, head_sizes, prepare
 from .settings import Settings, choose, shared_memory
@@ -23,13 +24,14 @@ KERNELS = "kv_outer", "dqkv"  # as their settings are called
 
 def unsupported(call: Call, operands: Operands) -> str | None:
     """Why the selections of a call cannot be computed this way, or None."""
-    if operands.chosen is None or call.selection is None or not operands.chosen.shape[-1]:
+    selection = operands.selection
+    if selection is None or not selection.ids.shape[-1]:
         return "the call has no selection"
     # What the user asks of kernels is meant for those that hold queries.
     if any(params.for_kernels for params in call.params):
         return "kernels that gather queries have no setting but q_blocksize and kv_blocksize"
     queries = queries_together(call, operands)
-    if call.selection[1] > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:
+    if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:
         return "kernels that gather queries need single queries that select, at least two tiles of them"
     device, rows = hardware.local_gpu(), SelectedRows(call, operands, 0, 1, ())
     settings, itemsize = {x: settings_of(rows, x) for x in KERNELS}, operands.query.dtype.itemsize

@@ -90,7 +90,7 @@ def kv_outer_kernel(
     spans,
     entries,
     mask_tiles,
-    chosen_by,
+    active_rows_mask,
     mask_bits,
     q_segments,
     kv_segments,
@@ -123,7 +123,7 @@ def kv_outer_kernel(
         segment = tl.load(kv_segments + batch * A.S + token, mask=exists, other=-1)
     keys = KVTile(k_tile, v_tile, row_in_block, segment)
     q_segments += batch * A.T
-    lists = BlockListPointers(spans, entries, mask_tiles, chosen_by, mask_bits, q_segments, kv_segments)
+    lists = BlockListPointers(spans, entries, mask_tiles, active_rows_mask, mask_bits, q_segments, kv_segments)
     lists = move_to_list(lists, span)
     q += (batch * A.T * A.HEADS + head) * A.H
     row = batch * Q.ROWS * A.OWN_HEADS

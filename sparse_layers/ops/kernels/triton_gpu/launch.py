@@ -134,9 +134,9 @@ def each_key_once(work: GroupPass) -> bool:
 
 def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """(bq, bkv) of the lists that a kernel walks over."""
-    if work.call.selection is not None:
-        block, granularity = work.call.selection
-        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), block
+    if (selection := work.operands.selection) is not None:
+        granularity = selection.granularity
+        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), selection.block
     bq, bkv = work.block_shape(dkv=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv
@@ -378,7 +378,7 @@ def _destination(order: RowOrder) -> RowOrder:
 
 def _arrays_of(lists: Lists) -> list[Any]:
     of_blocks = lists.lists
-    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.chosen_by, lists.bits]
+    return [of_blocks.spans, of_blocks.block, of_blocks.tile, of_blocks.active_rows_mask, lists.bits]
 
 
 def _walk(lists: Lists) -> tiles.Walk:

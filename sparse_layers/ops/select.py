@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from ..scorers import Scorer
 from . import sharding
-from .kernels.call import Operands
+from .kernels.operands import Operands
 from .planning.selection import Selection
 
 
-def choose(
+def select_blocks(
     scorer: Scorer,
     query: jax.Array,
     key: jax.Array,
@@ -38,7 +38,7 @@ def choose(
       ValueError: as `block_sparse_attention`, for how arrays are sharded.
     """
     query_sharding = sharding.add_batch_axis(query_sharding, query)
-    if not scorer.chooses(query.shape[1]):
+    if not scorer.selects(query.shape[1]):
         return None
 
     def ids(shard: sharding.Shard | None, operands: Operands) -> jax.Array:

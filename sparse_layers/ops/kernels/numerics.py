@@ -1,0 +1,39 @@
+"""The arithmetic that backends share: the dtype of accumulators, and log-sum-exp (lse), by which passes are merged."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """Returns the dtype of scores, sums and lse: float32, or float64 for float64 inputs."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def merge_by_lse(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of the softmax over two disjoint key sets from (out, lse) over each."""
+    (out, lse), (update_out, update_lse) = state, update
+    merged_lse = jnp.logaddexp(lse, update_lse)
+    shift = jnp.where(merged_lse == -jnp.inf, 0, merged_lse)
+    alpha, update_alpha = jnp.exp(lse - shift), jnp.exp(update_lse - shift)
+    return out * alpha[..., None] + update_out * update_alpha[..., None], merged_lse
+
+
+def lowered_lse(lse: jax.Array) -> jax.Array:
+    """Returns lse as backward passes read it: lowered, where it is huge, by more than logits are rounded.
+
+    A backward pass computes p = ``exp(min(logit - lse, 0))``. Above 1e6 both are rounded by more than 0.1, so a p of 1
+    would be e to the rounding error. With the lowered lse it is 1, as in the forward pass.
+    """
+    return lse - jnp.maximum(16 * jnp.finfo(lse.dtype).eps * abs(lse) - 2, 0)
+
+
+def base_2_sinks(sinks: jax.Array) -> jax.Array:
+    """Returns sinks in float32 for kernels that multiply by log2(e), at most 2.3e38, so that no finite one overflows.
+
+    -inf, for no sink, stays.
+    """
+    sinks = sinks.astype(jnp.float32)
+    return jnp.where(jnp.isinf(sinks), sinks, jnp.clip(sinks, -2.3e38, 2.3e38))

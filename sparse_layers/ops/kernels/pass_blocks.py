@@ -1,0 +1,141 @@
+"""The blocks of a pass, for kernels that read bool tiles or compute rules: planned, masked at run time, or selected."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..planning.head_groups import HeadGroup, head_groups
+from ..planning.lists import (
+    BlockPairs,
+    StateTable,
+    planned_block_pairs,
+    run_time_block_pairs,
+    run_time_table,
+    selected_block_pairs,
+    state_table,
+    unpacked_tiles,
+)
+from ..planning.plan import Pass
+from ..planning.views import Reordered, RowOrder
+from .call import Call
+from .operands import Operands
+
+
+def head_groups_of(call: Call, operands: Operands, *, merge: bool) -> tuple[HeadGroup, ...]:
+    """Returns the head groups of a call; ``merge`` as in `head_groups`.
+
+    With a run-time mask or a selection, a chain is one pass, whose blocks are known at run time only.
+    """
+    if operands.mask is not None:
+        return head_groups([(None,)], merge=merge)
+    chains = call.chains if operands.selection is None else [(None,)] * len(call.chains)
+    return head_groups(chains, merge=merge)
+
+
+def join_heads(by_group: Sequence[jax.Array]) -> jax.Array:
+    """Returns [B, T, N, ...] from the heads of C groups: the inverse of x[:, :, c::C] for c in range(C)."""
+    x = jnp.stack(by_group, axis=3)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+class PassBlocks(NamedTuple):
+    """The blocks that one pass computes for a head group.
+
+    Attributes:
+      q_order: token of each query row.
+      kv_order: token of each key row.
+      shape: (bq, bkv), rows of a block.
+      pairs: [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow.
+      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
+      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
+      granularity: queries of a block that select together; 1 without a selection.
+      segments: segment ids of queries and of keys, as in `Operands`, or None.
+    """
+
+    q_order: RowOrder
+    kv_order: RowOrder
+    shape: tuple[int, int]
+    pairs: BlockPairs
+    rule: Reordered | None
+    tiles: jax.Array | np.ndarray | None
+    granularity: int
+    segments: tuple[jax.Array, jax.Array] | None
+
+
+def blocks_of_pass(
+    call: Call,
+    operands: Operands,
+    group: HeadGroup,
+    passes: tuple[Pass, ...],
+    rows: int,
+    reads_tiles: Callable[..., bool],
+    *,
+    dkv: bool,
+) -> PassBlocks:
+    """Returns the blocks of a pass.
+
+    Args:
+      call: the call of the op.
+      operands: its arrays, with the queries and the selection of the group.
+      group: the head group.
+      passes: one of ``group.passes``.
+      rows: queries of a block if there is a selection; its key blocks are those of the selection.
+      reads_tiles: reads_tiles(masks, shape) is True if planned masks are read as tiles, not computed by a rule.
+      dkv: True for the block shape of the backward pass.
+    """
+    shapes, granularity, orders = passes[0] if passes else call, 1, row_orders(operands, passes)
+    shape = shapes.bwd_shape if dkv else shapes.fwd_shape
+    masks = tuple(x.mask for x in passes) if passes else call.masks[group.first :: group.step]
+    if operands.selection is not None:
+        shape, granularity = (rows, operands.selection.block), operands.selection.granularity
+    with_tiles = bool(masks) and reads_tiles(masks, shape)
+    if passes:
+        pairs, tiles = planned_block_pairs(masks, shape, with_tiles)
+    else:
+        pairs, tiles = run_time_blocks(operands, shape, masks, with_tiles)
+    if isinstance(tiles, np.ndarray):  # packed
+        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+    pairs = pairs.with_segments(operands.segments, orders, shape)
+    rule = masks[0] if masks and not with_tiles else None
+    return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
+
+
+def row_orders(operands: Operands, passes: tuple[Pass, ...]) -> tuple[RowOrder, RowOrder]:
+    """Returns the row orders of queries and of keys in a pass; natural if its blocks are known at run time only."""
+    if passes:
+        return passes[0].q_order, passes[0].kv_order
+    return RowOrder(operands.query.shape[1]), RowOrder(operands.key.shape[1])
+
+
+def run_time_blocks(
+    operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
+) -> tuple[BlockPairs, Any]:
+    """Returns the pairs of blocks that a run-time mask or a selection allows, in natural row order, and their tiles.
+
+    Args:
+      operands: the arrays of a call, or of some of its heads, with a mask or a selection.
+      shape: (bq, bkv), rows of a block.
+      masks: the planned masks within which the selection is; unused with a run-time mask.
+      with_tiles: True to make tiles of the planned masks; otherwise a rule computes them.
+
+    Returns:
+      The pairs, and tiles as `run_time_block_pairs` returns them for a run-time mask, else `planned_block_pairs`.
+    """
+    selection = operands.selection
+    if selection is None:
+        assert operands.mask is not None
+        return run_time_block_pairs(operands.mask, shape)
+    table, tiles = state_table_of(operands, shape, masks, with_tiles)
+    return selected_block_pairs(selection.ids, selection.granularity, shape, table, operands.query.shape[2]), tiles
+
+
+def state_table_of(
+    operands: Operands, shape: tuple[int, int], masks: Sequence[Reordered], with_tiles: bool
+) -> tuple[StateTable, Any]:
+    """Returns the block states of the mask that limits a selection, and its tiles; see `run_time_blocks`."""
+    if operands.mask is None:
+        return state_table(masks, shape, with_tiles)
+    return run_time_table(operands.mask, shape)

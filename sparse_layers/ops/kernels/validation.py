@@ -1,0 +1,221 @@
+"""The rules for the arguments of the op, of scorers and of caches: dtypes, shapes, heads, finite numbers."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from ...arguments.checks import as_float
+from ...arguments.foreign import BOOL_IDS, FLOAT_IDS, one_line, scorer_hint, shown
+from ..planning.selection import Selection, known
+
+
+def check_arrays(query: jax.Array, key: jax.Array, value: jax.Array | None = None) -> None:
+    """Checks that query, key and, if given, value fit each other.
+
+    Raises:
+      ValueError: other axes, dtypes, batch sizes, heads or sizes than `block_sparse_attention` takes.
+    """
+    if query.ndim not in (3, 4):
+        raise ValueError(f"query must have shape [B, T, N, H] or [T, N, H], got {query.shape}")
+    arrays = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, x in arrays.items():
+        if x.ndim != query.ndim:
+            raise ValueError(f"{name} must have as many axes as query, {query.ndim}, got shape {x.shape}")
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name} must have the dtype of query, {query.dtype}, got {x.dtype}")
+        if 0 in x.shape[-3:]:
+            raise ValueError(f"{name} must not be empty along length, heads or size, got shape {x.shape}")
+    hint = "axes are [B, length, heads, size]"
+    if len({x.shape[:-3] for x in arrays.values()}) > 1:
+        shapes = ", ".join(str(x.shape) for x in arrays.values())
+        raise ValueError(f"batch sizes of {', '.join(arrays)} must agree, got {shapes}")
+    if value is not None and key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(f"key and value must agree in length and heads ({hint}), got {key.shape} and {value.shape}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must agree in size H ({hint}), got {query.shape} and {key.shape}")
+    if query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"the key heads must divide the query heads, got {key.shape[-2]} and {query.shape[-2]} "
+            f"from shapes {key.shape} and {query.shape}; {hint}"
+        )
+
+
+def checked_array(name: str, x: Any) -> jax.Array:
+    """Returns the argument ``name`` as a JAX array.
+
+    Raises:
+      TypeError: it is no array. A list is refused, as its numbers would be copied one by one.
+    """
+    if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+        raise TypeError(f"{name} must be a JAX or numpy array, got {describe_value(x)}")
+    return jnp.asarray(x)
+
+
+def checked_numbers(name: str, x: Any, shape: tuple[int, ...], kind: Any, rule: str, hint: str = "") -> Any:
+    """Returns the argument ``name`` as a JAX or numpy array; it may be a list of numbers.
+
+    Args:
+      name: name of the argument.
+      x: its value.
+      shape: the shape that it must have.
+      kind: the kind of dtype that it must have, such as ``jnp.integer``.
+      rule: shape and dtype in words, for the error.
+      hint: the end of the error.
+
+    Raises:
+      ValueError: another shape or dtype, or no numbers.
+    """
+    array: Any = x
+    if hasattr(x, "__jax_array__"):
+        array = jnp.asarray(x)
+    elif not isinstance(x, jax.Array | np.ndarray):
+        with contextlib.suppress(TypeError, ValueError):  # rows of unequal lengths
+            numbers = np.asarray(x)
+            array = numbers if numbers.dtype.kind in "biuf" else x
+    if not hasattr(array, "dtype") or array.shape != shape or not jnp.issubdtype(array.dtype, kind):
+        raise ValueError(f"{name} must be {rule}, got {describe_value(array)}{hint}")
+    return array
+
+
+def checked_scalars(scale: Any, logits_soft_cap: Any, head_size: int) -> tuple[float, float | None]:
+    """Returns the scale of the logits, head_size ** -0.5 for None, and their soft cap or None.
+
+    Raises:
+      ValueError: no finite number, or a soft cap outside (0, 1e30].
+    """
+    scale = 1 / math.sqrt(head_size) if scale is None else _number("scale", scale)
+    if logits_soft_cap is not None:
+        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        if not 0 < logits_soft_cap <= 1e30:
+            raise ValueError(f"logits_soft_cap must be > 0 or None, and at most 1e30, got {logits_soft_cap}")
+    return scale, logits_soft_cap
+
+
+def _number(name: str, value: Any) -> float:
+    number = as_float(value)
+    if number is None:
+        raise ValueError(f"{name} must be a finite Python number, got {one_line(value)}")
+    return number
+
+
+def checked_sinks(sinks: Any, heads: int) -> jax.Array | None:
+    """Returns the sinks as an array [heads], or None.
+
+    Raises:
+      ValueError: another shape, or no floats.
+    """
+    if sinks is None:
+        return None
+    rule = f"floats of shape [N] = ({heads},)"
+    return jnp.asarray(checked_numbers("sinks", sinks, (heads,), jnp.floating, rule))
+
+
+def checked_segments(
+    segment_ids: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: int
+) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the segment ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
+
+    Args:
+      segment_ids: integers [*batch, T] if T == S, a pair of those for queries and keys, or None.
+      batch: (B,), or () for arrays without this axis.
+      lengths: (T, S).
+      heads: N, for a hint if query seems to be [B, N, T, H].
+
+    Raises:
+      ValueError: another shape or dtype, or ids that do not fit into int32.
+    """
+    if segment_ids is None:
+        return None
+    t, s = lengths
+    if not isinstance(segment_ids, tuple):
+        if t != s:
+            raise ValueError(f"segment_ids must be a pair (of queries, of keys) when T != S, got one; T = {t}, S = {s}")
+        segment_ids = (segment_ids, segment_ids)
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids must be an array or a pair (tuple) of arrays, got {len(segment_ids)} entries")
+    pair = []
+    for name, ids, length in zip(("queries", "keys"), segment_ids, lengths, strict=True):
+        shape, ids_shape = (*batch, length), getattr(ids, "shape", ())
+        hint = swapped_hint(t, heads, ids_shape[-1:]) if len(ids_shape) == len(shape) else ""
+        hint = hint or transposed_hint(ids_shape, shape)
+        dtype = getattr(ids, "dtype", np.int32)
+        hint += f"; {BOOL_IDS}" * (dtype == np.dtype(bool)) + FLOAT_IDS * jnp.issubdtype(dtype, jnp.floating)
+        ids = checked_numbers(f"segment_ids of {name}", ids, shape, jnp.integer, f"integers of shape {shape}", hint)
+        if not np.can_cast(ids.dtype, np.int32):
+            # Truncated to 32 bits, two segments could become one, or padding.
+            if isinstance(ids, jax.core.Tracer):
+                raise ValueError(
+                    f"segment_ids of {name} must be int32 or smaller inside jit, where nobody sees which numbers fit: "
+                    f"write .astype(jnp.int32) behind them, got {ids.dtype}"
+                )
+            if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise ValueError(f"segment_ids of {name} must fit into int32, got {ids.min()} to {ids.max()}")
+        pair.append(jnp.asarray(ids, jnp.int32).reshape(*(batch or (1,)), length))
+    return pair[0], pair[1]
+
+
+def checked_selection(selection: Any, batch: tuple[int, ...], lengths: tuple[int, int], heads: tuple[int, int]) -> Any:
+    """Returns the ids of a selection [*batch, Tq, G, k], for lengths (T, S) and heads (N, K).
+
+    Raises:
+      TypeError: it is no `Selection`.
+      ValueError: ids of other axes or, outside of jit, beyond the last block.
+    """
+    if not isinstance(selection, Selection):
+        raise TypeError(
+            f"selection must be a Selection or None, got {describe_value(selection)}{scorer_hint(selection)}"
+        )
+    ids, block, granularity = selection.ids, selection.block, selection.granularity
+    (t, s), head_counts = lengths, sorted({1, *heads})
+    rows = *batch, -(-t // granularity)
+    if not hasattr(ids, "shape") or ids.shape[:-2] != rows or ids.shape[-2] not in head_counts:
+        raise ValueError(
+            f"selection: ids must have shape [{', '.join(map(str, rows))}, G, k], one row for each {granularity} of "
+            f"T = {t} queries, with G one of {head_counts} (1, key heads or query heads), got {describe_value(ids)}"
+        )
+    blocks, numbers = -(-s // block), known(ids)
+    if numbers is not None and numbers.size and (last := numbers.max()) >= blocks:
+        raise ValueError(
+            f"selection: ids must be below {blocks}, the number of blocks of {block} in S = {s} keys, got {last}"
+        )
+    return jnp.asarray(ids)
+
+
+def is_floating(dtype: Any) -> bool:
+    """True if ``dtype`` is a floating-point dtype or its name."""
+    try:
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):  # no dtype at all
+        return False
+
+
+def swapped_hint(t: int, n: int, lengths: Sequence[int]) -> str:
+    """Returns a hint for an error: "" unless N is one of ``lengths``, as if axes were [B, N, T, H]."""
+    hint = "; heads come after tokens: of axes [B, N, T, H], swapaxes(1, 2) makes these, for query, key and value"
+    return hint if t != n and n in lengths else ""
+
+
+def transposed_hint(shape: Any, wanted: Sequence[int]) -> str:
+    """Returns a hint for an error: "" unless ``shape`` is the transpose of the shape that is ``wanted``.
+
+    Example:
+      >>> transposed_hint((8, 2), (2, 8))
+      '; its axes come in the other order: write x.T'
+    """
+    is_transposed = len(wanted) == 2 and tuple(shape) == tuple(wanted)[::-1] != tuple(wanted)
+    return "; its axes come in the other order: write x.T" if is_transposed else ""
+
+
+def describe_value(x: Any) -> str:
+    """Returns an argument in words for an error: dtype and shape of an array; type and beginning of another value."""
+    if isinstance(x, jax.Array | np.ndarray):
+        return f"{x.dtype} of shape {x.shape}"
+    return f"{type(x).__name__}: {shown(x)}"
