@@ -14,7 +14,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers import linen
-from sparse_layers.ops import attention, traced_call
+from sparse_layers.ops import attention, custom_vjp, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu_attention import ENGINES
 from sparse_layers.ops.planning.platforms import assuming
@@ -71,7 +71,8 @@ class Case:
 
 def nnx_layer(kind, *sizes, **options):
     """A layer of NNX by its class, in bfloat16 unless the options say otherwise."""
-    return functools.partial(lambda: kind(*sizes, rngs=nnx.Rngs(0), **{"dtype": "bfloat16", "seq_len": T} | options))
+    settings = {"dtype": "bfloat16", "seq_len": T} | options
+    return lambda: kind(*sizes, rngs=nnx.Rngs(0), **settings)
 
 
 def linen_layer(kind, **options):
@@ -171,7 +172,7 @@ def calls(monkeypatch):
     def attend(name, call, query_sharding, operands):
         def attention_of(query, key, value):
             arrays = operands._replace(query=query, key=key, value=value)
-            return attention._run(name, call, query_sharding, arrays)[0]
+            return custom_vjp.attend(name, call, query_sharding, arrays)[0]
 
         arrays = operands[:3]
         out = jnp.zeros((*operands.query.shape[:3], operands.value.shape[3]), operands.query.dtype)
@@ -185,7 +186,7 @@ def calls(monkeypatch):
         recorded.append((name, *launches))
         return out, None
 
-    monkeypatch.setattr(attention, "_jitted_attend", attend)
+    monkeypatch.setattr(attention, "jitted_attend", attend)
     return recorded
 
 

@@ -360,6 +360,15 @@ def test_what_runs(call):
     assert call.routed() == call.route
 
 
+def test_the_debug_log_names_what_is_left_to_triton(caplog):
+    (call,) = [call for call in CALLS if str(call) == "strided-h100"]
+    with caplog.at_level("DEBUG", "sparse_layers"):
+        call.routed()
+    lines = [record.getMessage().partition(", because")[0] for record in caplog.records]
+    passes = [f"'hopper': Triton runs {way} (residue-major order, stride 128)" for way in ("forward", "backward")]
+    assert lines == ["block_sparse_attention runs 'hopper'", *passes]
+
+
 def test_the_table_meets_every_kernel_of_attention():
     """By the names of the functions: those that serve selections of single queries, too."""
     named = {word for call in CALLS for part in call.route.split(" | ") for word in part.split() if word != "+"}

@@ -35,11 +35,10 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
         if gather_reason is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        selecting = (
-            "each query selects" if selection.granularity == 1 else f"every {selection.granularity} queries select"
-        )
+        granularity = selection.granularity
+        selecting = "each query selects" if granularity == 1 else f"every {granularity} queries select"
         waste = f"{selecting} other blocks, and a tile of {settings.TILE_ROWS} queries computes the blocks of all"
-        return f"{waste}; {gather_reason}" if selection.granularity == 1 else waste
+        return f"{waste}; {gather_reason}" if granularity == 1 else waste
     reasons = route("hopper", call, operands).forward_reasons
     if not reasons or not all(reasons):
         return None
