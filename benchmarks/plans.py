@@ -12,7 +12,7 @@ import itertools
 import time
 
 import sparse_layers as sl
-from sparse_layers.ops.planning import lists
+from sparse_layers.ops.planning import block_lists as lists
 from sparse_layers.ops.planning import plan as planning
 from sparse_layers.ops.planning.blocks import active_blocks
 
@@ -25,9 +25,9 @@ SHAPES = {131072: (32, 64, 64), 1048576: (64, 128, 128)}  # for presets that nee
 def listed(plan: sl.Plan) -> int:
     """Bytes of the lists of all passes, by query and by key, made here; of presets XLA needs no mask tiles."""
     size = 0
-    for link in itertools.chain.from_iterable(plan.chains):
-        for shape, by_key in (link.fwd_shape, False), (link.bwd_shape, True):
-            found = lists.planned_block_pairs([link.mask], shape, False)[0].lists(by_key)
+    for block_pass in itertools.chain.from_iterable(plan.chains):
+        for shape, kv_major in (block_pass.fwd_shape, False), (block_pass.bwd_shape, True):
+            found = lists.planned_block_pairs([block_pass.mask], shape, False)[0].lists(kv_major)
             size += found.spans.nbytes + found.block.nbytes + found.tile.nbytes
     return size
 

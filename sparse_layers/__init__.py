@@ -82,8 +82,8 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .tools.pictures import draw as draw
     from .tools.pictures import grid_picture as grid_picture
     from .tools.pictures import picture as picture
-    from .tools.tuning import Tuned as Tuned
-    from .tools.tuning import load_tuned as load_tuned
+    from .tools.tuned import Tuned as Tuned
+    from .tools.tuned import load_tuned as load_tuned
     from .tools.tuning import tune as tune
 
 
@@ -127,7 +127,8 @@ _AT_FIRST_USE = {
     "scorers": ("MSA", "NSA", "InfLLM", "MoBA", "Scorer"),
     "tools.describe": ("describe",),
     "tools.pictures": ("draw", "grid_picture", "picture"),
-    "tools.tuning": ("Tuned", "load_tuned", "tune"),
+    "tools.tuned": ("Tuned", "load_tuned"),
+    "tools.tuning": ("tune",),
 }
 
 if not typing.TYPE_CHECKING:  # type checkers go by the imports, and would take every name for one of the package

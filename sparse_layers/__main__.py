@@ -1,6 +1,6 @@
-"""In a terminal: ``sparse-layers list``, ``... show strided --seq-len 4096 --png FILE``, ``... doctor``.
+"""The command line for presets: ``sparse-layers list``, ``show strided --seq-len 4096 --png FILE`` and ``doctor``.
 
-``python -m sparse_layers`` is the same, and runs from a checkout, too.
+``python -m sparse_layers`` does the same, and runs from a checkout, too.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from .tools.describe import describe
 from .tools.pictures import draw
 from .tools.subjects import LONGEST
 
-_LONG = 1 << 17  # tokens that are planned in a second or two
+_QUICK = 1 << 17  # tokens; planning them takes a second or two
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line and exits with code 2."""
+    """A parser whose errors are one line, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def _written(option: str, value: Any) -> str:
-    """An option's default as a name takes it, and dots for a shape, which has none."""
+def _spelled(option: str, value: Any) -> str:
+    """Returns the default of an option as a preset's name spells it; dots for a shape, which has none."""
     if option == "shape":
         return "..."
     return "x".join(str(x).lower() for x in (value if isinstance(value, tuple) else (value,)))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.command == "list":
         for name, summary in presets().items():
-            options = ",".join(f"{option}={_written(option, value)}" for option, value in preset_options(name).items())
+            options = ",".join(f"{option}={_spelled(option, value)}" for option, value in preset_options(name).items())
             print(f"{name}{':' if options else ''}{options}\n    {summary}")
         return
     if args.command == "doctor":
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         if args.png is not None and pathlib.PurePath(args.png).suffix.lower() != ".png":
             raise ValueError(f"--png must name a file that ends in .png, got {args.png!r}")
-        if args.seq_len > _LONG:
+        if args.seq_len > _QUICK:
             print(f"planning for {args.seq_len} tokens, which may take half a minute", file=sys.stderr, flush=True)
         if args.png:  # first, since the name may be wrong
             draw(mask, args.seq_len, args.png)

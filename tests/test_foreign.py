@@ -119,9 +119,9 @@ def test_foreign_words_are_not_our_own():
     assert all(name == name.lower() for name in foreign.PRESETS), "names are looked up in lower case"
 
 
-@pytest.mark.parametrize("word", foreign.WORDS)
+@pytest.mark.parametrize("word", foreign.HINTS)
 def test_every_word_has_an_answer_somewhere(word):
-    rules = dict(foreign.WORDS[word])
+    rules = dict(foreign.HINTS[word])
     assert all(words and "{" not in words.replace("{pattern}", "") for words in rules.values())
     for door in rules:
         said = foreign.advice({word: 1}, () if door is None else (door,))
@@ -182,7 +182,7 @@ def test_arguments_that_messages_name_are_those_of_a_door():
         linen.SparseSelfAttention.__init__,
     )
     known = frozenset().union(*(_keywords(getattr(door, "__wrapped__", door)) for door in doors))
-    named = {other for rules in foreign.WORDS.values() for other, _ in rules} - {None}
+    named = {other for rules in foreign.HINTS.values() for other, _ in rules} - {None}
     assert named <= known, named - known
 
 

@@ -64,7 +64,7 @@ def entry(masks: tuple[sl.Mask, ...], length: int) -> dict[str, Any]:
 def planned(mask: sl.Mask, length: int, block: int, causal: bool) -> dict[str, Any]:
     """The passes of a mask's chain, and what it costs beside dense attention."""
     plan = make_plan(mask, length, implementation=BACKEND, fwd_params=sl.FwdParams(block, block))
-    passes = [f"{link.orders}: {link.blocks}" for link in plan.chains[0]]
+    passes = [f"{block_pass.order_text}: {block_pass.block_text}" for block_pass in plan.chains[0]]
     return {"passes": passes, "cost": f"{of_dense(plan, causal):.1%} of dense {'causal ' * causal}attention"}
 
 

@@ -13,7 +13,7 @@ from sparse_layers.masks.counting import count
 from sparse_layers.masks.pictures import cells, svg
 from sparse_layers.ops.planning.blocks import active_blocks
 from sparse_layers.ops.planning.plan import make_plan
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 
 LENGTHS = 4096, 65536
 # What presets on a grid are shown on, by their number of axes, at each of the lengths.

@@ -1,4 +1,4 @@
-"""Words of other libraries: arguments, call orders and names of patterns, and what to write here instead.
+"""Arguments, call orders and pattern names of other libraries, and what to write here instead of them.
 
 `tests/misuses/foreign.py` holds a wrong call for each kind; `tests/test_foreign.py` compares what the messages advise
 with the results of those libraries.
@@ -10,24 +10,24 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
-# What to write for an argument of another library: (an argument here, words for functions that have it) in turn, the
-# last maybe (None, words for all other functions). ``{pattern}`` stands for where the function takes its pattern.
-Rules: TypeAlias = tuple[tuple[str | None, str], ...]
+# Hints for an argument of another library: pairs (an argument here, the hint for functions that have it), the first
+# that fits; None fits all functions. ``{pattern}`` stands for the argument by which the function takes its pattern.
+Hints: TypeAlias = tuple[tuple[str | None, str], ...]
 
 
-def _say(words: str) -> Rules:
-    return ((None, words),)
+def _say(hint: str) -> Hints:
+    return ((None, hint),)
 
 
-def _rename(*names: str) -> Rules:
-    """For what means the same here under the first of these names that a function has."""
+def _rename(*names: str) -> Hints:
+    """Returns hints for an argument with another name here: the first of these names that a function has."""
     return tuple((name, f"it is called {name}= here") for name in names)
 
 
 _FLAX = "the attention_fn= of a Flax layer is sl.make_attention_fn(pattern, seq_len)"
 _CAUSAL = _say("causality is a mask: write sl.Causal(), or add `& sl.Causal()` to another mask, {pattern}")
 _PADDING = "segment_ids= of the call, as segment_ids=jnp.where(valid, 0, -1) with valid [B, T]"
-# Where padding is no single array of segment_ids.
+# Padding of functions that take it other than by one array of segment_ids.
 _PADDED = (
     ("lengths", "padding of prompts is lengths=, int [B], the tokens of each prompt"),
     ("position", "a step has no padding: leave it out; that of prompts is lengths= of prefill"),
@@ -109,7 +109,7 @@ _BY_INIT = "layers of Linen and Haiku get a key by init: leave it out"
 _RNGS = (
     *_rename("rngs"),
     ("num_tokens", "sampling draws by key=jax.random.key(0), with a temperature= above 0"),
-    *(("parent", _BY_INIT), ("w_init", _BY_INIT)),  # what only layers of Linen have, and what only Haiku's
+    *(("parent", _BY_INIT), ("w_init", _BY_INIT)),  # arguments of Linen's layers alone, and of Haiku's
     *_say("nothing here is drawn by a key: leave it out; dropout draws from the rngs= of its layer"),
 )
 _DETERMINISTIC = (
@@ -137,14 +137,14 @@ _BLOCK = (
 )
 
 
-def _of_layer(name: str) -> Rules:
+def _of_layer(name: str) -> Hints:
     return (*_rename(name), *_say(f"it is {name}= of the layer or of make_attention_fn"))
 
 
-# What only a layer of Flax hands to its attention_fn: these say more than other words beside them.
+# Arguments that a layer of Flax hands to its attention_fn: their hint goes before all others.
 _OF_FLAX = ("dropout_rng", "broadcast_dropout")
 
-WORDS: dict[str, Rules] = {
+HINTS: dict[str, Hints] = {
     # masks
     **dict.fromkeys(("is_causal", "causal", "use_causal_mask", "unidirectional"), _CAUSAL),
     **dict.fromkeys(("mask", "attn_mask", "attention_mask", "padding_mask", "token_mask"), _MASK),
@@ -251,7 +251,7 @@ WORDS: dict[str, Rules] = {
     "do_sample": _say("temperature=0 takes the likeliest token; above 0 it samples, by key="),
 }
 
-# For calls with more arguments by position than these: what the function reads.
+# Hints for calls with more arguments by position than these.
 _BY_POSITION = {
     ("inputs",): "queries, keys and values are projections of one input, layer(x); SparseCrossAttention reads two",
     ("inputs_q", "inputs_kv"): "keys and values are projections of one input, layer(x, y)",
@@ -259,7 +259,7 @@ _BY_POSITION = {
     ("name",): "options have names, as sl.preset('sliding_window', window=256)",
     ("query", "key", "value", "plan_or_mask"): "causality is a mask, sl.Causal(), and no weight is dropped",
 }
-# Arguments without a default: what to write.
+# Hints for missing arguments.
 _REQUIRED = {
     "plan_or_mask": "plan_or_mask says who attends to whom, as sl.Causal() & sl.Window(255), or sl.Full() for all; "
     + _FLAX,
@@ -285,7 +285,7 @@ REVERSE_ONLY = (
     "or jax.jacrev; the product of a Hessian and v is jax.vjp(jax.grad(f), x)[1](v), by implementation='xla'"
 )
 
-# Names that others give to patterns, and what to write.
+# Names of patterns in other libraries, and what to write.
 PRESETS = {
     "dense": "it is 'causal' to some and 'bidirectional' to others",
     **dict.fromkeys(("full", "none", "encoder", "bert", "non_causal"), "all keys are 'bidirectional', or sl.Full()"),
@@ -328,11 +328,11 @@ PRESETS = {
 
 
 def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
-    """Returns an error's words for the most telling of these arguments, None if no library has them.
+    """Returns the hint for one of some unknown arguments, None if no other library has them.
 
     Args:
       kwargs: keyword arguments that a function does not have.
-      known: those that it has.
+      known: names of the arguments that it has.
 
     Example:
       >>> advice({"n_heads": 8}, ("num_heads", "pattern"))
@@ -343,14 +343,14 @@ def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
     source = "KVCache.empty" if "position" in known else "make_attention_fn"
     where = argument or f"as the pattern= of the layer or of {source}"
     for name in sorted(kwargs, key=lambda name: name not in _OF_FLAX):
-        for own_name, words in WORDS.get(name, ()):
-            if own_name is None or own_name in known:
-                return f"{name!r}, got {shown(kwargs[name])}: {words.replace('{pattern}', where)}"
+        for argument_here, hint in HINTS.get(name, ()):
+            if argument_here is None or argument_here in known:
+                return f"{name!r}, got {shown(kwargs[name])}: {hint.replace('{pattern}', where)}"
     return None
 
 
 def signature_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Returns an error's words for arguments that do not fit a function's signature, None if they do."""
+    """Returns the error about arguments that do not fit a function's signature, None if they fit."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -383,14 +383,14 @@ def scorer_hint(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error shows it: arrays by dtype and shape, all else by the beginning of its repr."""
+    """Returns a value for an error: arrays by dtype and shape, all others by the beginning of their repr."""
     if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}{[*value.shape]}"
     return f"{_joined(reprlib.repr(value)):.60}"
 
 
 def one_line(value: Any) -> str:
-    """Returns the repr of a value; of a repr with several lines, their beginning in one, as of ``nnx.Rngs``."""
+    """Returns the repr of a value in one line; a repr of several lines, as of ``nnx.Rngs``, is joined and cut."""
     text = repr(value)
     return f"{_joined(text):.200}" if "\n" in text else text
 

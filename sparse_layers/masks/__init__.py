@@ -1,9 +1,10 @@
-"""WHAT may attend: frozen, hashable values that know nothing of lengths, heads or devices. It imports numpy, and of JAX
-only what makes them static in pytrees and exports, and what its errors are.
+"""Masks: frozen, hashable values that say which query may attend to which key, without lengths, heads or devices.
 
-A new pattern is one class in `primitives.py`, in `grids.py` if tokens have coordinates, or, if others can be combined
-to it, one docstring and expression in `presets.py` or `grid_presets.py`; masks of another library are read in
-`adapters.py`, its config files in a file like `deepspeed.py`.
+A new rule is a class in `primitives.py`, or in `grids.py` if tokens have coordinates. A combination of existing masks
+is a preset: one docstring and one expression in `presets.py` or `grid_presets.py`. `adapters.py` reads masks of other
+libraries, files like `deepspeed.py` their configurations.
+
+The room imports numpy, and of JAX only its errors and what makes masks static in pytrees and exported programs.
 """
 
 from .adapters import MaskMod as MaskMod

@@ -1,4 +1,4 @@
-"""Masks from outside: bool arrays, FlexAttention's ``mask_mod``s, and the mask objects of other libraries."""
+"""Masks made of bool arrays, of FlexAttention's ``mask_mod``s, and of mask objects of other libraries."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ from .presets import preset
 
 
 class _Withheld:
-    """Stands for an argument that a mask_mod must not use: whatever is done with it is an error that says so."""
+    """An argument that a mask_mod must not use: any use raises an error that says why."""
 
     def __init__(self, why: str):
         self.why = why
@@ -26,50 +26,50 @@ class _Withheld:
     __getattr__ = _refuse
 
 
-# All that may be done with a number or a sequence. Handing the argument on, to another function, is no use of it.
-_KEPT = {"__class_getitem__", "__doc__", "__getattribute__", "__init__", "__new__", "__repr__"}
-for _name in ({*vars(int), *vars(list), "__array__", "__call__"}) - _KEPT:
+# All operations on numbers and sequences are refused. Passing the argument to another function is none of them.
+_ALLOWED = {"__class_getitem__", "__doc__", "__getattribute__", "__init__", "__new__", "__repr__"}
+for _name in ({*vars(int), *vars(list), "__array__", "__call__"}) - _ALLOWED:
     setattr(_Withheld, _name, _Withheld._refuse)
-# Without leaves it goes through jax.jit and jax.vmap, which a mask_mod may be wrapped in.
+# A pytree without leaves passes through jax.jit and jax.vmap, which may wrap a mask_mod.
 jax.tree_util.register_pytree_node(_Withheld, lambda x: ((), x.why), lambda why, _: _Withheld(why))
 
 
 class Sliceable(Protocol):
-    """An array, or what can be cut like one: [T, S] or [H, T, S]."""
+    """An array [T, S] or [H, T, S], or an object that slices like one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The lengths of its axes."""
+        """Lengths of the axes."""
         ...
 
     def __getitem__(self, index: Any, /) -> Any:
-        """A slice of each axis, as bools."""
+        """Returns the slice of each axis, as bools."""
         ...
 
 
-# What describes a mask, wherever one is taken: see `as_masks`.
+# All types that functions take as a mask: see `as_masks`.
 MaskLike: TypeAlias = Mask | str | Sliceable | Sequence[Mask | str | Sliceable]
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskMod(Mask):
-    """A FlexAttention style ``mask_mod(b, h, q, k)`` for one head. It must not use b: a mask knows no batch.
+    """A FlexAttention ``mask_mod(b, h, q, k)`` as the mask of one head. It must not use b: a mask knows no batch.
 
-    It is asked once when the mask is made, about position 0, so that a wrong one shows at once.
+    It is called once when the mask is made, at position 0, so that errors show at once.
 
     Args:
       function: takes (b, h, q, k): h an integer, q and k integer arrays that broadcast. Returns bools. It is never
-        asked beyond the lengths, so it may look up tables as long as the sequence; shorter ones are refused, but for
-        those of JAX, which answer with their last entry beyond their end. Whatever it does with b raises.
+        called beyond the lengths, so it may look up tables as long as the sequence. Shorter numpy tables are refused;
+        JAX arrays repeat their last entry beyond their end. Any use of b raises.
       head: the value of h; None for a function that does not use h.
-      traceable: promise that the function uses operators only, so that it may be traced into a kernel. Otherwise it
-        is evaluated with numpy at plan time, block by block, and kernels read its tiles from a table. Plans are kept
-        by function: one that answers differently later (a closure over what changes) is not asked again.
+      traceable: True promises that the function uses operators only, so that kernels may trace it. Otherwise numpy
+        evaluates it at plan time, block by block, and kernels read its tiles from a table. Plans are cached by
+        function: one that answers differently later (a closure over changing values) is not called again.
 
     Raises:
-      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool; later, when it is
-        asked: the function looks up a numpy table that ends before the sequence.
-      TypeError: function does not take (b, h, q, k), does not return bools, or decides by ``and``, ``or``, ``if``.
+      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool; later, at plan time,
+        a numpy table that ends before the sequence.
+      TypeError: function does not take (b, h, q, k), does not return bools, or branches by ``and``, ``or``, ``if``.
 
     Example:
       >>> import sparse_layers as sl
@@ -94,7 +94,7 @@ class MaskMod(Mask):
             raise TypeError(
                 f"MaskMod: function must take (b, h, q, k), got {self._name}{inspect.signature(self.function)}"
             ) from error
-        except ValueError:  # of some that are written in C, no signature is known
+        except ValueError:  # some functions written in C have no signature
             pass
         set_integers(self, 0, "head", optional=True)
         checked("MaskMod: traceable", self.traceable, bool)
@@ -128,7 +128,7 @@ class MaskMod(Mask):
 def from_mask_mod(
     mask_mod: Callable[[Any, Any, Any, Any], Any], *, heads: int | None = None, traceable: bool = False
 ) -> Mask | PerHead:
-    """A mask, or a tuple with one mask a head, from a FlexAttention style ``mask_mod(b, h, q, k)``.
+    """Makes a mask, or a tuple with one mask for each head, from a FlexAttention ``mask_mod(b, h, q, k)``.
 
     Args:
       mask_mod: must not use b (documents and padding are ``segment_ids``, not masks). It may look up tables that are as
@@ -158,19 +158,18 @@ def from_mask_mod(
 
 
 def as_masks(mask: Any) -> tuple[Mask, ...]:
-    """The masks that the heads take in turn, from whatever describes them: what every function with a mask takes.
+    """Returns the masks of the heads, from any argument that functions take as a mask.
 
     Args:
       mask: a `Mask`; the name of a preset, with options if any (``"sliding_window:window=64"``); a numpy bool array
         [T, S] or [H, T, S]; any object with ``.shape`` (2 or 3 long) and slicing, such as JAX splash attention's masks;
-        or a sequence of these, which the heads take in turn (head h takes entry h % len).
+        or a sequence of these (head h takes entry h % len).
 
     Returns:
-      A tuple of masks; of length 1 when all heads share one.
+      A tuple of masks, of length 1 if all heads share one.
 
     Raises:
-      TypeError: none of these, an array whose values are not known yet, or a mask of a class of your own with a field
-        that cannot be hashed.
+      TypeError: another type, a traced array, or a mask of a user's class with a field that cannot be hashed.
       ValueError: an unknown name or option, an array that is not bool or not 2- or 3-dimensional, or an empty sequence.
 
     Example:
@@ -187,7 +186,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
         return (mask,)
     if isinstance(mask, str):
         return as_masks(preset(mask))
-    bound = getattr(mask, "masks", None)  # masks of this package bound to lengths: what they were before
+    bound = getattr(mask, "masks", None)  # a mask of this package that was bound to lengths
     if isinstance(bound, tuple) and hasattr(mask, "shape") and all(isinstance(entry, Mask) for entry in bound):
         return as_masks(bound)
     if isinstance(mask, Sequence) and not isinstance(mask, bytes):
@@ -211,7 +210,7 @@ def as_masks(mask: Any) -> tuple[Mask, ...]:
 
 
 def _instead(value: Any) -> str:
-    """Returns the end of an error about what is no mask: the mask to write."""
+    """Returns the end of an error about a value that is no mask: the mask to write."""
     if value is None:
         return "; if all keys are seen, write sl.Full()"
     if isinstance(value, type) and issubclass(value, Mask):
@@ -223,7 +222,7 @@ def _instead(value: Any) -> str:
 
 
 def by_entry(masks: Sequence[Mask]) -> str:
-    """Returns the end of an error about masks that heads take in turn, empty unless they are arrays."""
+    """Returns the end of an error about masks by head, empty unless they are arrays."""
     arrays = len(masks) > 1 and all(isinstance(mask, Array) for mask in masks)
     return f"; masks that differ by batch entry are {BY_ENTRY}" if arrays else ""
 

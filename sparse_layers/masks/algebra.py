@@ -1,10 +1,10 @@
-"""Which query may attend to which key: small frozen values, closed under ``&``, ``|`` and ``~``.
+"""Masks say which query may attend to which key: frozen values that combine by ``&``, ``|`` and ``~``.
 
 A mask knows nothing of lengths, heads, blocks or devices. It answers two questions:
 
 * ``mask(q, k)``: may the query at position ``q`` attend to the key at position ``k``? The arguments are integer arrays
-  that broadcast against each other (numpy or JAX); the answer is a bool array of the broadcast shape. Every mask that
-  is ``computable`` uses operators only, so the same expression runs inside a kernel.
+  that broadcast against each other (numpy or JAX); the answer is a bool array of the broadcast shape. A mask that is
+  ``computable`` uses operators only, so the same expression runs inside a kernel.
 * ``mask.block_state(q0, q1, k0, k1)``: is the inclusive rectangle of positions EMPTY, PARTIAL or FULL? Answered in
   closed form, so that a plan for a million tokens never looks at single pairs.
 
@@ -27,28 +27,33 @@ from ..arguments.checks import LONGEST, Positive, as_int, checked, strict_kwargs
 from .serialization import register_mask
 from .states import AND_TABLE, EMPTY, NOT_TABLE, OR_TABLE, UNSURE, to_state
 
-FARTHEST = 2**30  # tokens that a mask can be moved by
-BEYOND = LONGEST + 1  # all sequences are shorter, so a number of a mask that is not means 'no limit'
+FARTHEST = 2**30  # tokens, the longest shift of a mask
+BEYOND = LONGEST + 1  # longer than any sequence: no limit
 
 
 def set_integers(
-    mask: "Mask", least: int | None, *names: str, optional: bool = False, most: int | None = None, clip: bool = True
+    mask: "Mask",
+    minimum: int | None,
+    *names: str,
+    optional: bool = False,
+    maximum: int | None = None,
+    clip: bool = True,
 ) -> None:
     """Checks integer fields of a mask and makes them Python ints (numpy's would wrap around in arithmetic).
 
-    If ``clip``, numbers with a least value become `BEYOND` at the most: they count tokens or blocks of a sequence.
+    Numbers that count tokens or blocks are clipped to `BEYOND`: those with a minimum, if ``clip``.
     """
     for name in names:
         value: Any = getattr(mask, name)
         if optional and value is None:
             continue
         number = as_int(value)
-        if number is None or (least is not None and number < least):
-            rule = "an integer" if least is None else f"an integer >= {least}"
+        if number is None or (minimum is not None and number < minimum):
+            rule = "an integer" if minimum is None else f"an integer >= {minimum}"
             raise ValueError(f"{type(mask).__name__}: {name} must be {rule}{' or None' * optional}, got {value!r}")
-        if most is not None and number > most:
-            raise ValueError(f"{type(mask).__name__}: {name} must be at most {most}, got {number}")
-        object.__setattr__(mask, name, min(number, BEYOND) if clip and least is not None else number)
+        if maximum is not None and number > maximum:
+            raise ValueError(f"{type(mask).__name__}: {name} must be at most {maximum}, got {number}")
+        object.__setattr__(mask, name, min(number, BEYOND) if clip and minimum is not None else number)
 
 
 def set_masks(mask: "Mask", *names: str) -> None:
@@ -59,11 +64,18 @@ def set_masks(mask: "Mask", *names: str) -> None:
 
 
 def evaluate_rule(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
-    """What a rule, maybe a user's, says of positions, its last two arguments.
+    """Evaluates a mask's rule, often a user's, at positions and checks the answer.
+
+    Args:
+      what: the rule, for errors.
+      rule: takes ``arguments``, of which the last two are the positions q and k.
+
+    Returns:
+      Bools whose shape broadcasts to that of the positions.
 
     Raises:
-      TypeError: it is not made of bools or of another shape, or the rule is none for arrays; names ``what``.
-      ValueError: it looks up a table that is too short.
+      TypeError: the answer has another dtype or shape, or the rule cannot take arrays.
+      ValueError: the rule looks up a table that is too short.
     """
     try:
         allowed = rule(*arguments)
@@ -98,13 +110,13 @@ def evaluate_rule(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
     return allowed
 
 
-# eq=False: a subclass that is no dataclass of its own, with fields to compare, equals nothing but itself.
+# eq=False: a subclass that is not decorated as a dataclass equals itself only.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Base of all masks. A subclass defines ``__call__`` and, to make plans cheap, ``block_state``.
+    """Base of all masks. A subclass defines ``__call__`` and, for cheap plans, `block_state`.
 
-    Masks are frozen dataclasses: equal fields make equal, equally hashed masks, which share one plan and one trace. A
-    subclass that is no dataclass of its own is equal to itself only.
+    Masks are frozen dataclasses. Masks with equal fields are equal and share one plan and one trace. An instance of a
+    subclass that is not decorated as a dataclass equals itself only.
 
     Raises:
       TypeError: when used as a truth value (``and``, ``or``, ``not``, ``if``): write ``&``, ``|``, ``~``.
@@ -135,7 +147,7 @@ class Mask:
             cls.block_state = _checked_state(vars(cls)["block_state"])
         if cls.__repr__ is Mask.__repr__:
             cls.__repr__ = Mask.__repr__  # in the class itself, where dataclasses leave it alone
-        cls._writes_eq = "__eq__" in vars(cls)  # its own, not the one that dataclasses add later
+        cls._writes_eq = "__eq__" in vars(cls)  # before the decorator of dataclasses adds one
 
     def __repr__(self) -> str:
         fields = (field.name for field in dataclasses.fields(self) if field.repr)
@@ -143,14 +155,15 @@ class Mask:
 
     @property
     def computable(self) -> bool:
-        """Whether ``mask(q, k)`` may be traced into a kernel: operators only, no numpy table of its own.
+        """True if kernels may trace ``mask(q, k)``: it uses operators only, and looks up no numpy table.
 
-        A class that looks up a table says ``computable = False``, and is asked at plan time, never beyond the lengths.
+        A class that looks up a table says ``computable = False``. It is evaluated at plan time, never beyond the
+        lengths.
         """
         return True
 
     def __call__(self, q: Any, k: Any) -> Any:
-        """Whether query position q may attend to key position k: signed integer arrays that broadcast -> bools."""
+        """Returns True where query position q may attend to key position k: signed integer arrays that broadcast."""
         raise TypeError(f"{type(self).__name__} is no concrete mask: it has no rule of its own")
 
     def block_state(self, q0: Any, q1: Any, k0: Any, k1: Any) -> np.ndarray:
@@ -171,7 +184,7 @@ class Mask:
         return np.full(np.broadcast_shapes(*map(np.shape, (q0, q1, k0, k1))), UNSURE, np.int8)
 
     def dense(self, q_len: int, kv_len: int | None = None) -> np.ndarray:
-        """The mask as a bool array [q_len, kv_len] (kv_len defaults to q_len): for tests and small pictures only."""
+        """Returns the mask as a bool array [q_len, kv_len], for tests and small pictures; kv_len defaults to q_len."""
         q_len, kv_len = (checked("dense: length", n, Positive) for n in (q_len, q_len if kv_len is None else kv_len))
         q, k = np.arange(q_len)[:, None], np.arange(kv_len)[None, :]
         return np.broadcast_to(self(q, k), (q.size, k.size))
@@ -241,7 +254,7 @@ def _checked_state(block_state: Callable[..., Any]) -> Callable[..., np.ndarray]
 
 
 def _shown(value: Any) -> str:
-    """A field in a mask's repr: arrays by dtype and shape, all else by its own repr."""
+    """Returns a field for a mask's repr: arrays by dtype and shape, all others by their repr."""
     if hasattr(value, "dtype") and np.ndim(value):
         return f"{value.dtype}{list(value.shape)}"
     return repr(value)
@@ -260,7 +273,7 @@ def _operand_mask(operand: Any) -> Mask:
 
 
 def _combined(operator: Callable[[Mask, Mask], Mask], left: Any, right: Any) -> Any:
-    """The masks combined: one mask, or head by head if an operand is a tuple of masks that the heads take in turn."""
+    """Combines two masks to one, or head by head to `PerHead` if an operand is a tuple of masks by head."""
     if not isinstance(left, tuple) and not isinstance(right, tuple):
         return operator(_operand_mask(left), _operand_mask(right))
     lefts, rights = ([_operand_mask(mask) for mask in (x if isinstance(x, tuple) else (x,))] for x in (left, right))
@@ -272,10 +285,10 @@ def _combined(operator: Callable[[Mask, Mask], Mask], left: Any, right: Any) -> 
 
 @jax.tree_util.register_static
 class PerHead(tuple[Mask, ...]):
-    """Masks that the heads take in turn: a tuple that combines head by head with ``&``, ``|`` and ``~``.
+    """Masks by head: a tuple that combines head by head with ``&``, ``|`` and ``~``.
 
-    Head h takes entry h % len. Equality and hash are those of the tuple. Two of them combine to as many entries as
-    their lengths' least common multiple.
+    Head h takes entry h % len. Equality and hash are those of the tuple. The length of a combination is the least
+    common multiple of the operands' lengths.
 
     Example:
       >>> import sparse_layers as sl
@@ -300,7 +313,7 @@ class PerHead(tuple[Mask, ...]):
     def __invert__(self) -> "PerHead":
         return PerHead(~mask for mask in self)
 
-    T = property(lambda self: PerHead(mask.T for mask in self), doc="Each mask with queries and keys exchanged.")
+    T = property(lambda self: PerHead(mask.T for mask in self), doc="The transpose of each mask.")
 
 
 # --- the algebra -----------------------------------------------------------------------------------------------------
@@ -384,7 +397,7 @@ def _operand(mask: Mask, parent: type[Mask]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(Mask):
-    """Queries and keys change places: ``mask.T``. Turns global columns into global rows."""
+    """The transpose ``mask.T``: queries and keys change places, so that global columns become global rows."""
 
     mask: Mask
 
@@ -408,10 +421,10 @@ class Transposed(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Blocks(Mask):
-    """Lifts a mask to blocks: positions ``q // block`` and ``k // block`` are asked instead of ``q`` and ``k``.
+    """A mask lifted to blocks: ``mask(q // block, k // block)``.
 
     Args:
-      mask: what one block of queries may see of one block of keys.
+      mask: says which block of queries sees which block of keys.
       block: block size in tokens.
 
     Raises:
@@ -450,11 +463,11 @@ class Blocks(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mask):
-    """Moves a mask along the diagonal: positions ``q + by`` and ``k + by`` are asked instead of ``q`` and ``k``.
+    """A mask moved along the diagonal, toward the first token: ``mask(q + by, k + by)``.
 
     Args:
       mask: the mask to move.
-      by: how far in tokens, >= 0.
+      by: distance in tokens, >= 0.
 
     Raises:
       ValueError: by is negative, more than 2**30 or no integer.
@@ -476,7 +489,7 @@ class Shifted(Mask):
 
     def __post_init__(self):
         set_masks(self, "mask")
-        set_integers(self, 0, "by", most=FARTHEST)  # q + by is computed in int32
+        set_integers(self, 0, "by", maximum=FARTHEST)  # q + by is computed in int32
 
     @property
     def computable(self) -> bool:
@@ -490,13 +503,13 @@ class Shifted(Mask):
 
 
 def shifted(mask: Mask, by: int) -> Mask:
-    """`Shifted`, or the mask itself where that changes nothing: plans look into fewer masks."""
+    """Returns `Shifted`, or the mask itself for a shift of 0, which keeps the masks of plans small."""
     return Shifted(mask, by) if by else mask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Array(Mask):
-    """A bool array [q_len, kv_len] as a mask; positions outside it are not allowed. Equal contents are equal masks.
+    """A bool array [q_len, kv_len] as a mask, equal by contents. It allows no pair outside the array.
 
     Args:
       array: bool, 2-dimensional.
@@ -538,7 +551,7 @@ class Array(Mask):
 
     @functools.cached_property
     def _counts(self) -> np.ndarray:
-        """Summed-area table: the number of True in any rectangle from four look-ups."""
+        """Summed-area table: four look-ups give the number of True in any rectangle."""
         rows, columns = self.array.shape
         dtype = np.int32 if self.array.size < 2**31 else np.int64
         counts = np.zeros((rows + 1, columns + 1), dtype)

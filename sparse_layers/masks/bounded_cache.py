@@ -1,4 +1,4 @@
-"""A cache of functions' results that holds a bounded number of bytes: what follows from a mask may take megabytes.
+"""A cache of functions' results with a bound on bytes: results about a mask may take megabytes.
 
 `functools.lru_cache` counts entries, and 256 plans of bool arrays [2048, 2048] are 7 GB. Here all functions share one
 bound on the bytes of the arrays that their arguments and results hold. An array that several entries hold counts once.
@@ -14,18 +14,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-# Bytes of all entries together, and how many entries stay however large they are: one call of a large mask needs
-# several, and would be planned and compiled anew each time without them.
+# Bytes of all entries, and the number of entries that stay, however large they are: one call of a large mask needs
+# several, and without them would be planned and compiled anew each time.
 MOST_BYTES = 1 << 30
 LEAST_ENTRIES = 16
-# What a compiled program takes beside arrays; measured on a CPU, 3 to 6 MB, but recompiling costs more than memory.
+# Bytes counted for a compiled program. On a CPU one takes 3 to 6 MB, but recompiling costs more than memory.
 PROGRAM_BYTES = 1 << 20
 
 R = TypeVar("R")
 
 
 class _Key:
-    """The arguments of a call. Their hash is computed once: that of a mask takes longer than to look it up."""
+    """The arguments of a call. Their hash is computed once: the hash of a mask takes longer than the look-up."""
 
     __slots__ = ("hash", "values")
 
@@ -41,20 +41,20 @@ class _Key:
 
 class _Entry(NamedTuple):
     result: Any
-    sizes: dict[int, int]  # bytes of each array that the entry holds, by its id; and of what else, by that of the key
+    sizes: dict[int, int]  # bytes of each array by its id, and of all other things by the id of the key
 
 
 class _Store:
-    """The entries of all functions, the one used last at the end, and the arrays that they hold."""
+    """The entries of all functions, least recently used first, and the arrays that they hold."""
 
     def __init__(self):
         self.entries: OrderedDict[_Key, _Entry] = OrderedDict()
-        self.holders: dict[int, int] = {}  # how many entries hold an array, by its id
+        self.holders: dict[int, int] = {}  # number of entries that hold an array, by its id
         self.bytes = 0
         self.lock = threading.RLock()
 
     def find(self, key: _Key) -> _Entry | None:
-        """Returns the entry of a key, which is then the one used last; None if there is none."""
+        """Returns the entry of a key, or None, and marks it as used."""
         with self.lock:
             entry = self.entries.get(key)
             if entry is not None:
@@ -62,7 +62,7 @@ class _Store:
             return entry
 
     def add(self, key: _Key, result: Any, extra_bytes: int) -> Any:
-        """Keeps a result and returns it, or the one that another thread was quicker to keep; evicts the oldest."""
+        """Keeps a result, or the one that another thread kept first, and returns it; evicts old entries."""
         sizes = {id(x): x.nbytes for x in _arrays((*key.values[1:], result), set())}
         with self.lock:
             if (entry := self.find(key)) is not None:
@@ -89,7 +89,7 @@ STORE = _Store()
 
 
 class BoundedCache(Generic[R]):
-    """A function whose results are kept, see `bounded_cache`."""
+    """A function with cached results, see `bounded_cache`."""
 
     def __init__(self, function: Callable[..., R], extra_bytes: int):
         functools.update_wrapper(self, function)
@@ -109,12 +109,12 @@ class BoundedCache(Generic[R]):
 
 
 def bounded_cache(extra_bytes: int = 256) -> Callable[[Callable[..., R]], BoundedCache[R]]:
-    """Decorates a function, of hashable arguments, to keep its results within a bound on the bytes of all such caches.
+    """Decorates a function of hashable arguments to cache its results, within one bound on bytes for all such caches.
 
-    The entries used least recently are evicted first. Threads may compute the same result twice, and get one.
+    Least recently used entries are evicted first. Threads may compute a result twice; all get the same object.
 
     Args:
-      extra_bytes: what an entry holds beside arrays, such as a compiled program.
+      extra_bytes: bytes of an entry beside its arrays, such as a compiled program.
 
     Example:
       >>> import numpy as np
@@ -134,7 +134,7 @@ def _arrays(value: Any, visited: set[int]) -> Iterator[Any]:
         return
     visited.add(id(value))
     if hasattr(value, "nbytes"):
-        while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):  # which a view keeps as a whole
+        while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):  # a view keeps its base
             value = value.base
         yield value
         return

@@ -1,4 +1,4 @@
-"""How many pairs a mask allows, at any length in bounded time."""
+"""Counts the pairs that a mask allows, at any length in bounded time."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from .bounded_cache import bounded_cache
 from .pictures import cell_size, cells
 from .states import FULL, PARTIAL
 
-_SIDE = 512  # cells on a side of the grid that is counted
-_ELEMENTS = 1 << 22  # pairs looked at at a time
-_POINTS = 1 << 24  # pairs that an estimate looks at
+_SIDE = 512  # cells on a side of the counted grid
+_ELEMENTS = 1 << 22  # pairs evaluated at a time
+_POINTS = 1 << 24  # pairs that an estimate evaluates
 
 
 class Count(NamedTuple):
-    """What `count` finds.
+    """The result of `count`.
 
     Attributes:
-      pairs: (query, key) pairs allowed.
-      causal: whether none of those looked at lies in the future (key > query).
-      looked_at: pairs that the number was estimated from; None if it is exact.
+      pairs: number of allowed (query, key) pairs.
+      causal: True if no evaluated pair with key > query is allowed.
+      looked_at: number of random pairs that ``pairs`` was estimated from; None if it is exact.
     """
 
     pairs: int
@@ -30,15 +30,15 @@ class Count(NamedTuple):
 
 @bounded_cache()
 def count(mask: Mask, q_len: int, kv_len: int, most: int = 1 << 28) -> Count:
-    """Counts what a mask allows: by closed form where that is enough, by its pairs elsewhere.
+    """Counts the pairs that a mask allows.
 
-    Squares of tokens, at most 512 on a side of the whole, count as a whole if nothing or all of them is allowed. The
-    others are looked at pair by pair, or, if these are more than ``most``, at 2**24 random pairs of them in all.
+    A grid of at most 512 x 512 cells covers all pairs. EMPTY and FULL cells count by their size. PARTIAL ones are
+    evaluated pair by pair or, if they hold more than ``most`` pairs, at 2**24 random pairs in all.
 
     Args:
       mask: any mask.
       q_len, kv_len: numbers of queries and keys.
-      most: pairs that may be looked at, at least 2**18.
+      most: number of pairs that may be evaluated, at least 2**18.
 
     Returns:
       A `Count`, cached by the arguments; with the default ``most``, exact up to 16384 tokens.
@@ -56,20 +56,20 @@ def count(mask: Mask, q_len: int, kv_len: int, most: int = 1 << 28) -> Count:
     rows, columns = (axis[:, None, None] * cell for axis in np.nonzero(states == PARTIAL))
     heights, widths = np.minimum(cell, q_len - rows), np.minimum(cell, kv_len - columns)
     exact = rows.size * cell * cell <= most
-    each = cell * cell if exact else max(1, min(most, _POINTS) // rows.size)
+    samples = cell * cell if exact else max(1, min(most, _POINTS) // rows.size)  # of a cell
     rng, estimate = np.random.default_rng(0), 0.0
-    step = max(1, _ELEMENTS // each)
+    step = max(1, _ELEMENTS // samples)
     for start in range(0, rows.size, step):
         q0, k0, high, wide = (x[start : start + step] for x in (rows, columns, heights, widths))
         if exact:
             q, k = np.arange(cell)[:, None], np.arange(cell)
-            there = (q < high) & (k < wide)
-            q, k = q0 + np.minimum(q, high - 1), k0 + np.minimum(k, wide - 1)  # a table of the user's ends there
+            inside = (q < high) & (k < wide)
+            q, k = q0 + np.minimum(q, high - 1), k0 + np.minimum(k, wide - 1)  # tables of users end with the lengths
         else:
-            there = True
-            q, k = (x + (rng.random((len(x), 1, each)) * n).astype(np.int64) for x, n in ((q0, high), (k0, wide)))
-        allowed = mask(q, k) & there
+            inside = True
+            q, k = (x + (rng.random((len(x), 1, samples)) * n).astype(np.int64) for x, n in ((q0, high), (k0, wide)))
+        allowed = mask(q, k) & inside
         future = future or bool((allowed & (k > q)).any())
-        found = np.broadcast_to(allowed, np.broadcast_shapes(q.shape, k.shape)).sum(axis=(1, 2))
-        estimate += float((found if exact else found * (high * wide)[:, 0, 0] / each).sum())
-    return Count(pairs + round(estimate), not future, None if exact else rows.size * each)
+        counts = np.broadcast_to(allowed, np.broadcast_shapes(q.shape, k.shape)).sum(axis=(1, 2))
+        estimate += float((counts if exact else counts * (high * wide)[:, 0, 0] / samples).sum())
+    return Count(pairs + round(estimate), not future, None if exact else rows.size * samples)

@@ -1,4 +1,4 @@
-"""The block layouts of DeepSpeed's sparse attention, from its JSON (the classes around its SparsityConfig)."""
+"""Masks of DeepSpeed's sparse attention, from its JSON (the classes around its SparsityConfig)."""
 
 import functools
 import json
@@ -41,29 +41,32 @@ _HINTS: dict[str, Any] = {
 def from_deepspeed(
     config: Mapping[str, Any] | str, *, num_heads: int | None = None, seq_len: int | None = None
 ) -> Mask | PerHead:
-    """The block layouts of DeepSpeed's sparse attention, from the ``sparse_attention`` section of its JSON.
+    """Makes a mask from the ``sparse_attention`` section of DeepSpeed's JSON.
 
-    As in DeepSpeed these are layouts of whole blocks: 'unidirectional' hides later *blocks*, never later tokens of the
-    same block, so a language model needs ``& Causal()``. As there, a key that a mode does not use is ignored.
+    As in DeepSpeed, a layout consists of blocks: 'unidirectional' hides later *blocks*, never later tokens of the same
+    block, so a language model needs ``& Causal()``. A key that a mode does not use is ignored, as there.
 
-    A mask knows no length, and three of DeepSpeed's rules need one. Give ``seq_len`` to get them to the letter:
-    random blocks in both directions (without it, row a draws them from the a blocks before it); the summary of a last,
-    short window in mode 'fixed' with bidirectional attention or several global blocks (without it, the window's
-    summary blocks lie where a whole window has them); and DeepSpeed's errors for sequences that are too short. Random
-    blocks follow DeepSpeed's counts and ranges, but come from this library's own hash.
+    Three of DeepSpeed's rules need a length, ``seq_len``:
+
+    * random blocks in both directions; without it, row a draws them from the a blocks before it,
+    * the summary of a last, short window in mode 'fixed' with bidirectional attention or several global blocks; without
+      it, summary blocks lie where a full window has them,
+    * errors about sequences that are too short.
+
+    Random blocks follow DeepSpeed's counts and ranges, but come from the hash of `Random`.
 
     Args:
-      config: a dict or JSON text; either the section itself or a whole configuration that has one. Keys and defaults:
+      config: a dict or JSON text: the section, or a configuration that has one. Keys and defaults:
         mode ('fixed'; or dense, variable, bigbird, bslongformer, local_sliding_window), block (16 tokens),
         different_layout_per_head (false), num_local_blocks (4), num_global_blocks (1), attention ('bidirectional', in
         local_sliding_window 'unidirectional'), horizontal_global_attention (false), num_different_global_patterns (1),
         num_random_blocks (0), local_window_blocks ([4]), global_block_indices ([0]), global_block_end_indices (null),
-        num_sliding_window_blocks (3), and seed (0), which is ours.
+        num_sliding_window_blocks (3), and seed (0), which DeepSpeed does not have.
       num_heads: number of heads; needed only for random blocks that differ by head.
       seq_len: tokens in the sequence, a multiple of block; None for a mask of any length.
 
     Returns:
-      A mask, or with different_layout_per_head a tuple of masks, one a head (head h uses entry h % len).
+      A mask, or with different_layout_per_head a tuple of masks by head (head h uses entry h % len).
 
     Raises:
       ValueError: text that is no JSON, an unknown key or mode, a value of the wrong type or range, settings that
@@ -109,7 +112,7 @@ def from_deepspeed(
 
 
 def _read(config: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The section with its defaults filled in, checked."""
+    """Returns the section with defaults filled in, checked."""
     if isinstance(config, str):
         try:
             config = json.loads(config)
@@ -155,7 +158,7 @@ def _union(masks: list[Mask]) -> Mask:
 
 
 def _between(start: int, stop: int) -> Mask:
-    """The keys ``start <= k < stop``."""
+    """Returns the mask of the keys ``start <= k < stop``."""
     return And(Prefix(stop), ~Prefix(start)) if start else Prefix(stop)
 
 
@@ -169,7 +172,7 @@ def _fits(c: dict[str, Any], key: str, blocks: int | None) -> None:
 
 
 def _fixed(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
-    """Windows of num_local_blocks, and num_global_blocks of each as summary: the last ones, or by head those before."""
+    """Windows of num_local_blocks, and num_global_blocks of each as summary: the last ones, or earlier ones by head."""
     local, width, patterns = c["num_local_blocks"], c["num_global_blocks"], c["num_different_global_patterns"]
     if local % width:
         raise ValueError(f"from_deepspeed: num_global_blocks={width} must divide num_local_blocks={local}")
@@ -183,19 +186,19 @@ def _fixed(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
             f"num_global_blocks = {local // width}"
         )
     first = local - (1 + h % patterns) * width
-    # A summary block is seen from the first row of its own summary on, also by the rows above the diagonal.
+    # All rows from the first row of a summary on see its blocks, those above the diagonal, too.
     later = Blocks(Causal(), width) if c["attention"] == "unidirectional" else Full()
     columns = Columns(local, first, first + width)
     summary = later & columns
     if blocks is not None and blocks % local:
-        whole = blocks - blocks % local
-        # In a short last window the summary moves forward until it fits; of fewer blocks than a summary, the last ones.
-        start = min(whole + first, blocks - width)
+        windows_end = blocks - blocks % local  # of the full windows
+        # In a short last window the summary moves forward until it fits. Negative starts count from the end of the row.
+        start = min(windows_end + first, blocks - width)
         start, stop, _ = slice(start, start + width).indices(blocks)
         last = _between(start, stop) if start < stop else Empty()
         if c["attention"] == "unidirectional":
             last = last & ~Prefix(start).T
-        summary = summary & Prefix(whole) | last
+        summary = summary & Prefix(windows_end) | last
     if c["horizontal_global_attention"]:
         summary = summary | summary.T
     return _one_way(c, BlockDiagonal(local)) | summary
@@ -239,7 +242,7 @@ def _sliding(c: dict[str, Any], blocks: int | None) -> Mask:
 
 
 def _globals(c: dict[str, Any], blocks: int | None) -> list[tuple[int, int]]:
-    """(first, one past the last) block of each stretch of listed global blocks."""
+    """Returns (first, one past the last) block of each listed range of global blocks."""
     starts = c["global_block_indices"]
     ends = c["global_block_end_indices"] or [start + 1 for start in starts]
     return list(zip(starts, ends, strict=True))
@@ -249,5 +252,5 @@ def _random(c: dict[str, Any], h: int, blocks: int | None, past: bool = False) -
     _fits(c, "num_random_blocks", blocks)
     if not c["num_random_blocks"]:
         return []
-    # A prime apart, so that the heads of neighbouring seeds do not share their draws.
+    # Seeds of heads are a prime apart, so that neighbouring seeds share no draws.
     return [Random(c["num_random_blocks"], c["seed"] + 7919 * h, None if past else blocks)]

@@ -1,13 +1,13 @@
-"""Presets of images and videos: patterns of tokens that lie on a grid, by the names that systems gave them.
+"""Presets of images and videos: patterns on a grid, by the names of the systems that published them.
 
 Token ``offset + p`` has the row-major coordinates of p in ``shape``: (height, width), (frames, height, width) or any
 other axes, of which the last runs fastest. Below, i and j are a query's and a key's coordinate on one axis of length n;
 a formula of one axis must hold on each. An option that may differ by axis takes one value for all, or a tuple. Queries
 look both ways unless a preset says otherwise; ``preset(...) & Causal()`` is causal in raster order.
 
-Tokens before ``offset`` and beyond the grid attend to nothing and are attended by nothing. ``preset(..., offset=n) |
-Global(n)`` is a grid behind n tokens that see all and are seen by all, such as the text before a video. A sequence with
-more tokens than the grid needs an offset: 1 behind a class token, 0 before padding.
+Tokens off the grid attend to nothing and nothing attends to them. ``preset(..., offset=n) | Global(n)`` is a grid after
+n tokens that see all and that all see, such as the text before a video. A sequence with more tokens than the grid needs
+an offset: 1 after a class token, 0 before padding.
 """
 
 import functools
@@ -37,7 +37,7 @@ def neighborhood(
       shape: lengths of the axes.
       kernel: keys that a query sees on an axis, NATTEN's kernel_size.
       dilation: distance of neighbouring keys on an axis.
-      causal: whether keys after the query are hidden on an axis, NATTEN's is_causal.
+      causal: True if keys after the query are hidden on an axis, NATTEN's is_causal.
       offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
@@ -59,7 +59,7 @@ def neighborhood(
       · · · · · · · ·
       · · · · · · · ·
     """
-    axes = _each("neighborhood", shape, kernel=kernel, dilation=dilation, causal=causal)
+    axes = _by_axis("neighborhood", shape, kernel=kernel, dilation=dilation, causal=causal)
     return Grid(shape, [Neighborhood(*axis) for axis in axes], offset)
 
 
@@ -92,7 +92,7 @@ def sliding_tile(
       · · ■ ■ ■ ■ ■ ■ · ·
     """
     axes = []
-    for n, size, side in _each("sliding_tile", shape, kernel=kernel, tile=tile):
+    for n, size, side in _by_axis("sliding_tile", shape, kernel=kernel, tile=tile):
         tiles = -(-n // side)
         if size > tiles or (size % 2 == 0 and size < tiles):
             rule = f"at most the {tiles} tiles of an axis, and odd unless it is all of them"
@@ -104,7 +104,7 @@ def sliding_tile(
 def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, offset: NaturalOrNone = None) -> Mask:
     """The query's own window of ``size`` tokens on each axis, maybe shifted (Swin Transformer, Liu et al. 2021).
 
-    ``(i - shift) // size == (j - shift) // size``. That is what Swin's cyclic shift and its mask amount to: windows at
+    ``(i - shift) // size == (j - shift) // size``. Swin's cyclic shift and its mask have the same effect: windows at
     the edges are cut, not joined. Where size does not divide n, which Swin pads, the last window is smaller.
 
     Args:
@@ -134,7 +134,7 @@ def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, 
       · · · · · · · · ·
       · · · · · · · · ·
     """
-    axes = _each("windows", shape, size=size, shift=shift)
+    axes = _by_axis("windows", shape, size=size, shift=shift)
     for _, side, first in axes:
         if first >= side:
             raise ValueError(f"windows: shift must be less than size, got {first} and {side}")
@@ -149,7 +149,7 @@ def axial(shape: Shape, axes: Axes = (-2, -1), offset: NaturalOrNone = None) -> 
     Args:
       shape: lengths of the axes.
       axes: the axes along which a query sees all; negative ones count from the end. Of an image -1 is the query's row,
-        -2 its column; of a video -3 is its place in all frames. Several are merged.
+        -2 its column; of a video -3 is its place in all frames. Masks of several axes are joined.
       offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
@@ -179,10 +179,10 @@ def axial(shape: Shape, axes: Axes = (-2, -1), offset: NaturalOrNone = None) -> 
 
 
 def image_strided(shape: Shape, offset: NaturalOrNone = None) -> Mask:
-    """The last row's worth of keys, and the query's column: causal (Child et al. 2019, 'strided' for images).
+    """The last keys, as many as a row has, and the query's column: causal (Child et al. 2019, 'strided' for images).
 
-    ``k <= q and (q - k <= row or (q - k) % row == 0)``, as `sparse_transformer_strided` with a row for its stride.
-    OpenAI's models of images take a row, 96 for 32 pixels of 3 bytes (openai/distribution_augmentation).
+    ``k <= q and (q - k <= row or (q - k) % row == 0)``: `sparse_transformer_strided` with the tokens of a row as
+    stride. That is 96 in OpenAI's models of images of 32 pixels of 3 bytes (openai/distribution_augmentation).
 
     Args:
       shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
@@ -207,8 +207,8 @@ def image_strided(shape: Shape, offset: NaturalOrNone = None) -> Mask:
 def image_fixed(shape: Shape, summary: Positive = 8, offset: NaturalOrNone = None) -> Mask:
     """The query's own row, and the last ``summary`` keys of each row: causal (Child et al. 2019, 'fixed' for images).
 
-    ``k <= q and (q // row == k // row or k % row >= row - summary)``, as `sparse_transformer_fixed` with a row for its
-    stride; q and k count from offset.
+    ``k <= q and (q // row == k // row or k % row >= row - summary)``, as `sparse_transformer_fixed` with
+    the length of a row as stride; q and k count from offset.
 
     Args:
       shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
@@ -238,16 +238,17 @@ def image_fixed(shape: Shape, summary: Positive = 8, offset: NaturalOrNone = Non
 def spatial_temporal(
     shape: Shape, multiplier: Positive = 2, block: Positive = 128, offset: NaturalOrNone = None
 ) -> tuple[Mask, ...]:
-    """Spatial heads look at near frames, temporal ones at near places of all (Sparse VideoGen, Xi et al. 2025).
+    """Even heads see near frames, odd heads near places of all frames (Sparse VideoGen, Xi et al. 2025).
 
-    ``abs(q - k) < reach``: q and k count tokens frame by frame in spatial heads, which are the even ones. In temporal
-    heads they count them place by place, ``x * frames + f`` for place x of frame f. The reach is ``multiplier * height
-    * width`` tokens, rounded down to whole blocks. Sparse VideoGen chooses between these two masks anew for each input
-    and head. Some of its models let all see the first frame, too: ``mask | Prefix(height * width)``.
+    ``abs(q - k) < reach``. In spatial heads, the even ones, q and k count tokens frame by frame; in temporal heads they
+    count place by place, ``x * frames + f`` for place x of frame f. The reach is ``multiplier * height * width``
+    tokens, rounded down to a multiple of block. Sparse VideoGen picks one of the two masks for each input and head. In
+    some of
+    its models all queries see the first frame, too: ``mask | Prefix(height * width)``.
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.
-      multiplier: the reach to each side, in frames' worth of tokens.
+      multiplier: the reach to each side, in frames.
       block: tokens in a block, 1 for a reach that is not rounded.
       offset: tokens before the grid; None for a sequence that is the grid alone.
 
@@ -276,8 +277,8 @@ def spatial_temporal(
         raise ValueError(
             f"spatial_temporal: block={block} must not exceed multiplier * height * width = {multiplier * places}"
         )
-    near = Window(reach - 1, reach - 1)
-    return Grid((frames * places,), near, offset), ColumnMajor(frames, places, near, offset)
+    window = Window(reach - 1, reach - 1)
+    return Grid((frames * places,), window, offset), ColumnMajor(frames, places, window, offset)
 
 
 def radial(shape: Shape, offset: NaturalOrNone = None) -> Mask:
@@ -285,8 +286,8 @@ def radial(shape: Shape, offset: NaturalOrNone = None) -> Mask:
 
     ``(abs(x - y) + 1) * m <= s``, or ``x == y and d % ceil(m / s) == 0``, for a query at place x and the key at place y
     of a frame d frames away: s places are in a frame, m is the largest power of two up to ``max(d, 1)``. This is the
-    paper's mask, of which its code makes blocks of 128 tokens. Some of its models let all see the first frame, too:
-    ``mask | Prefix(height * width)``.
+    paper's mask; its code rounds it to blocks of 128 tokens. In some of its models all queries see the first frame,
+    too: ``mask | Prefix(height * width)``.
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.
@@ -305,8 +306,8 @@ def radial(shape: Shape, offset: NaturalOrNone = None) -> Mask:
     return Radial(*_two("radial", shape), offset)
 
 
-def _each(name: str, shape: tuple[int, ...], **options: Any) -> list[tuple[Any, ...]]:
-    """For each axis its length, and what options say of it that hold one value for all axes, or one for each."""
+def _by_axis(name: str, shape: tuple[int, ...], **options: Any) -> list[tuple[Any, ...]]:
+    """Returns each axis' length and options; an option has one value for all axes, or a tuple with one for each."""
     columns = [shape]
     for option, value in options.items():
         values = value if isinstance(value, tuple) else (value,) * len(shape)
@@ -317,7 +318,7 @@ def _each(name: str, shape: tuple[int, ...], **options: Any) -> list[tuple[Any, 
 
 
 def _two(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """A grid as rows, or frames, and the number of tokens in one."""
+    """Returns the number of a grid's rows, or frames, and the tokens in one."""
     if len(shape) < 2:
         raise ValueError(f"{name}: shape must have two axes at least, got {shape}")
     return shape[0], math.prod(shape[1:])

@@ -17,14 +17,14 @@ _Box = list[tuple[Any, Any]]  # the first and the last coordinate on each axis
 
 
 class OnGrid(Mask):
-    """Tokens of a row-major grid of some ``shape`` from position ``offset`` on; all others are in no allowed pair."""
+    """Base of masks on a row-major grid of ``shape`` at ``offset``. Tokens off the grid are in no allowed pair."""
 
     shape: tuple[int, ...]
     offset: int | None
 
     @property
     def start(self) -> int:
-        """Position of the grid's first token: the offset, 0 where none is said."""
+        """Position of the grid's first token: the offset, or 0."""
         return self.offset or 0
 
     @property
@@ -33,7 +33,7 @@ class OnGrid(Mask):
         return math.prod(self.shape)
 
     def _set_lengths(self, *names: str) -> None:
-        """Checks the fields of a mask whose shape is made of such."""
+        """Checks the fields that give the lengths of the axes, and the offset."""
         set_integers(self, 1, *names)
         set_integers(self, 0, "offset", optional=True)
         if self.size > LONGEST:
@@ -45,7 +45,7 @@ class OnGrid(Mask):
         raise NotImplementedError
 
     def _inside(self, q: Any, k: Any) -> Any:
-        """Whether positions on the grid, or before or beyond it, are on it."""
+        """True where both positions, relative to the grid's first token, lie on the grid."""
         return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
 
     def block_state(self, q0, q1, k0, k1):
@@ -60,12 +60,12 @@ class OnGrid(Mask):
         return merge_states(itertools.chain([(beyond, EMPTY)], inside))
 
     def _clipped(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of positions of tokens first .. last, the first and the last one on the grid, in that order if there are."""
+        """Clips positions first .. last to the grid, relative to its first token; last < first if none lies on it."""
         return np.maximum(first - self.start, 0), np.minimum(last - self.start, self.size - 1)
 
 
 def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
-    """The lengths of a grid's axes, checked; ``owner`` is who asks, in errors.
+    """Returns the lengths of a grid's axes, checked; ``owner`` names the caller in errors.
 
     Raises:
       ValueError, TypeError: see `Grid`.
@@ -83,25 +83,25 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Grid(OnGrid):
-    """Tokens on a grid: a pair is allowed if on every axis the mask of the axis allows its coordinates.
+    """A mask on a grid: it allows a pair if on every axis the axis' mask allows the coordinates.
 
     Token ``offset + p`` has the row-major coordinates of p in ``shape``: the last axis runs fastest, as in
-    ``image.reshape(height * width, channels)``. Any mask serves an axis, with coordinates for positions: windows,
-    strides, blocks, causality. ``Grid(...) & Causal()`` is causal in raster order, ``|`` unites neighbourhoods.
+    ``image.reshape(height * width, channels)``. Any mask may be that of an axis: windows, strides, blocks, causality,
+    with coordinates for positions. ``Grid(...) & Causal()`` is causal in raster order, ``|`` joins neighbourhoods.
 
-    Tokens before ``offset`` and beyond the grid attend to nothing and are attended by nothing: a prompt before the
-    image that all see, and that sees all, is ``Grid(..., offset=n) | Global(n)``. A sequence may end within the grid.
-    It may have more tokens only if offset says where the grid lies: 1 behind a class token, 0 before padding.
+    Tokens off the grid attend to nothing and nothing attends to them. ``Grid(..., offset=n) | Global(n)`` adds a prompt
+    of n tokens that all see and that sees all. A sequence may end inside the grid. A longer sequence needs an offset
+    that says where the grid lies: 1 after a class token, 0 before padding.
 
     Args:
       shape: lengths of the axes, the slowest first.
       axes: one mask for each axis, or one for all.
-      offset: position of the grid's first token; None for 0 in a sequence without other tokens.
+      offset: position of the grid's first token; None for 0 in a sequence that is the grid alone.
 
     Raises:
       ValueError: shape has no axes, lengths that are no positive integers, or more tokens than a sequence can have;
-        axes are not as many, or a `Neighborhood` or `Array` among them is not of its axis' length; or offset is
-        negative or no integer.
+        axes has another number of masks, or a `Neighborhood` or `Array` of another length than its axis; or offset
+        is negative or no integer.
       TypeError: shape is no sequence, or axes are no masks.
 
     Example:
@@ -162,7 +162,7 @@ class Grid(OnGrid):
 
 
 def _check_covers(what: str, mask: Mask, length: int) -> None:
-    """Refuses a mask that is made for another number of positions."""
+    """Refuses a `Neighborhood` or an `Array` of another length."""
     if isinstance(mask, Neighborhood) and mask.length != length:
         raise ValueError(f"{what} must have the length of its axis, {length}, got {mask!r}")
     if isinstance(mask, Array) and min(mask.array.shape) < length:
@@ -172,17 +172,16 @@ def _check_covers(what: str, mask: Mask, length: int) -> None:
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class ColumnMajor(OnGrid):
-    """Tokens on a grid, and a mask that counts them column by column: its positions are ``column * rows + row``.
+    """A mask on a grid whose tokens it counts column by column: its positions are ``column * rows + row``.
 
-    Token ``offset + p`` has the row-major coordinates of p, ``divmod(p, columns)``. With frames for rows, and the
-    places of a frame for columns, what lies near in this order is the same place in all frames, and the next places.
+    Token ``offset + p`` has the row-major coordinates of p, ``divmod(p, columns)``. With frames as rows and the places
+    of a frame as columns, neighbours in this order are the same place in other frames, and then the next places.
 
     Args:
       rows: length of the first axis, which the mask counts fastest.
       columns: length of the last axis, which the tokens count fastest.
-      mask: any mask; it is asked about positions below rows * columns.
-      offset: position of the grid's first token, None as in `Grid`. Tokens before and beyond the grid are in no allowed
-        pair.
+      mask: any mask; it is evaluated at positions below rows * columns.
+      offset: position of the grid's first token, None as in `Grid`. Tokens off the grid are in no allowed pair.
 
     Raises:
       ValueError: rows or columns is no positive integer, their product more than a sequence can have, offset is
@@ -229,26 +228,26 @@ class ColumnMajor(OnGrid):
     def box_state(self, q, k):
         ends = [[column * self.rows + row for row, column in zip(*box, strict=True)] for box in (q, k)]
         state = self.mask.block_state(*ends[0], *ends[1])
-        # The positions of a box are a part of what lies between its ends, but its ends are there.
+        # A box holds some of the positions between its ends, and both ends.
         pairs = [self.mask.block_state(a, a, b, b) for a, b in itertools.product(*ends)]
-        some, lacking = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
-        return np.where((state == PARTIAL) & ~(some & lacking), np.int8(UNSURE), state)
+        any_full, any_empty = (functools.reduce(np.logical_or, [pair == x for pair in pairs]) for x in (FULL, EMPTY))
+        return np.where((state == PARTIAL) & ~(any_full & any_empty), np.int8(UNSURE), state)
 
 
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Radial(OnGrid):
-    """Frames of ``places`` tokens: the window of places halves as the distance in frames doubles.
+    """The mask of Radial Attention: a window of places that halves as the distance in frames doubles.
 
     A query at place x sees the key at place y of a frame d frames away if ``(abs(x - y) + 1) * m <= places``: m is the
-    largest power of two up to ``max(d, 1)``. It also sees ``x == y`` where ``d % ceil(m / places) == 0``, as it is for
-    all m up to places. This is the mask of Radial Attention (Li et al. 2025).
+    largest power of two up to ``max(d, 1)``. It also sees ``x == y`` where ``d % ceil(m / places) == 0``, which holds
+    for all m up to places (Li et al. 2025).
 
     Args:
       frames: number of frames.
       places: tokens in a frame.
-      offset: position of the first frame's first token, None as in `Grid`. Tokens before and beyond the frames are in
-        no allowed pair.
+      offset: position of the first frame's first token, None as in `Grid`. Tokens off the grid are in no allowed
+        pair.
 
     Raises:
       ValueError: frames or places is no positive integer, their product more than a sequence can have, or offset is
@@ -277,37 +276,38 @@ class Radial(OnGrid):
 
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start
-        apart = abs(q // self.places - k // self.places), abs(q % self.places - k % self.places)
-        return self._inside(q, k) & self._allowed(*apart)
+        distances = abs(q // self.places - k // self.places), abs(q % self.places - k % self.places)
+        return self._inside(q, k) & self._allowed(*distances)
 
     def _scale(self, frames: Any) -> Any:
-        """The largest power of two up to a distance in frames, 1 at least, by operators that all arrays have."""
+        """Returns the largest power of two up to a distance in frames, at least 1, by operators of all arrays."""
         frames, bits = frames | 1, 1
-        while bits < self.frames.bit_length():  # all bits below the highest
+        while bits < self.frames.bit_length():  # sets all bits below the highest
             frames, bits = frames | frames >> bits, 2 * bits
         return frames - (frames >> 1)
 
     def _allowed(self, frames: Any, places: Any) -> Any:
-        """What is that far apart."""
+        """True where pairs at these distances, in frames and places, are allowed."""
         scale = self._scale(frames)
-        near = (places + 1) * scale <= self.places
-        if self.frames <= self.places:  # what follows is a part of it
-            return near
-        return near | ((places == 0) & (frames % -(-scale // self.places) == 0))
+        in_window = (places + 1) * scale <= self.places
+        if self.frames <= self.places:  # the window holds the same place of all frames
+            return in_window
+        return in_window | ((places == 0) & (frames % -(-scale // self.places) == 0))
 
     def box_state(self, q, k):
         least = [np.maximum(np.maximum(a0 - b1, b0 - a1), 0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         most = [np.maximum(a1 - b0, b1 - a0) for (a0, a1), (b0, b1) in zip(q, k, strict=True)]
         some, every = self._allowed(*least), self._allowed(*most)
-        # The farther the less, but for the strides of far frames.
+        # Fewer pairs are allowed the farther apart they are, except at the strides of far frames.
         strided = (least[0] < most[0]) & (self._scale(most[0]) > self.places)
         return np.where(strided, np.int8(UNSURE), to_state(some, some & every))
 
 
 def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any, _Box]]:
-    """The positions first .. last, none if last < first, as disjoint boxes, each with whether it exists.
+    """Yields disjoint boxes that hold the positions first .. last, each with True where it exists.
 
-    The part of a row that comes first, whole rows, and the part of a row that comes last; parts are cut likewise.
+    These are the end of a row, full rows and the beginning of a row, of which the first and the last are split again.
+    No box exists where last < first.
     """
     if len(shape) == 1:
         exists = first <= last
@@ -316,8 +316,8 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
     size = math.prod(shape[1:])
     head, (exists, low, high), tail = split_range(first, last, size)
     if exists.any():
-        whole_axes = [(np.zeros_like(low), np.full_like(low, n - 1)) for n in shape[1:]]
-        yield exists, [(low // size, high // size), *whole_axes]
+        full_axes = [(np.zeros_like(low), np.full_like(low, n - 1)) for n in shape[1:]]
+        yield exists, [(low // size, high // size), *full_axes]
     for exists, low, high in (head, tail):
         if exists.any():
             row = low // size
@@ -330,21 +330,21 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
 class Neighborhood(Mask):
     """The ``kernel`` keys nearest to the query on an axis of ``length``: near an edge the window slides inward.
 
-    Every query sees exactly ``kernel`` keys, those of index i on an axis of n: ``start <= k < start + kernel`` with
-    ``start = clip(i - kernel // 2, 0, n - kernel)``. With a dilation, that holds among the positions of the same
-    ``position % dilation``. A causal axis has the last ``kernel`` keys up to the query, and fewer at its begin. The
-    definition is that of NATTEN (Hassani et al. 2023, "Neighborhood Attention Transformer"; 2024, "Faster Neighborhood
-    Attention"). Of an even kernel, one key more lies before the query than after it. Positions beyond the axis attend
-    to nothing and are attended by nothing. Most often it is an axis of a `Grid`, of the same length.
+    The query at i on an axis of n sees ``start <= k < start + kernel`` with ``start = clip(i - kernel // 2, 0, n -
+    kernel)``: exactly ``kernel`` keys. With a dilation, that holds among the positions of one ``position % dilation``.
+    On a causal axis a query sees the last ``kernel`` keys up to itself, and fewer at the beginning. An even kernel has
+    one key more before the query than after it. Positions beyond the axis attend to nothing and nothing attends to
+    them. Its usual place is an axis of a `Grid`, of the same length. The definition is that of NATTEN (Hassani et al.
+    2023, "Neighborhood Attention Transformer"; 2024, "Faster Neighborhood Attention").
 
     Args:
       length: positions of the axis.
       kernel: keys of a query.
       dilation: distance of neighbouring keys.
-      causal: whether keys after the query are hidden.
+      causal: True if keys after the query are hidden.
 
     Raises:
-      ValueError: a number that is no positive integer, or kernel * dilation > length, or causal is no bool.
+      ValueError: a number is no positive integer, kernel * dilation > length, or causal is no bool.
 
     Example:
       >>> import sparse_layers as sl
@@ -379,27 +379,27 @@ class Neighborhood(Mask):
         residue, i, j = q % self.dilation, q // self.dilation, k // self.dilation
         first = i - (self.kernel - 1 if self.causal else self.kernel // 2)
         if self.causal:
-            near = (first <= j) & (j <= i)
-        else:  # clipped, by operators that numbers and all arrays have: x >> 31 is -1 where x is negative
+            in_window = (first <= j) & (j <= i)
+        else:  # clips by operators that numbers and all arrays have: x >> 31 is -1 where x is negative
             over = first - (self._count(residue) - self.kernel)
             first = first - (over & ~(over >> 31))
             first = first & ~(first >> 31)
-            near = (first <= j) & (j - self.kernel < first)
+            in_window = (first <= j) & (j - self.kernel < first)
         if self.dilation > 1:
-            near = near & (k % self.dilation == residue)
-        return near & ((q < self.length) & (k < self.length))
+            in_window = in_window & (k % self.dilation == residue)
+        return in_window & ((q < self.length) & (k < self.length))
 
     def _count(self, residue: Any) -> Any:
-        """How many positions there are of a residue."""
+        """Returns the number of positions of a residue."""
         return (self.length - 1 - residue) // self.dilation + 1
 
     def block_state(self, q0, q1, k0, k1):
         q_last, k_last = np.minimum(q1, self.length - 1), np.minimum(k1, self.length - 1)
         some, every, d = np.bool_(False), np.bool_(True), self.dilation
-        # All residues from one of these to the next have the same indices in the rectangle, and as many positions.
+        # All residues from one of these to the next have the same indices in the rectangle and equally many positions.
         residues = [0] if d == 1 else [0, self.length % d, q0 % d, (q_last + 1) % d, k0 % d, (k_last + 1) % d]
         for residue in residues:
-            # Among the positions of the residue, the first and last index in the rectangle, and the windows of these.
+            # The first and last index in the rectangle among the positions of the residue, and their windows.
             i0, j0 = -((residue - q0) // d), -((residue - k0) // d)
             i1, j1 = (q_last - residue) // d, (k_last - residue) // d
             if self.causal:
@@ -408,7 +408,7 @@ class Neighborhood(Mask):
                 begins = [np.clip(i - self.kernel // 2, 0, self._count(residue) - self.kernel) for i in (i0, i1)]
                 ends = [begin + self.kernel - 1 for begin in begins]
             exists = (i0 <= i1) & (j0 <= j1)
-            # Windows of neighbours leave no hole between them.
+            # Windows of neighbouring queries leave no gap between them.
             some = some | (exists & (begins[0] <= j1) & (j0 <= ends[1]))
             every = every & (~exists | ((begins[1] <= j0) & (j1 <= ends[0])))
         if d > 1:  # with two residues on a side there are pairs of different ones

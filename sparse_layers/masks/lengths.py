@@ -1,4 +1,4 @@
-"""Lengths that a mask fits: arrays cover all positions, grids all tokens unless they say where they begin."""
+"""Checks that a mask fits lengths: arrays cover all positions, grids all tokens unless they have an offset."""
 
 from collections.abc import Iterator
 
@@ -7,46 +7,46 @@ from .grids import Neighborhood, OnGrid
 
 
 def check_lengths(mask: Mask, q_len: int, kv_len: int) -> None:
-    """Refuses a mask that is, or is combined from, one that is made for fewer positions.
+    """Refuses a mask that contains an `Array` or a grid for fewer positions.
 
     Raises:
-      ValueError: an `Array` is smaller; or a grid has fewer tokens, without an offset that says which ones these are.
+      ValueError: an `Array` is smaller, or a grid without an offset has fewer tokens.
     """
-    for part, queries, keys in _leaves(mask, q_len, kv_len):
+    for leaf, queries, keys in _leaves(mask, q_len, kv_len):
         length = max(queries, keys)
-        if isinstance(part, Array) and not (queries <= part.array.shape[0] and keys <= part.array.shape[1]):
-            raise ValueError(f"mask: an Array must cover {(queries, keys)} positions, got {part.array.shape}")
-        if isinstance(part, OnGrid) and part.offset is None and part.size < length:
-            grid = f"{type(part).__name__} of shape {part.shape}"
-            raise ValueError(_unplaced(grid, part.size, length, "the grid", "offset={}"))
-        if isinstance(part, Neighborhood) and part.length < length:
-            placed = f"Grid(({part.length},), {part!r}, offset={{}})"
-            raise ValueError(_unplaced(repr(part), part.length, length, "the axis", placed))
+        if isinstance(leaf, Array) and not (queries <= leaf.array.shape[0] and keys <= leaf.array.shape[1]):
+            raise ValueError(f"mask: an Array must cover {(queries, keys)} positions, got {leaf.array.shape}")
+        if isinstance(leaf, OnGrid) and leaf.offset is None and leaf.size < length:
+            grid = f"{type(leaf).__name__} of shape {leaf.shape}"
+            raise ValueError(_no_offset(grid, leaf.size, length, "the grid", "offset={}"))
+        if isinstance(leaf, Neighborhood) and leaf.length < length:
+            example = f"Grid(({leaf.length},), {leaf!r}, offset={{}})"
+            raise ValueError(_no_offset(repr(leaf), leaf.length, length, "the axis", example))
 
 
 def grid_starts(mask: Mask) -> set[int]:
-    """Returns the positions at which the grids of a mask begin; none without grids.
+    """Returns the positions at which the grids in a mask begin.
 
     Example:
       >>> import sparse_layers as sl
       >>> grid_starts(sl.Grid((2, 3), sl.Window(1), offset=4) | sl.Global(4))
       {4}
     """
-    # Asked about no positions, a grid is asked about as many as it is shifted by.
-    return {max(0, part.start - shift) for part, shift, _ in _leaves(mask, 0, 0) if isinstance(part, OnGrid)}
+    # For lengths of 0, the length of a leaf is what shifts add to it.
+    return {max(0, leaf.start - shift) for leaf, shift, _ in _leaves(mask, 0, 0) if isinstance(leaf, OnGrid)}
 
 
-def _unplaced(mask: str, size: int, length: int, grid: str, placed: str) -> str:
-    """The error of a grid that is shorter than the sequence and does not say where it lies."""
-    others = length - size
+def _no_offset(mask: str, size: int, length: int, grid: str, example: str) -> str:
+    """Returns the error about a grid without offset in a longer sequence; ``example`` shows where to write one."""
+    rest = length - size
     return (
-        f"mask: {mask} has {size} tokens, a sequence of {length} has {others} more: write {placed.format(others)} if "
-        f"these come before {grid} (a class token, a prompt), {placed.format(0)} if they come after it (padding)"
+        f"mask: {mask} has {size} tokens, a sequence of {length} has {rest} more: write {example.format(rest)} if "
+        f"these come before {grid} (a class token, a prompt), {example.format(0)} if they come after it (padding)"
     )
 
 
 def _leaves(mask: Mask, q_len: int, kv_len: int) -> Iterator[tuple[Mask, int, int]]:
-    """The masks that a mask is combined from, and the numbers of queries and keys that these are asked about."""
+    """Yields the masks that a mask is combined from, with the numbers of queries and keys that each must cover."""
     if isinstance(mask, And | Or):
         yield from _leaves(mask.left, q_len, kv_len)
         yield from _leaves(mask.right, q_len, kv_len)

@@ -1,4 +1,4 @@
-"""A mask as a grid of cells, one for each square of tokens, and as HTML for notebooks."""
+"""Pictures of masks: a grid of cells, one for each square of tokens, and HTML for notebooks."""
 
 import dataclasses
 import html
@@ -10,20 +10,20 @@ from .grids import ColumnMajor, Grid, Neighborhood, Radial
 from .states import EMPTY, FULL, PARTIAL, UNSURE
 
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
-_REFINED = 1 << 25  # elements that a picture may look at to settle cells that the closed form leaves open
+_REFINED = 1 << 25  # elements that a picture may evaluate for cells whose state the closed form cannot tell
 COLOURS = {EMPTY: "#f4f4f2", PARTIAL: "#8fb3d9", FULL: "#1f4e8c"}
-FORMULA = 200  # most characters of a mask's formula
-# Of a picture in a notebook: most cells and pixels on a side, most tokens.
+FORMULA = 200  # characters of a mask's formula, at most
+# Limits of a picture in a notebook: cells and pixels on a side, and tokens.
 _SIDE, _PIXELS, _LONGEST = 48, 192, 1 << 14
 
 
 def cell_size(q_len: int, kv_len: int, size: int) -> int:
-    """Tokens on a side of one cell of a picture: a power of two, as most patterns' periods are, to show them evenly."""
+    """Returns the tokens on a side of a picture's cell: a power of two, which divides the periods of most patterns."""
     return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
 
 
 def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
-    """States of a picture's cells, at most ``size`` on a side: int8 [rows, columns]."""
+    """Returns the block states of a picture's cells, int8 [rows, columns], at most ``size`` on a side."""
     cell = cell_size(q_len, kv_len, size)
     if cell == 1:
         return mask.dense(q_len, kv_len) * np.int8(FULL)
@@ -37,25 +37,25 @@ def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
 
 
 def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, cell: int) -> np.ndarray:
-    """States of rectangles at most ``cell`` on a side: from their elements if they are few, else from 16 x 16 parts."""
+    """Returns the states of rectangles, ``cell`` on a side: by their elements if few, else by 16 x 16 smaller ones."""
     exact = q0.size * cell * cell <= _REFINED
-    parts = cell if exact else 16
-    step = -(-cell // parts)
+    points = cell if exact else 16
+    step = -(-cell // points)
     states = np.empty(q0.size, np.int8)
-    batch = max(1, _ELEMENTS // (parts * parts))
+    batch = max(1, _ELEMENTS // (points * points))
     for start in range(0, q0.size, batch):
-        now = slice(start, start + batch)
-        a0, a1, b0, b1 = (x[now, None, None] for x in (q0, q1, k0, k1))
-        # Parts beyond the rectangle's end fall onto its last position, and change nothing.
-        q = np.minimum(a0 + step * np.arange(parts)[:, None], a1)
-        k = np.minimum(b0 + step * np.arange(parts)[None, :], b1)
+        chunk = slice(start, start + batch)
+        a0, a1, b0, b1 = (x[chunk, None, None] for x in (q0, q1, k0, k1))
+        # Positions beyond the rectangle's end repeat its last one, which changes nothing.
+        q = np.minimum(a0 + step * np.arange(points)[:, None], a1)
+        k = np.minimum(b0 + step * np.arange(points)[None, :], b1)
         if exact:
-            grades = np.broadcast_to(mask(q, k), np.broadcast_shapes(q.shape, k.shape)) * np.int8(FULL)
+            inner = np.broadcast_to(mask(q, k), np.broadcast_shapes(q.shape, k.shape)) * np.int8(FULL)
         else:
-            grades = mask.block_state(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
-            grades = np.where(grades == UNSURE, np.int8(PARTIAL), grades)
-        low, high = grades.min(axis=(1, 2)), grades.max(axis=(1, 2))
-        states[now] = np.where(low == high, low, np.int8(PARTIAL))
+            inner = mask.block_state(q, np.minimum(q + step - 1, a1), k, np.minimum(k + step - 1, b1))
+            inner = np.where(inner == UNSURE, np.int8(PARTIAL), inner)
+        low, high = inner.min(axis=(1, 2)), inner.max(axis=(1, 2))
+        states[chunk] = np.where(low == high, low, np.int8(PARTIAL))
     return states
 
 
@@ -63,7 +63,7 @@ def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.
 
 
 def as_html(mask: Mask) -> str:
-    """A mask's formula and, over as many tokens as show its pattern, its picture.
+    """Returns a mask's formula and its picture, over enough tokens to show the pattern.
 
     Example:
       >>> import sparse_layers as sl
@@ -74,32 +74,32 @@ def as_html(mask: Mask) -> str:
     try:
         q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
         picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{svg(cells(mask, q_len, kv_len, _SIDE))}"
-    except Exception:  # a table of the user's may be shorter, and what is shown by itself must not fail
+    except Exception:  # a user's table may be shorter, and a notebook shows masks unasked
         picture = "</figcaption>"
     return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'
 
 
 def _extent(mask: Mask) -> int:
-    """About how many tokens a mask's pattern takes to show: the largest number in its formula, 8 at least."""
+    """Estimates the tokens of a pattern's period: the largest number in the mask's formula, at least 8."""
     if isinstance(mask, Blocks):
         return mask.block * _extent(mask.mask)
-    if isinstance(mask, Grid | ColumnMajor | Radial | Neighborhood):  # these say where they end
+    if isinstance(mask, Grid | ColumnMajor | Radial | Neighborhood):  # have an end
         end = mask.length if isinstance(mask, Neighborhood) else mask.start + mask.size
         return max(8, -(-end // 4))
     fields = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
     fields.pop("seed", None)
     inner = [_extent(value) for value in fields.values() if isinstance(value, Mask)]
-    own = [value for value in fields.values() if isinstance(value, int) and value < _LONGEST]
-    return max([8, *inner, *own])
+    numbers = [value for value in fields.values() if isinstance(value, int) and value < _LONGEST]
+    return max([8, *inner, *numbers])
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, its end replaced by dots if it has more than so many characters."""
+    """Returns the text, cut to ``most`` characters with dots at the end."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def svg(states: np.ndarray) -> str:
-    """A grid of cells as one path for each colour, a rectangle for each run in a row."""
+    """Draws a grid of cells as SVG: one path for each colour, one rectangle for each run in a row."""
     rows, columns = states.shape
     paths = ""
     for state in (PARTIAL, FULL):

@@ -1,4 +1,4 @@
-"""Sparsity patterns by the names and in the units that their systems gave them: ``preset("streaming")``.
+"""Presets: sparsity patterns by the names and in the units of the systems that published them.
 
 A preset is a docstring plus one expression over the masks of this room. The query at position q attends to the key at
 position k where the formula holds; q and k count tokens from 0. Those of images and videos are in `grid_presets.py`.
@@ -17,21 +17,21 @@ from .primitives import BlockDiagonal, Causal, Columns, Draws, Full, Global, Log
 
 @strict_kwargs
 def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) -> Mask | PerHead:
-    """The mask of a pattern that has a name; `presets` lists the names.
+    """Makes the mask of a preset: ``preset("streaming", window=512)``. `presets` lists the names.
 
     Args:
       name: a preset's name, or ``"name:option=value,option=value"``.
-      **options: the preset's options, integers or bools in the units that its system uses; the rest keep their
-        defaults. Each is given here or in the name, not in both. Of images and videos, ``shape`` must be given; it and
-        options that may differ by axis take tuples, in a name ``64x64``.
+      **options: the preset's options, integers or bools in the units of its system; others keep their defaults. Each
+        stands here or in the name, not in both. Images and videos need ``shape``; it and options that may differ by
+        axis take tuples, in a name ``64x64``.
 
     Returns:
-      A mask, or a tuple of masks that the heads take in turn (head h uses entry h % len). Both combine with ``&``,
-      ``|`` and ``~``, a tuple head by head.
+      A mask, or a tuple of masks by head (head h uses entry h % len). Both combine with ``&``, ``|`` and ``~``, a tuple
+      head by head.
 
     Raises:
-      ValueError: an unknown name or option (the message lists the near ones), a value of the wrong type or range, an
-        option that is given twice, or none where there is no default.
+      ValueError: an unknown name or option (the message lists similar ones), a value of the wrong type or range, an
+        option twice, or no value for an option without a default.
 
     Example:
       >>> import sparse_layers as sl
@@ -46,25 +46,25 @@ def preset(name: str, **options: int | bool | Sequence[int] | Sequence[bool]) ->
       ValueError: preset: unknown name 'stridde', did you mean 'strided' or 'image_strided'? Known: all, axial, ...
     """
     name, _, text = name.partition(":") if isinstance(name, str) else (name, "", "")
-    make = _found("preset", name)
+    make = _preset_function("preset", name)
     hints = get_type_hints(make, include_extras=True)
     parsed = parsed_options(f"preset {name!r}", text)
     for option in parsed.keys() & options.keys():
         raise ValueError(f"preset {name!r}: {option} must be given once, got {text!r} and {options[option]!r}")
-    given = parsed | options
-    for option, value in given.items():
+    values = parsed | options
+    for option, value in values.items():
         if option not in inspect.signature(make).parameters:
             raise ValueError(f"preset {name!r}: unknown option {suggest(option, inspect.signature(make).parameters)}")
-        given[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
+        values[option] = checked_by_axis(f"preset {name!r}: {option}", value, hints[option])
     for option, parameter in inspect.signature(make).parameters.items():
-        if parameter.default is parameter.empty and option not in given:
+        if parameter.default is parameter.empty and option not in values:
             raise ValueError(f"preset {name!r}: {option} must be given, as in '{name}:{option}=64x64'")
-    masks = make(**given)
+    masks = make(**values)
     return PerHead(masks) if isinstance(masks, tuple) else masks
 
 
 def presets() -> dict[str, str]:
-    """All presets: a dict from name to the first line of its documentation, in alphabetical order.
+    """Returns all presets: a dict from name to the first line of its documentation, in alphabetical order.
 
     Example:
       >>> import sparse_layers as sl
@@ -77,7 +77,7 @@ def presets() -> dict[str, str]:
 
 @strict_kwargs
 def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
-    """The options of a preset and their defaults, None for ``shape``, which must be given, and an ``offset`` unsaid.
+    """Returns the options of a preset with their defaults; ``shape``, which has no default, is None.
 
     Args:
       name: a preset's name.
@@ -92,16 +92,16 @@ def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
       >>> sl.preset_options("windows")
       {'shape': None, 'size': 7, 'shift': 0, 'offset': None}
     """
-    parameters = inspect.signature(_found("preset_options", name)).parameters.values()
+    parameters = inspect.signature(_preset_function("preset_options", name)).parameters.values()
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
 def half_notes(*patterns: Any) -> list[str]:
-    """Returns a note for each of some patterns that is one of two masks of the Sparse Transformer, equal notes once.
+    """Returns notes about patterns that are one of the two masks of the Sparse Transformer, equal notes once.
 
     Args:
       patterns: presets' names, masks, or anything else. The mask of "local" is also a sliding window, so only its name
-        gets the note. A tuple of masks by head with "strided" beside a window gets none.
+        gets a note. A tuple of masks by head with "strided" and a window gets none.
 
     Example:
       >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
@@ -114,14 +114,14 @@ def half_notes(*patterns: Any) -> list[str]:
             continue
         masks = pattern if isinstance(pattern, tuple) else (pattern,)
         halves = (isinstance(x, And) and (type(x.left), type(x.right)) == (Causal, Strided) for x in masks)
-        if any(halves) and not any(isinstance(x, Window) for x in masks):  # which is the other one, for other heads
+        if any(halves) and not any(isinstance(x, Window) for x in masks):  # the second mask, for other heads
             names["strided"] = None
     text = "note: {!r} is one of two masks that the Sparse Transformer combines; {!r} is both"
     return [text.format(name, _HALVES[name]) for name in names if name in _HALVES]
 
 
-def _found(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
-    """The function that makes a preset."""
+def _preset_function(what: str, name: str) -> Callable[..., Mask | tuple[Mask, ...]]:
+    """Returns the function that makes a preset's mask; ``what`` names the caller in errors."""
     if not isinstance(name, str):
         raise ValueError(f"{what}: name must be a string, got {name!r}")
     if name not in _PRESETS:
@@ -382,7 +382,7 @@ def longformer(window: Positive = 512, global_tokens: Natural = 64, causal: bool
     Args:
       window: keys in the window: causal the last ones, the query included; else half on each side of the query.
       global_tokens: number of global tokens at the start.
-      causal: whether later keys are hidden.
+      causal: True if later keys are hidden.
 
     Example:
       >>> import sparse_layers as sl
@@ -412,21 +412,20 @@ def bigbird(
 
     With a = q // block and b = k // block: ``abs(a - b) <= window_blocks // 2``, or ``a < global_blocks``, or ``b <
     global_blocks``, or b is one of the random_blocks that row a draws from the blocks before it (bidirectional: or a
-    is one that row b draws); and ``k <= q`` if causal. The draws are a hash of row and seed: no length is needed.
+    is one that row b draws); and ``k <= q`` if causal. The draws are a hash of row and seed, and need no length.
 
-    Hugging Face's global blocks are the first and the last, and its random blocks lie before and after the row; a mask
-    knows no length, so give it: ``"bigbird:causal=false,seq_len=4096"``. Then ``n = seq_len // block`` is the number of
-    blocks, and ``global_blocks // 2`` of the global blocks are the last ones of n instead of first ones; bidirectional,
-    row a draws from all n blocks, and no row for another. (Draws that fall on the window or on a global block add
-    nothing; Hugging Face's avoid these.)
+    Hugging Face's global blocks are the first and the last ones, and its random blocks lie before and after the row.
+    That needs a length: ``"bigbird:causal=false,seq_len=4096"``. Then ``global_blocks // 2`` of the global blocks are
+    the last ones of ``n = seq_len // block``. Bidirectional, row a draws from all n blocks, and no row for another.
+    (Draws that fall on the window or on a global block add nothing; Hugging Face's draws avoid these.)
 
     Args:
       block: tokens in a block.
-      window_blocks: blocks in the window, half of them on each side of the query's own.
+      window_blocks: blocks in the window, half of them on each side of the query's block.
       global_blocks: number of global blocks, at the start; with a seq_len the smaller half is at its end.
       random_blocks: number of random blocks a row of blocks draws.
       seed: equal seeds make equal masks.
-      causal: whether later keys are hidden.
+      causal: True if later keys are hidden.
       seq_len: tokens in the sequence, a multiple of block; 0 for a mask of any length.
 
     Raises:
@@ -541,7 +540,7 @@ def bidirectional() -> Mask:
     return Full()
 
 
-# OpenAI's modes that are one of the two masks of a pattern, and the preset that merges both.
+# Modes of OpenAI that are one of two masks of a pattern, and the preset of both.
 _HALVES = {"local": "sparse_transformer_strided", "strided": "sparse_transformer_strided"}
 
 _PRESETS: dict[str, Callable[..., Mask | tuple[Mask, ...]]] = {

@@ -1,4 +1,4 @@
-"""The masks that others are made of: one question about two positions each, and its closed form for rectangles."""
+"""Primitive masks: each one rule about two positions, and its closed form for rectangles of positions."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from ..arguments.checks import strict_kwargs
 from .algebra import BEYOND, FARTHEST, Mask, set_integers
 from .states import EMPTY, FULL, UNSURE, to_state
 
-MOST_DRAWS = 1 << 15  # of a row of `Random`
+MOST_DRAWS = 1 << 15  # in a row of `Random`
 Draws = Annotated[int, 0, MOST_DRAWS]
 
 
@@ -123,7 +123,7 @@ class Compressed(Mask):
     stride: int
 
     def __post_init__(self):
-        set_integers(self, 1, "size", "stride", most=FARTHEST)  # q + stride is computed in int32
+        set_integers(self, 1, "size", "stride", maximum=FARTHEST)  # q + stride is computed in int32
 
     def __call__(self, q, k):
         return k < self._seen(q)
@@ -132,9 +132,9 @@ class Compressed(Mask):
         return to_state(k0 < self._seen(q1), k1 < self._seen(q0))
 
     def _seen(self, q):
-        """Keys that a query sees, or a number below 0: one quotient a position, of a number that is not negative."""
-        whole = -(-self.size // self.stride)
-        return (q + 1 + whole * self.stride - self.size) // self.stride - (whole - 1)
+        """Returns the number of keys that a query sees, or a number below 0, by one division of a number >= 0."""
+        strides = -(-self.size // self.stride)  # of a window, rounded up
+        return (q + 1 + strides * self.stride - self.size) // self.stride - (strides - 1)
 
 
 @strict_kwargs
@@ -142,15 +142,15 @@ class Compressed(Mask):
 class Window(Mask):
     """``q - left <= k <= q + right``: inclusive reach to each side; the query itself always counts.
 
-    The convention of ``jax.nn.dot_product_attention(local_window_size=(left, right))``. 'A window of w keys' in the
-    sense of Mistral or Gemma is ``Window(w - 1)``.
+    The convention is that of ``jax.nn.dot_product_attention(local_window_size=(left, right))``. A window of w keys, as
+    Mistral and Gemma count them, is ``Window(w - 1)``.
 
     Args:
-      left: how many keys before the query are seen; None for all.
-      right: how many keys after the query are seen; None for all.
+      left: number of keys before the query that it sees; None for all.
+      right: number of keys after the query that it sees; None for all.
 
     Raises:
-      ValueError: a reach is negative or no integer.
+      ValueError: left or right is negative or no integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -263,7 +263,7 @@ class Columns(Mask):
     """``start <= k % period < stop``: the same summary keys of every period, seen by all (Child et al. 2019, 'fixed').
 
     Args:
-      period: length of the repeated stretch in tokens.
+      period: tokens in a period.
       start: first summary key within the period.
       stop: one past the last summary key; defaults to the period's end.
 
@@ -384,7 +384,7 @@ class Global(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class LogSparse(Mask):
-    """``q - k`` is 0 or a power of two (Li et al. 2019): log2(T) + 1 keys a query, causal by itself.
+    """``q - k`` is 0 or a power of two (Li et al. 2019): causal, log2(T) + 1 keys a query.
 
     Example:
       >>> import sparse_layers as sl
@@ -415,9 +415,9 @@ class LogSparse(Mask):
 class Random(Mask):
     """Each query draws ``count`` of the positions before it, by a counter-based hash (BigBird's random blocks).
 
-    Row ``q`` splits ``[0, q)`` into ``count`` stretches of equal length and draws one position from each, so its
-    draws are distinct and depend on ``(q, seed)`` only: no length is needed, and no state. Rows with at most ``count``
-    earlier positions see them all. Lift it with `Blocks` for random blocks; ``mask | mask.T`` gives both directions.
+    Row ``q`` splits ``[0, q)`` into ``count`` ranges of equal length and draws one position from each. So its draws are
+    distinct and depend on ``(q, seed)`` only, not on a length. Rows with at most ``count`` earlier positions see them
+    all. Lift it with `Blocks` for random blocks; ``mask | mask.T`` gives both directions.
 
     Args:
       count: draws a row, >= 1.
@@ -438,20 +438,20 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count", most=MOST_DRAWS)
-        set_integers(self, 1, "size", optional=True, most=BEYOND - 1)
+        set_integers(self, 1, "count", maximum=MOST_DRAWS)
+        set_integers(self, 1, "size", optional=True, maximum=BEYOND - 1)
         set_integers(self, None, "seed")
 
     def draw(self, q: Any, i: int) -> Any:
-        """The i-th draw of row q: one position of the i-th of ``count`` stretches of the row's range."""
+        """Returns the i-th draw of row q: a position in the i-th of ``count`` ranges."""
         end = self._end(q)
-        # end * i // count in parts that stay below 2**31: kernels count in int32.
+        # end * i // count by numbers below 2**31: kernels count in int32.
         first, last = (end // self.count * j + end % self.count * j // self.count for j in (i, i + 1))
-        width = last - first + (last == first).astype(q.dtype)  # an empty stretch repeats a neighbour's position
+        width = last - first + (last == first).astype(q.dtype)  # an empty range repeats a neighbour's position
         return first + (_hash(q, self.seed * self.count + i) % width.astype(np.uint32)).astype(q.dtype)
 
     def _end(self, q: Any) -> Any:
-        """One past the last position that row q may draw."""
+        """Returns one past the last position that row q may draw."""
         return q if self.size is None else q * 0 + self.size
 
     def __call__(self, q, k):
@@ -463,32 +463,32 @@ class Random(Mask):
 
     def block_state(self, q0, q1, k0, k1):
         rows = int(np.max(q1 - q0, initial=0)) + 1
-        if rows > 32 or not np.size(q0):  # a coarse rectangle is not worth the draws; nothing has no first row
+        if rows > 32 or not np.size(q0):  # draws of many rows take too long, and no rectangles have no first row
             return np.where(k0 < self._end(q1), np.int8(UNSURE), np.int8(EMPTY))
-        # One table of draws for all rows at hand, -1 where a row has no i-th position of its own: draws ascend, so a
-        # repeated one (rows with fewer than `count` positions) follows its twin.
+        # One table of draws for all rows, -1 where a row repeats a draw. Draws ascend, so in rows with fewer than
+        # `count` positions a repeated draw follows its twin.
         lowest = int(np.min(q0, initial=np.iinfo(np.int64).max))
         q = np.arange(lowest, int(np.max(q1, initial=lowest)) + 1)
         drawn, end = [self.draw(q, i) for i in range(self.count)], self._end(q)
         draws = [np.where(draw < end, draw, -1) for draw in drawn]
         draws = draws[:1] + [np.where(a == b, -1, b) for a, b in itertools.pairwise(draws)]
-        # As numbers without sign, for what lies before k0 is larger than any width then; narrow where all of them fit.
+        # Unsigned differences: positions before k0 wrap around to numbers above any width. int32 if all positions fit.
         fits = max(lowest + len(q), int(np.max(k1, initial=0))) < 1 << 31
         signed, unsigned = (np.int32, np.uint32) if fits else (np.int64, np.uint64)
         first, width = k0.astype(signed), (k1 - k0).astype(unsigned)
         count = np.zeros(np.broadcast(q0, k0).shape, np.int32)
         for row in range(rows):
-            exists, own = q0 + row <= q1, np.minimum(q0 + row, q1) - lowest
+            exists, table_row = q0 + row <= q1, np.minimum(q0 + row, q1) - lowest
             for table in draws:
-                draw = np.where(exists, table[own], -1).astype(signed)
+                draw = np.where(exists, table[table_row], -1).astype(signed)
                 count += (draw - first).view(unsigned) <= width
         return to_state(count > 0, count == (q1 - q0 + 1) * (k1 - k0 + 1))
 
 
 def _hash(x: Any, salt: int) -> Any:
-    """A 32-bit mix of positions and a salt (finaliser with the constants of lowbias32); the same in numpy and JAX."""
+    """Mixes positions and a salt to 32 bits (finaliser with the constants of lowbias32), alike in numpy and JAX."""
     x = x.astype(np.uint32) ^ np.uint32((salt * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
-    with np.errstate(over="ignore"):  # numpy warns of wrap-around in scalars, though not in arrays
+    with np.errstate(over="ignore"):  # numpy warns of wrap-around in scalars
         for multiplier, shift in ((0x7FEB352D, 15), (0x846CA68B, 16)):
             x = (x ^ (x >> np.uint32(16))) * np.uint32(multiplier)
             x = x ^ (x >> np.uint32(shift))

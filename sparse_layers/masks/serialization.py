@@ -1,4 +1,4 @@
-"""Masks, scorers and sizes as JSON and back: what a program of `jax.export` holds of caches beside their arrays.
+"""Masks, scorers and sizes as JSON and back: the static data of pytrees in programs of `jax.export`.
 
 The JSON holds names of classes and their fields, never pickles: reading it calls constructors of classes that are
 defined already, and imports nothing.
@@ -22,12 +22,12 @@ T = TypeVar("T", bound=type)
 
 
 def register_value(cls: type) -> None:
-    """Lets instances of a frozen dataclass be written and read, by the class's name."""
+    """Registers a frozen dataclass, by name, so that its instances can be written and read."""
     _CLASSES[_class_name(cls)] = cls
 
 
 def register_node(cls: T) -> T:
-    """Lets `jax.export` write and read a pytree class of this package, with what is static in it; a decorator."""
+    """Decorates a pytree class of this package so that `jax.export` writes and reads it with its static data."""
     name = f"{_PACKAGE}{cls.__name__}"
     write = functools.partial(write_static, cls.__name__)
     jax.export.register_pytree_node_serialization(
@@ -37,17 +37,17 @@ def register_node(cls: T) -> T:
 
 
 def register_mask(cls: type) -> None:
-    """Lets instances of a mask's class be written and read, and classes of this package be arguments of programs."""
+    """Registers a mask's class for JSON, and one of this package as an argument of exported programs."""
     register_value(cls)
-    if cls.__module__.startswith(_PACKAGE):  # names of JAX's are for ever, and users may define a class again
+    if cls.__module__.startswith(_PACKAGE):  # JAX never forgets a name, and users may define a class again
         register_node(cls)
 
 
 def write_static(owner: str, value: Any) -> bytes:
-    """Returns what is static in a pytree of class ``owner``, as JSON.
+    """Returns the static data of a pytree of class ``owner`` as JSON.
 
     Raises:
-      TypeError: something in it cannot be read back as an equal value, such as a function.
+      TypeError: a value, such as a function, cannot be read back as an equal one.
 
     Example:
       >>> import sparse_layers as sl
@@ -63,10 +63,10 @@ def write_static(owner: str, value: Any) -> bytes:
 
 
 def read_static(data: bytes) -> Any:
-    """Returns what `write_static` has written.
+    """Reads the result of `write_static`.
 
     Raises:
-      ValueError: it names a class that is not defined in this process.
+      ValueError: a class is not defined in this process.
     """
     return _value(json.loads(data))
 
@@ -77,7 +77,7 @@ def _class_name(cls: type) -> str:
 
 
 def _plain(owner: str, value: Any) -> Any:
-    """A value as JSON knows it: a list for a tuple, an object for an array or an instance."""
+    """Converts a value to JSON: a tuple to a list, an array or an instance to an object."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.integer | np.floating):

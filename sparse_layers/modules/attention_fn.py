@@ -19,12 +19,12 @@ from ..masks.primitives import Causal
 from ..ops.attention import block_sparse_attention
 from ..ops.chunked_prefill import attend_chunk
 from ..ops.decoding.cache import KVCache
-from ..ops.decoding.stores import rows_of
+from ..ops.decoding.ring_cache import join_pages
 from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
-from ..ops.planning.platforms import first_choice
+from ..ops.planning.platforms import default_implementation
 from ..ops.planning.selection import Selection
 from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
@@ -117,7 +117,7 @@ class AttentionFn:
             kv_len,
             fwd_params=self.fwd_params,
             bwd_params=self.bwd_params,
-            implementation=self.implementation or first_choice(dtype, head_size),
+            implementation=self.implementation or default_implementation(dtype, head_size),
         )
 
     def attend(
@@ -214,7 +214,7 @@ class AttentionFn:
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
         # Where there are no more blocks than are chosen, everyone looks at all.
         if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
-            keys = rows_of(caches[1].keys[caches[1].layout.whole()])
+            keys = join_pages(caches[1].keys[caches[1].layout.full_store_index()])
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
             selection = scorer.select_blocks(scored, keys[:, :, :end].swapaxes(1, 2), **shared)

@@ -24,10 +24,10 @@ from .kernels.validation import (
     checked_sinks,
     swapped_hint,
 )
-from .planning.mask_info import masks_for
-from .planning.params import BwdParams, FwdParams, checked_params
+from .planning.mask_info import masks_for_lengths
+from .planning.params import BwdParams, FwdParams, resolve_params
 from .planning.plan import Plan, make_plan
-from .planning.platforms import TUNING, checked_implementation, first_choice, platform
+from .planning.platforms import TUNING, check_implementation, default_implementation, platform
 from .planning.selection import Selection
 
 SegmentIds: TypeAlias = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -166,7 +166,7 @@ def block_sparse_attention(
     sharding.check_sharding(query_sharding, "query_sharding")
     query, key, value = (checked_array(*x) for x in (("query", query), ("key", key), ("value", value)))
     checked("return_lse", return_lse, bool)
-    checked_implementation(implementation)
+    check_implementation(implementation)
     check_arrays(query, key, value)
     is_unbatched, query_sharding = query.ndim == 3, sharding.add_batch_axis(query_sharding, query)
     if is_unbatched:
@@ -175,13 +175,15 @@ def block_sparse_attention(
     s = key.shape[1]
     scale, logits_soft_cap = checked_scalars(scale, logits_soft_cap, h)
     sinks = checked_sinks(sinks, n)
-    tuned_for = implementation or first_choice(query.dtype, max(h, value.shape[-1]))
+    tuned_for = implementation or default_implementation(query.dtype, max(h, value.shape[-1]))
     plan, mask = _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, tuned_for)
-    params = (plan.fwd_params, plan.bwd_params) if plan else checked_params(fwd_params, bwd_params)
+    params = (plan.fwd_params, plan.bwd_params) if plan else resolve_params(fwd_params, bwd_params)
     tuned = TUNING[tuned_for]
     fwd, bwd = (
         (p.q_blocksize or default[0], p.kv_blocksize or default[1])
-        for p, default in zip(params, (tuned.blocks[0], tuned.backward or tuned.blocks[0]), strict=True)
+        for p, default in zip(
+            params, (tuned.block_shapes[0], tuned.bwd_block_shape or tuned.block_shapes[0]), strict=True
+        )
     )
     segments = checked_segments(segment_ids, () if is_unbatched else (b,), (t, s), n)
     selection = _checked_selection(selection, query, key, is_unbatched)
@@ -232,7 +234,7 @@ def _plan(plan_or_mask, b, t, s, n, fwd_params, bwd_params, implementation) -> t
         if isinstance(plan_or_mask, jax.Array):
             return None, plan_or_mask.reshape(-1, t, s)
         options = {"fwd_params": fwd_params, "bwd_params": bwd_params, "implementation": implementation}
-        plan = make_plan(masks_for(plan_or_mask, t, s, "plan_or_mask"), t, s, **options)
+        plan = make_plan(masks_for_lengths(plan_or_mask, t, s, "plan_or_mask"), t, s, **options)
     if (plan.q_len, plan.kv_len) != (t, s):
         raise ValueError(
             f"the plan is for q_len {plan.q_len} and kv_len {plan.kv_len}, but query and key have T = {t} and S = {s}; "

@@ -1,8 +1,8 @@
 """Chunked prefill: the op on a chunk of prompts, with the keys that a cache holds of the tokens before.
 
-Each part of a pattern keeps its keys in an order of its own, see `decoding/reads.py`. Together with those of the chunk
-they are a view of the sequence, `RowOrder`, and so are the queries. Attention of the chunk is again a mask with a plan.
-The parts are disjoint, and their results are merged by lse.
+Each part of a pattern keeps its keys in its own row order, see `decoding/cache_parts.py`. Together with those of the
+chunk they are a view of the sequence, `RowOrder`, and so are the queries. Attention of the chunk is again a mask with a
+plan. The parts are disjoint, and their results are merged by lse.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ import numpy as np
 
 from .attention import block_sparse_attention
 from .decoding.cache import KVCache
-from .decoding.layout import Heads
-from .decoding.stores import Store, all_heads, by_class, rows_of, some_heads
+from .decoding.layout import MaskHeads
+from .decoding.ring_cache import GatheredCache, KeyStore, all_heads, join_pages, some_heads, split_classes
 from .kernels.numerics import merge_by_lse
+from .planning.row_orders import Reordered, RowOrder
 from .planning.selection import Selection
-from .planning.views import Reordered, RowOrder
 
 
 def attend_chunk(
@@ -54,23 +54,23 @@ def attend_chunk(
       NotImplementedError: as `KVCache.attend`.
     """
     layout = after.layout
-    groups = [(heads, [((cache_part.mask,), cache_part.store) for cache_part in heads.parts]) for heads in layout.heads]
+    groups = [(heads, [((x.mask,), x.store) for x in heads.cache_parts]) for heads in layout.heads]
     if selection is not None:
-        all_of_cache = Heads(tuple(range(after.num_heads)), tuple(range(after.num_kv_heads)), ())
-        groups = [(all_of_cache, [(after.masks, layout.stores[layout.whole()][0])])]
+        all_of_cache = MaskHeads(tuple(range(after.num_heads)), tuple(range(after.num_kv_heads)), ())
+        groups = [(all_of_cache, [(after.masks, layout.stores[layout.full_store_index()][0])])]
     outs = []
     for heads, mask_stores in groups:
         results = []
         for masks, store in mask_stores:
             index, kv_heads = layout.find(store)
-            rows = [kv_heads.index(head) for head in heads.keys]
-            chunk_key, chunk_value = (some_heads(x, heads.keys, axis=2) for x in (key, value))
+            rows = [kv_heads.index(head) for head in heads.kv_heads]
+            chunk_key, chunk_value = (some_heads(x, heads.kv_heads, axis=2) for x in (key, value))
             k_order, k = _visible_rows(store, before.keys[index], after.keys[index], rows, chunk_key, start)
             _, v = _visible_rows(store, before.values[index], after.values[index], rows, chunk_value, start)
             # From the first token of a whole cycle of residues, so that queries and keys of a residue have one column.
             first = start // store.classes * store.classes
             order = RowOrder.residue_major(start + query.shape[1] - first, store.classes)
-            q = jnp.pad(some_heads(query, heads.queries, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
+            q = jnp.pad(some_heads(query, heads.q_heads, axis=2), [(0, 0), (start - first, 0), (0, 0), (0, 0)])
             q_order = dataclasses.replace(order, length=first + order.length, offset=first)
             out, lse = block_sparse_attention(
                 order.gather(q, order.rows),
@@ -78,17 +78,17 @@ def attend_chunk(
                 v,
                 [Reordered(mask, q_order, k_order) for mask in masks],
                 selection=selection,
-                sinks=None if results or sinks is None else sinks[np.array(heads.queries)],  # counted once
+                sinks=None if results or sinks is None else sinks[np.array(heads.q_heads)],  # counted once
                 return_lse=True,
                 **options,
             )
             results.append([order.scatter(x)[:, start - first :] for x in (out.astype(lse.dtype), lse)])
         outs.append(functools.reduce(merge_by_lse, results)[0])
-    return all_heads(outs, [heads.queries for heads, _ in groups], axis=2).astype(query.dtype)
+    return all_heads(outs, [heads.q_heads for heads, _ in groups], axis=2).astype(query.dtype)
 
 
 def _visible_rows(
-    store: Store, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
+    store: KeyStore, before: jax.Array, after: jax.Array, heads: Sequence[int], chunk: jax.Array, start: int
 ) -> tuple[RowOrder, jax.Array]:
     """Returns the order of the keys that a chunk's queries may see in a store, and these keys (or values) [B, L, n, H].
 
@@ -100,7 +100,7 @@ def _visible_rows(
       start: tokens before the chunk.
     """
     end, kept_order, classes = start + chunk.shape[1], store.order, store.classes
-    if not kept_order.complete:  # a store of gathered tokens drops none
+    if isinstance(store, GatheredCache):  # which drops no token
         last = kept_order.offset + kept_order.kept[-1]
         order = RowOrder.gathered(max(end, kept_order.offset + 1), kept_order.shape[-1], kept_order.offset, last)
         return order, _class_rows(store, after, heads, 0, order.rows).astype(chunk.dtype)
@@ -110,13 +110,13 @@ def _visible_rows(
         rows = _class_rows(store, after, heads, first // classes, -(-end // classes)).astype(chunk.dtype)
     else:
         slots = store.slot(jnp.arange(first, start))
-        cached = some_heads(rows_of(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
+        cached = some_heads(join_pages(before).at[:, :, slots].get(mode="promise_in_bounds"), heads)
         rows = jnp.concatenate([cached.swapaxes(1, 2).astype(chunk.dtype), chunk], axis=1)
         rows = order.gather(rows, order.rows)
     return dataclasses.replace(order, length=end, offset=first), rows
 
 
-def _class_rows(store: Store, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
+def _class_rows(store: KeyStore, array: jax.Array, heads: Sequence[int], first: int, stop: int) -> jax.Array:
     """Returns rows ``first`` to ``stop`` - 1 of each residue class, for some heads of a store: [B, L, n, H]."""
-    rows = some_heads(by_class(store, array), heads)[:, :, :, first:stop]
+    rows = some_heads(split_classes(store, array), heads)[:, :, :, first:stop]
     return rows.reshape(*rows.shape[:2], -1, rows.shape[-1]).swapaxes(1, 2)

@@ -80,7 +80,7 @@ def _attend_on_device(implementation: str, call: Call, shard: sharding.Shard | N
         args = sub_calls[0].call, sub_operands[0]
         return (backend.attend(*args) if shard is None else shard.call_backend(backend.attend, *args)), None
     is_limited = operands.segments is not None or operands.selection is not None
-    no_dead_rows = not is_limited and call.plan is not None and call.plan.sees_itself
+    no_dead_rows = not is_limited and call.plan is not None and call.plan.allows_diagonal
     return _attend(tuple(sub_calls), shard, no_dead_rows, tuple(sub_operands))
 
 

@@ -9,7 +9,7 @@ from .kernels import cudnn, pallas_tpu, reference, xla
 from .kernels.call import Call
 from .kernels.gpu_attention import hopper, triton
 from .kernels.operands import Operands, rows_of
-from .planning.platforms import FALLBACK, candidates, platform
+from .planning.platforms import FALLBACK, implementation_order, platform
 
 _log = logging.getLogger(f"{__package__}.attention")  # the name in the documentation
 
@@ -74,7 +74,7 @@ def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) 
       NotImplementedError: no implementation supports the call; with reasons.
     """
     reasons: dict[str, str] = {}
-    for name in candidates(platform()):
+    for name in implementation_order(platform()):
         backend = IMPLEMENTATIONS[name]
         reason = _unsupported(name, call, operands)
         if reason is None and not is_whole and not merges(backend):

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .planning.platforms import candidates, generic
+from .planning.platforms import implementation_order, platform_family
 
 
 def guard_platform(x: jax.Array, implementation: str, platform: str) -> jax.Array:
@@ -25,10 +25,10 @@ batching.defvectorized(_guard_p)
 
 def _check_platforms(context, x, *, implementation, platform):
     # JAX leaves the platforms of a rule open where it lowers for those of the module.
-    targets = dict.fromkeys(map(generic, context.platforms or context.module_context.platforms))
+    targets = dict.fromkeys(map(platform_family, context.platforms or context.module_context.platforms))
     for target in targets:
-        if target != platform and candidates(target) != (implementation,):
-            names = ", ".join(map(repr, candidates(target)))
+        if target != platform and implementation_order(target) != (implementation,):
+            names = ", ".join(map(repr, implementation_order(target)))
             advice = (
                 f"name one, or trace under a mesh of {target} devices, also an abstract one "
                 "(jax.sharding.use_abstract_mesh), by its abstract_device"

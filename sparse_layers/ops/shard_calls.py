@@ -17,7 +17,7 @@ from .kernels.operands import Operands, moved, rows_of
 from .planning.context_parallel import MaskPart, gather_all_keys, padded_length, plan_exchanges
 from .planning.exchanges import AllGather, AllToAll, Exchange, Halo
 from .planning.plan import Plan
-from .planning.views import RowOrder
+from .planning.row_orders import RowOrder
 from .sharding import SequenceShards, Shard
 
 

@@ -133,7 +133,7 @@ class Shard:
             return function(call, *args)
         q_heads = self.heads // self.shards
         plans_by_rank = call.plans_by_rank or (call.plan,)
-        plans = [plan.of_heads(i * q_heads, q_heads) for plan in plans_by_rank for i in range(self.shards)]
+        plans = [plan.for_heads(i * q_heads, q_heads) for plan in plans_by_rank for i in range(self.shards)]
         distinct = list(dict.fromkeys(plans))
         calls = [dataclasses.replace(call, plan=plan, plans_by_rank=()) for plan in distinct]
 

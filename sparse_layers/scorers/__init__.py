@@ -9,7 +9,7 @@ from ..masks.algebra import Mask
 from ..masks.presets import presets
 from ..masks.primitives import Causal
 from ..ops.planning.causality import check_causal
-from ..ops.planning.mask_info import masks_for
+from ..ops.planning.mask_info import masks_for_lengths
 from .base import Scorer as Scorer
 from .methods import MSA as MSA
 from .methods import NSA as NSA
@@ -66,14 +66,15 @@ def masks_and_scorer(
     """The masks and the scorer of a layer, whose pattern may be a scorer: it then stands for `Causal` with it.
 
     Args:
-      pattern: a scorer, the name of one, or whatever `masks_for` takes.
+      pattern: a scorer, the name of one, or whatever `masks_for_lengths` takes.
       selection: whatever `as_scorer` takes.
       lengths: one of the sequence, or two of queries and keys.
       name: of the pattern, in errors.
 
     Raises:
-      ValueError, TypeError: see `masks_for` and `as_scorer`; or two scorers, one for a pattern that is not causal,
-        one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a scorer.
+      ValueError, TypeError: see `masks_for_lengths` and `as_scorer`; or two scorers, one for a pattern that is not
+        causal, one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a
+        scorer.
     """
     scorer, own = as_scorer(selection), scorer_of(pattern)
     if isinstance(pattern, str) and own is None:
@@ -91,7 +92,7 @@ def masks_and_scorer(
             f"{'selection' if own is None else name}: {scorer} chooses by keys that only a layer of its own has: give "
             "it to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
         )
-    masks = masks_for(pattern, *lengths, name=name)
+    masks = masks_for_lengths(pattern, *lengths, name=name)
     if scorer is None:
         return masks, None
     if len(lengths) == 2:

@@ -21,7 +21,7 @@ from ..ops.kernels.validation import (
     checked_segments,
     describe_value,
 )
-from ..ops.planning.platforms import candidates, own_arrays, platform
+from ..ops.planning.platforms import has_local_arrays, implementation_order, platform
 from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 
 # Bytes of the scores that are there at a time: queries take turns, so that no more are.
@@ -387,7 +387,11 @@ class Scorer(abc.ABC):
 
 def _has_kernels(batch: int, blocks: int) -> bool:
     """Whether there are kernels that choose among so many blocks, and arrays are a device's own, as these need."""
-    return own_arrays() and "triton" in candidates(platform()) and choose.unsupported(blocks, batch) is None
+    return (
+        has_local_arrays()
+        and "triton" in implementation_order(platform())
+        and choose.unsupported(blocks, batch) is None
+    )
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from ..ops.planning.context_parallel import MaskPart, gather_all_keys, min_recei
 from ..ops.planning.exchanges import Received, TokenBytes
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
-from ..ops.planning.platforms import assuming, first_choice
+from ..ops.planning.platforms import assuming, default_implementation
 from ..ops.planning.report import dense_pairs, heads, saving
 from ..scorers import NSA, Scorer, scorer_of
 from .advice import advice
@@ -167,7 +167,9 @@ def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
     if gpu is None and planned.heads is None:
         return plan
     with assuming(gpu):
-        name = planned.implementation or first_choice(planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE)
+        name = planned.implementation or default_implementation(
+            planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE
+        )
         params = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params}
         return make_plan(plan.masks, plan.q_len, plan.kv_len, implementation=name, **params)
 
@@ -258,9 +260,9 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
 
 def _pairs(plan: Plan) -> tuple[int, int]:
     """The pairs in the blocks that a plan computes, forward and backward."""
-    links = [link for chain in plan.chains for link in chain]
-    forward = sum(link.fwd_blocks * math.prod(link.fwd_shape) for link in links)
-    return forward, sum(link.bwd_blocks * math.prod(link.bwd_shape) for link in links)
+    passes = [block_pass for chain in plan.chains for block_pass in chain]
+    forward = sum(block_pass.fwd_blocks * math.prod(block_pass.fwd_shape) for block_pass in passes)
+    return forward, sum(block_pass.bwd_blocks * math.prod(block_pass.bwd_shape) for block_pass in passes)
 
 
 def _exchanged(
@@ -332,11 +334,11 @@ def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
     yield f"allowed pairs: {pairs} of {total} ({pairs / total:.4%}){share}{estimate}"
 
     chain, candidates = plan.chains[h], plan.candidates[h]
-    blocks = sum(link.fwd_blocks for link in chain)
+    blocks = sum(block_pass.fwd_blocks for block_pass in chain)
     sizes = f"{len(chain)} pass{'' if len(chain) == 1 else 'es'}, {blocks} block{'' if blocks == 1 else 's'}"
-    yield f"plan: {sizes}, {plan.share(h):.2%} of full attention's"
-    for number, link in enumerate(chain, 1):
-        yield f"  pass {number}: {link.orders}; {link.blocks}"
+    yield f"plan: {sizes}, {plan.density(h):.2%} of full attention's"
+    for number, block_pass in enumerate(chain, 1):
+        yield f"  pass {number}: {block_pass.order_text}; {block_pass.block_text}"
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
     alone = "" if planned.scorer is None else ", if nothing is chosen"

@@ -1,14 +1,13 @@
 """``python -m sparse_layers doctor``: what is installed, what each implementation says to it, and a self-check.
 
-What is right is computed here in float64, by formulas of its own. What an implementation may be off is measured, not
-tuned: twice the error of the same formulas rounded to the dtype of the call after each step, plus the rounding of the
-summands. The contract that every implementation is held to is in the tests; this is its smallest part, for the
-machine at hand. Nothing is written and nothing is asked of the network by this file; JAX and Triton may keep caches.
+The oracle computes what is right in float64, and what an implementation may be off: twice the error of the same
+formulas rounded to the dtype of the call after each step, plus the rounding of the summands. The contract that every
+implementation is held to is in the tests; this is its smallest part, for the machine at hand. Nothing is written and
+nothing is asked of the network by this file; JAX and Triton may keep caches.
 """
 
 import dataclasses
 import importlib.metadata
-import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan, make_plan
 from ..ops.traced_call import ASSUMED_HEADS, trace_call
+from . import oracle
 
 ANSWERS = ("out", "dq", "dk", "dv")
 
@@ -139,7 +139,7 @@ def first_that_works(check: "Check") -> str:
       >>> jax.default_backend() != "cpu" or first_that_works(PROBES[0]) == "xla"
       True
     """
-    candidates = platforms.candidates(platforms.platform())
+    candidates = platforms.implementation_order(platforms.platform())
     return next(name for name in candidates if reason(name, check, unnamed=True) is None)
 
 
@@ -353,10 +353,7 @@ def _result(implementation: str, check: Check) -> Result:
         return Result(implementation, check, {}, time.perf_counter() - start, _brief(error))
     seconds = time.perf_counter() - start
     right, budgets = _expected(check)
-    shares = {}
-    for name, answer in answers.items():
-        error = np.abs(answer - right[name]).max() if answer.shape == right[name].shape else math.inf
-        shares[name] = math.inf if math.isnan(error) else float(error / budgets[name])
+    shares = {name: oracle.largest_error(answer, right[name]) / budgets[name] for name, answer in answers.items()}
     return Result(implementation, check, shares, seconds)
 
 
@@ -385,7 +382,8 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
     @jax.jit
     def run(query, key, value):
         cache = KVCache.empty(check.mask, check.length, dtype=check.dtype, implementation=implementation, **sizes)
-        if implementation == "triton" and not fused.attends(cache, query[:, 0], False):
+        arrays = cache.keys, cache.values
+        if implementation == "triton" and not fused.can_attend(cache.layout, arrays, query[:, 0], False):
             raise RuntimeError("the kernel does not serve a step, which XLA would compute")
         cache, outs = cache.filled(key[:, :first], value[:, :first]), []
         for at in range(first, check.length):
@@ -405,69 +403,13 @@ def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     query, key, value, dout = (np.asarray(x) for x in check.arrays())
     allowed = check.mask.dense(check.length)[None, None]
     if (ids := check.segment_ids()) is not None:
-        allowed = allowed & ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
+        allowed = allowed & oracle.same_segment(ids, ids)
     # Of the steps of decoding; without any, of all tokens.
     query, dout, allowed = query[:, -check.steps :], dout[:, -check.steps :], allowed[:, :, -check.steps :]
-    right, sizes = attention(query, key, value, dout, allowed, "float64")
-    rough, _ = attention(query, key, value, dout, allowed, check.dtype)
-    eps = float(jnp.finfo(check.dtype).eps)
-    return right, {name: 2 * float(np.abs(rough[name] - right[name]).max() + eps * sizes[name]) for name in right}
-
-
-def attention(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, dout: np.ndarray, allowed: np.ndarray, dtype: str
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Dense attention and its gradients in numpy, as it is written in papers, rounded to a dtype after each step.
-
-    Args:
-      query: [B, T, N, H].
-      key: [B, S, K, H], where K divides N.
-      value: [B, S, K, Hv].
-      dout: gradient of out [B, T, N, Hv].
-      allowed: bool, which keys a query may see; broadcasts against [B, N, T, S].
-      dtype: float64 for the right answers, or that of a call whose rounding is to be measured.
-
-    Returns:
-      Two dicts by `ANSWERS`: out [B, T, N, Hv] and the gradients in the shapes of query, key and value; and for each
-      the size of the summands of its elements, at most: the root of their sum of squares, as rounding errors add up.
-
-    Example:
-      >>> import numpy as np
-      >>> from sparse_layers.tools.doctor import attention
-      >>> x = np.ones((1, 2, 1, 1))
-      >>> answers, _ = attention(x, x, np.array([[[[2.0]], [[4.0]]]]), x, np.tri(2, dtype=bool), "float64")
-      >>> answers["out"].ravel().tolist(), answers["dv"].ravel().tolist()
-      ([2.0, 3.0], [1.5, 0.5])
-    """
-    wide = np.float64 if dtype == "float64" else np.float32
-
-    def rounded(x):
-        return x.astype(jnp.dtype(dtype)).astype(wide)
-
-    groups, scale = query.shape[2] // key.shape[2], query.shape[-1] ** -0.5
-    q, dout = (x.astype(wide).swapaxes(1, 2) for x in (query, dout))
-    k, v = (np.repeat(x.astype(wide).swapaxes(1, 2), groups, axis=1) for x in (key, value))
-
-    def of_keys(x):  # [B, N, S, H] to [B, S, K, H]: the sum over the query heads of a key head
-        b, n, s, h = x.shape
-        return x.reshape(b, n // groups, groups, s, h).sum(2).swapaxes(1, 2)
-
-    scores = np.where(allowed, rounded(scale * rounded(q @ k.mT)), -np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights = rounded(np.exp(scores - np.where(top == -np.inf, 0, top)))
-    total = weights.sum(-1, keepdims=True)
-    p = rounded(weights / np.where(total == 0, 1, total))
-    out = rounded(p @ v)
-    dp, delta = rounded(dout @ v.mT), rounded((dout * out).sum(-1, keepdims=True))
-    ds = rounded(scale * p * (dp - delta))
-    answers = out.swapaxes(1, 2), rounded(ds @ k).swapaxes(1, 2), of_keys(rounded(ds.mT @ q)), of_keys(p.mT @ dout)
-
-    ds_size = scale * p * (abs(dout) @ abs(v).mT + abs(delta))
-    squares = p**2 @ v**2, ds_size**2 @ k**2, of_keys((ds_size**2).mT @ q**2), of_keys((p**2).mT @ dout**2)
-    return (
-        {name: rounded(x).astype(np.float64) for name, x in zip(ANSWERS, answers, strict=True)},
-        {name: math.sqrt(size.max()) for name, size in zip(ANSWERS, squares, strict=True)},
-    )
+    exact = oracle.DenseAttention(query, key, value, allowed, dout)
+    rough = oracle.DenseAttention(query, key, value, allowed, dout, dtype=check.dtype)
+    right = {name: exact.answers[name] for name in ANSWERS}
+    return right, oracle.budgets(right, rough.answers, exact.root_sum_squares(), check.dtype)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from ..masks.counting import count
 from ..masks.lengths import grid_starts
 from ..masks.pictures import COLOURS, cells, shortened
 from ..masks.states import EMPTY, FULL
-from ..ops.planning.plan import Pass, Plan, make_plan, masks_for
+from ..ops.planning.plan import Pass, Plan, make_plan, masks_for_lengths
 from ..ops.planning.report import heads, kept
+from .files import check_writable, checked_path
 from .subjects import LONGEST, lengths_of, plans_of, refuse_given
 
 if typing.TYPE_CHECKING:
@@ -73,12 +74,12 @@ def picture(mask: MaskLike, q_len: int, kv_len: int | None = None, *, size: int 
     """
     q_len, kv_len = lengths_of(mask, q_len, kv_len)
     check_size(size)
-    masks = masks_for(mask, q_len, kv_len)
+    masks = masks_for_lengths(mask, q_len, kv_len)
     return _under_headings(["\n".join(" ".join(row) for row in _SIGNS[cells(m, q_len, kv_len, size)]) for m in masks])
 
 
 def _under_headings(drawn: list[str]) -> str:
-    """Pictures of the masks of heads, one under the other; a single one as it is."""
+    """Joins the pictures of several masks, each under the name of its heads; a single one stays as it is."""
     if len(drawn) == 1:
         return drawn[0]
     return "\n".join(f"{heads(h, len(drawn))}:\n{text}" for h, text in enumerate(drawn))
@@ -128,20 +129,20 @@ def grid_picture(mask: MaskLike, shape: Sequence[int], query: Sequence[int], *, 
         raise ValueError(f"shape must be lengths of axes, of {_TOKENS} tokens at most, got {shape}")
     if len(query) != len(shape) or any(x >= n for x, n in zip(query, shape, strict=True)):
         raise ValueError(f"query must have one coordinate for each axis of shape={shape}, less than it, got {query}")
-    masks = masks_for(mask, offset + size, offset + size)
-    own = int(np.ravel_multi_index(query, shape))
+    masks = masks_for_lengths(mask, offset + size, offset + size)
+    query_token = int(np.ravel_multi_index(query, shape))
     drawn = []
-    for one in masks:
-        seen = np.broadcast_to(one(np.array([offset + own]), offset + np.arange(size)), (size,))
+    for head_mask in masks:
+        seen = np.broadcast_to(head_mask(np.array([offset + query_token]), offset + np.arange(size)), (size,))
         signs = _SIGNS[seen * FULL]
-        signs[own] = "●" if seen[own] else "○"
+        signs[query_token] = "●" if seen[query_token] else "○"
         frames = signs.reshape(-1, *((1, *shape)[-2:]))
         drawn.append("\n".join("   ".join(" ".join(row) for row in rows) for rows in frames.swapaxes(0, 1)))
     return _under_headings(drawn)
 
 
 def _grid_offset(masks: Sequence[Mask], offset: int | None) -> int:
-    """The offset of the grids of masks, checked if it is given."""
+    """Returns the offset of the grids of masks, or ``offset`` if it is one."""
     starts = set().union(*map(grid_starts, masks))
     if offset is None and len(starts) <= 1:
         return next(iter(starts), 0)
@@ -223,25 +224,25 @@ def draw(
 
     inches = (4.5 * len(panels), 5)
     figure: Any = Figure(figsize=inches, dpi=160, layout="constrained") if ax is None else ax.figure
-    places = [ax] if ax else figure.subplots(1, len(panels), squeeze=False)[0]
+    all_axes = [ax] if ax else figure.subplots(1, len(panels), squeeze=False)[0]
     colours = ListedColormap([COLOURS[state] for state in sorted(COLOURS)])
-    for place, panel in zip(places, panels, strict=True):
+    for axes, panel in zip(all_axes, panels, strict=True):
         rows, columns = panel.shape
         extent = (0, columns, rows, 0)
         states = cells(panel.mask, rows, columns, size)
-        place.imshow(states, cmap=colours, vmin=EMPTY, vmax=FULL, interpolation="nearest", extent=extent)
-        place.add_collection(
+        axes.imshow(states, cmap=colours, vmin=EMPTY, vmax=FULL, interpolation="nearest", extent=extent)
+        axes.add_collection(
             PolyCollection(list(panel.outlines), facecolors="none", edgecolors="#e07b00", linewidths=0.6)
         )
-        place.set(xlabel=panel.labels[1], ylabel=panel.labels[0], xlim=extent[:2], ylim=extent[2:])
-        place.set_title(panel.title, fontsize="small", parse_math=False)
+        axes.set(xlabel=panel.labels[1], ylabel=panel.labels[0], xlim=extent[:2], ylim=extent[2:])
+        axes.set_title(panel.title, fontsize="small", parse_math=False)
     if file is not None:
         figure.savefig(file, format=file.suffix[1:].lower())
     return figure
 
 
 class _Panel(NamedTuple):
-    """One picture of a figure: a mask over (rows, columns), and corners of blocks [n, 4, 2] in (column, row)."""
+    """One picture of a figure: a mask of shape (rows, columns), and corners of blocks [n, 4, 2] as (column, row)."""
 
     mask: Mask
     shape: tuple[int, int]
@@ -260,47 +261,48 @@ def _panels(subject: Any, q_len: int | None, kv_len: int | None, head: int | Non
             for panel in _of_masks(plan.masks, (plan.q_len, plan.kv_len), which, head, plan if blocks else None)
         ]
     shape = lengths_of(subject, q_len, kv_len, LONGEST if blocks else None)
-    masks = masks_for(subject, *shape)
+    masks = masks_for_lengths(subject, *shape)
     return _of_masks(masks, shape, "", head, make_plan(masks, *shape) if blocks else None)
 
 
 def _of_masks(
     masks: tuple[Mask, ...], shape: tuple[int, int], which: str, head: int | None, plan: Plan | None
 ) -> list[_Panel]:
-    """The pictures of masks, or of the passes of their plan."""
+    """Returns the pictures of masks, or of the passes of their plan."""
     if head is None:
-        chosen = {h: heads(h, len(masks)) for h in range(len(masks))}
+        names_of_heads = {h: heads(h, len(masks)) for h in range(len(masks))}
     else:
-        chosen = {checked("head", head, Natural) % len(masks): f"head {head}"}
+        names_of_heads = {checked("head", head, Natural) % len(masks): f"head {head}"}
     panels = []
-    for h, of_heads in chosen.items():
-        title = f"{which}\n" * bool(which) + _title(masks[h], shape) + (f", {of_heads}" if len(masks) > 1 else "")
+    for h, names in names_of_heads.items():
+        title = f"{which}\n" * bool(which) + _title(masks[h], shape) + (f", {names}" if len(masks) > 1 else "")
         chain = plan.chains[h] if plan else ()
-        for number, link in enumerate(chain, 1):
-            orders = f"query, {link.q_order}", f"key, {link.kv_order}"
-            rows = link.q_order.rows, link.kv_order.rows
-            name = f"{title}\npass {number} of {len(chain)}: {link.blocks}"
-            panels.append(_Panel(link.mask, rows, name, orders, _outlines(link)))
+        for index, block_pass in enumerate(chain, 1):
+            orders = f"query, {block_pass.q_order}", f"key, {block_pass.kv_order}"
+            rows = block_pass.q_order.rows, block_pass.kv_order.rows
+            name = f"{title}\npass {index} of {len(chain)}: {block_pass.block_text}"
+            panels.append(_Panel(block_pass.mask, rows, name, orders, _outlines(block_pass)))
         if not chain:
             panels.append(_Panel(masks[h], shape, title))
     return panels
 
 
 def _title(mask: Mask, shape: tuple[int, int]) -> str:
-    """Pattern, lengths and density of a mask."""
+    """Returns the formula, lengths and density of a mask."""
     lengths = f"T = {shape[0]}" + (f", S = {shape[1]}" if shape[1] != shape[0] else "")
     share = count(mask, *shape).pairs / (shape[0] * shape[1])
     return f"{shortened(repr(mask), _FORMULA)}\n{lengths}, {share:.4%} of the pairs allowed"
 
 
-def _outlines(link: Pass) -> np.ndarray:
-    """The corners of the blocks that a pass computes, (column, row): [n, 4, 2]."""
-    if link.fwd_blocks > _OUTLINES:
+def _outlines(block_pass: Pass) -> np.ndarray:
+    """Returns the corners of the blocks that a pass computes, (column, row): [n, 4, 2]."""
+    if block_pass.fwd_blocks > _OUTLINES:
         raise ValueError(
-            f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {link.fwd_blocks}: draw fewer tokens"
+            f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {block_pass.fwd_blocks}: "
+            "draw fewer tokens"
         )
-    rows, columns, _ = kept(link)
-    height, width = link.fwd_shape
+    rows, columns, _ = kept(block_pass)
+    height, width = block_pass.fwd_shape
     corners = np.array([[0, 0], [width, 0], [width, height], [0, height]])
     return np.stack([columns * width, rows * height], axis=-1)[:, None] + corners
 
@@ -309,23 +311,17 @@ def _outlines(link: Pass) -> np.ndarray:
 
 
 def check_size(size: Any) -> None:
-    """Raises ValueError for what is no number of cells."""
+    """Raises ValueError unless size is a number of cells from 1 to 2048."""
     if checked("size", size, Positive) > _SIZE:
         raise ValueError(f"size must be at most {_SIZE}, got {size}")
 
 
 def _writable(path: Any, known: dict[str, str]) -> pathlib.Path:
-    """The file to write, before there is anything to write."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a str or PathLike, got {path!r}")
-    path = os.fspath(path)
-    file = pathlib.Path(path)
+    """Returns the file to write, checked before any work."""
+    file = checked_path(path)
     if file.is_dir():
-        raise IsADirectoryError(f"path must be a file, got the folder {path!r}")
+        raise IsADirectoryError(f"path must be a file, got the folder {os.fspath(path)!r}")
     if file.suffix[1:].lower() not in known:
-        raise ValueError(f"path must end in one of .{', .'.join(sorted(known))}, got {path!r}")
-    if not file.parent.is_dir():
-        raise FileNotFoundError(f"path must lie in a folder that is there, got {path!r}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PermissionError(f"path must be writable, got {path!r}")
+        raise ValueError(f"path must end in one of .{', .'.join(sorted(known))}, got {os.fspath(path)!r}")
+    check_writable(file)
     return file

@@ -1,4 +1,4 @@
-"""Recognizes what a function or an array allows as an expression of `Window`, `Strided` and the like."""
+"""Recognition of masks: the expression of `Window`, `Strided` and the like that a function or an array equals."""
 
 import dataclasses
 import functools
@@ -12,10 +12,10 @@ from ..masks.algebra import And, Array, Mask, Not, Or, Shifted, Transposed
 from ..masks.primitives import BlockDiagonal, Causal, Columns, Full, Global, LogSparse, Prefix, Strided, Window
 from ..ops.planning.blocks import outside_trace
 
-_CORNER = 512  # first and last tokens, whose pairs are all compared
+_CORNER = 512  # tokens at either end of the sequence, whose pairs are all compared
 _POINTS = 1 << 17  # pairs that are compared near the diagonal, and as many at random
 _NEAR = 1024  # tokens from the diagonal that are near
-_SOME = 4096  # pairs that most wrong expressions fail
+_SAMPLE = 4096  # pairs compared first, which most wrong expressions fail
 _TERMS = 3  # most terms of an expression
 _PACKAGE = Mask.__module__.rpartition(".")[0]
 
@@ -24,7 +24,7 @@ COMBINING = And | Or | Not | Transposed | Shifted
 
 
 def leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that an expression combines; `Blocks` and grids are not looked into."""
+    """Yields the masks that an expression combines; `Blocks` and grids are not looked into."""
     if not isinstance(mask, COMBINING):
         yield mask
         return
@@ -59,8 +59,8 @@ def recognize(mask: Mask, length: int) -> tuple[Mask, int] | None:
     allowed = np.broadcast_to(mask(q, k), q.shape)
     is_causal = not bool((allowed & (k > q)).any())
     for expression in _expressions(_terms(mask, length, is_causal), is_causal):
-        for some in (slice(_SOME), slice(None)):
-            if not np.array_equal(np.broadcast_to(expression(q[some], k[some]), q[some].shape), allowed[some]):
+        for sample in (slice(_SAMPLE), slice(None)):
+            if not np.array_equal(np.broadcast_to(expression(q[sample], k[sample]), q[sample].shape), allowed[sample]):
                 break
         else:
             return expression, len(q)
@@ -68,24 +68,26 @@ def recognize(mask: Mask, length: int) -> tuple[Mask, int] | None:
 
 
 def _pairs(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (q, k) to compare, int64 [n], in random order."""
+    """Returns the positions (q, k) to compare, int64 [n], in random order."""
     rng, corner = np.random.default_rng(0), min(length, _CORNER)
     square = np.indices((corner, corner)).reshape(2, -1)
     if length > corner:
         anywhere = rng.integers(0, length, (2, _POINTS))
-        near = anywhere[0], np.clip(anywhere[0] + rng.integers(-_NEAR, _NEAR, _POINTS), 0, length - 1)
-        square = np.concatenate([square, square + length - corner, anywhere, near], axis=1)
+        near_diagonal = anywhere[0], np.clip(anywhere[0] + rng.integers(-_NEAR, _NEAR, _POINTS), 0, length - 1)
+        square = np.concatenate([square, square + length - corner, anywhere, near_diagonal], axis=1)
     q, k = rng.permutation(square, axis=1)
     return q, k
 
 
 def _terms(mask: Mask, length: int, is_causal: bool) -> list[Mask]:
-    """Masks of one rule whose sizes may be those of ``mask``."""
-    every = np.arange(length)
-    first, middle, last = (np.broadcast_to(mask(np.full(1, q), every), length) for q in (0, length // 2, length - 1))
-    column = np.broadcast_to(mask(every, np.zeros(1, np.int64)), length)
+    """Returns masks of one rule whose sizes may be those of ``mask``."""
+    positions = np.arange(length)
+    first, middle, last = (
+        np.broadcast_to(mask(np.full(1, q), positions), length) for q in (0, length // 2, length - 1)
+    )
+    column = np.broadcast_to(mask(positions, np.zeros(1, np.int64)), length)
     left, right = _run(last[::-1]), 0 if is_causal else _run(middle[length // 2 :]) - 1
-    prefix, near = _run(last), max(0, length - left)
+    prefix, window_start = _run(last), max(0, length - left)
     terms: list[Mask] = [Causal(), LogSparse()] if is_causal else [Full(), Causal()]
     if left:
         terms.append(Window(left - 1, max(0, right)))
@@ -94,7 +96,7 @@ def _terms(mask: Mask, length: int, is_causal: bool) -> list[Mask]:
     if 0 < _run(column) < length:
         terms.append(BlockDiagonal(_run(column)))
     for begin in {0, prefix}:  # a prefix may hide where a stride or columns begin
-        far = np.flatnonzero(last[begin:near]) + begin
+        far = np.flatnonzero(last[begin:window_start]) + begin
         strides = np.gcd.reduce(length - 1 - far) if len(far) else 0
         if strides > 1:
             terms += [Strided(int(strides)), Window(int(length - 1 - far[0])) & Strided(int(strides))]
@@ -108,16 +110,16 @@ def _terms(mask: Mask, length: int, is_causal: bool) -> list[Mask]:
 
 
 def _run(allowed: np.ndarray) -> int:
-    """Returns the number of entries that are true before the first that is not."""
+    """Returns the number of leading true entries."""
     return len(allowed) if allowed.all() else int(np.argmin(allowed))
 
 
 def _expressions(terms: list[Mask], is_causal: bool) -> Iterator[Mask]:
-    """Unions of terms and intersections of two, short ones first; also without the future if ``is_causal``."""
+    """Yields unions of terms and intersections of two, short ones first; also without the future if ``is_causal``."""
     for count in range(1, _TERMS + 1):
-        for chosen in itertools.combinations(terms, count):
+        for combination in itertools.combinations(terms, count):
             for combine in (Or, And) if count == 2 else (Or,):
-                expression = functools.reduce(combine, chosen)
+                expression = functools.reduce(combine, combination)
                 yield expression
                 if is_causal:
                     yield Causal() & expression

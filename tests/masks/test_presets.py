@@ -106,7 +106,7 @@ def test_bigbird_of_a_length_is_hugging_faces(n, block):
     drawn = sl.preset("bigbird", **options, seed=3).dense(n * block)[::block, ::block] & ~expected
     assert drawn.sum(axis=1).max() <= 3 and np.triu(drawn).any() and np.tril(drawn).any()
     # The planner takes the last block's keys and queries out of natural order, as it does the first one's.
-    orders = {str(link.kv_order) for link in candidates(mask, n * block)[-1].chains[0]}
+    orders = {str(block_pass.kv_order) for block_pass in candidates(mask, n * block)[-1].chains[0]}
     assert f"tokens {(n - 1) * block} to {n * block - 1} only" in orders
 
 

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.ops.decoding.reads import parts
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.decoding.cache_parts import plan_cache_parts
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 from tests.masks.test_masks import COMPUTABLE
 from tests.ops.cases import SMALL, candidates
 
@@ -31,10 +31,10 @@ def attend(mask, implementation="xla"):
 def allowed(plan):
     """What the passes of a plan of one mask allow, in token space, from their masks and their lists."""
     total = np.zeros((plan.q_len, plan.kv_len), int)
-    for link in plan.chains[0]:
-        rows, columns = link.padded(link.fwd_shape)
-        q, k = link.q_order.token(np.arange(rows)), link.kv_order.token(np.arange(columns))
-        dense = link.mask.dense(rows, columns)
+    for block_pass in plan.chains[0]:
+        rows, columns = block_pass.padded(block_pass.fwd_shape)
+        q, k = block_pass.q_order.token(np.arange(rows)), block_pass.kv_order.token(np.arange(columns))
+        dense = block_pass.mask.dense(rows, columns)
         assert not dense[q >= plan.q_len].any() and not dense[:, k >= plan.kv_len].any()
         total[np.ix_(q[q < plan.q_len], k[k < plan.kv_len])] += dense[np.ix_(q < plan.q_len, k < plan.kv_len)]
     return total
@@ -198,16 +198,16 @@ def test_padding_is_never_asked(name):
     lines, expected = (sl.describe(x, T).split("\n") for x in (causal, sl.Array(np.tril(SAME))))
     end = next(i for i, line in enumerate(expected) if line.startswith("expected saving"))
     assert lines[1:end] == expected[1:end]
-    assert sl.make_plan(causal, T).sees_itself
+    assert sl.make_plan(causal, T).allows_diagonal
 
 
 def test_tables_in_the_op_and_in_the_cache():
     masks = [sl.Causal() & TABLES[name] for name in ("class", "traceable mask_mod of jax")]
     np.testing.assert_allclose(attend(masks), attend(np.tril(SAME), "reference"), atol=1e-5)
-    for part in parts(masks[0], T):
-        tokens = np.asarray(part.store.token(jnp.arange(part.store.runs * part.store.run), jnp.array(T - 1)))
-        pieces, seen = part.places(jnp.array([T - 1]))
-        rows = tokens.reshape(part.store.runs, -1)[np.asarray(pieces)[0]].ravel()
+    for part in plan_cache_parts(masks[0], T):
+        tokens = np.asarray(part.store.token(jnp.arange(part.store.num_pages * part.store.page_size), jnp.array(T - 1)))
+        pieces, seen = part.visible_pages(jnp.array([T - 1]))
+        rows = tokens.reshape(part.store.num_pages, -1)[np.asarray(pieces)[0]].ravel()
         np.testing.assert_array_equal(np.sort(rows[np.asarray(seen)[0]]), np.flatnonzero(SAME[-1]))
 
 

@@ -1,8 +1,8 @@
 """One table of calls of the op, and what each must give: every backend answers to all of it.
 
-`oracle` is attention and its gradient in numpy float64, by formulas of its own. What a backend may be off is measured,
-not tuned: twice the error of dense attention in the same dtype, plus the rounding of the largest summand. This is
-`oracle` in float32, for which nothing is compiled, and `naive` in half precision, which numpy does not multiply well.
+`DenseAttention` in float64 is right. What a backend may be off is measured, not tuned: twice the error of dense
+attention in the same dtype, plus the rounding of the largest summand. This is `DenseAttention` in float32, for which
+nothing is compiled, and `naive` in half precision, which numpy does not multiply well.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ import numpy as np
 import sparse_layers as sl
 from sparse_layers.ops.planning import plan as plans
 from sparse_layers.ops.planning.platforms import PREFERRED, TUNING
+from sparse_layers.tools import oracle
+from sparse_layers.tools.oracle import NAMES, DenseAttention
 
 # A new backend is one more name here.
 IMPLEMENTATIONS = ["pallas_tpu", "triton", "xla", "reference"]
@@ -25,7 +27,6 @@ COMPILED = {"xla", *PREFERRED.get(jax.default_backend(), ())}
 # Most of a test's time is XLA's, and on CPUs most of that is LLVM's, which only makes the program run faster.
 COMPILER = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 compiled = functools.partial(jax.jit, compiler_options=COMPILER if jax.default_backend() == "cpu" else None)
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,8 +81,7 @@ class Case:
             heads = np.stack([mask.dense(*self.shape) for mask in sl.as_masks(self.mask)])
         allowed = np.tile(heads, (self.heads[0] // len(heads), 1, 1))[None]
         if self.segments is not None:
-            q, k = self.segments
-            allowed = allowed & ((q[:, :, None] == k[:, None, :]) & (q[:, :, None] >= 0))[:, None]
+            allowed = allowed & oracle.same_segment(*self.segments)
         return allowed
 
     def selection(self) -> sl.Selection | None:
@@ -134,7 +134,7 @@ def _named(results) -> dict[str, np.ndarray]:
     return {name: x for name, x in zip(NAMES, results, strict=True) if x is not None}
 
 
-_SMALL_TILES = dataclasses.replace(TUNING["xla"], blocks=((32, 32),))
+_SMALL_TILES = dataclasses.replace(TUNING["xla"], block_shapes=((32, 32),))
 
 
 def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None, bwd_params=None) -> list[sl.Plan]:
@@ -148,7 +148,7 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     by_mask = []
     for one in sl.as_masks(mask):
         chains = []
-        for _, groups in plans.splits(one, q_len, kv_len, _SMALL_TILES):
+        for _, groups in plans.decompositions(one, q_len, kv_len, _SMALL_TILES):
             drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
             chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)
@@ -163,59 +163,6 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
 
 
 # --- what is right ---------------------------------------------------------------------------------------------------
-
-
-def oracle(query, key, value, allowed, dout, dlse, *, scale, soft_cap=None, sinks=None, dtype=np.float64):
-    """Attention and its gradients, and for each the sum of the absolute values that are summed up in it.
-
-    Returns two dicts by `NAMES`. Where the second is 0, nothing contributes, and the answer must be exactly 0.
-    """
-    query, key, value, dout, dlse = (np.asarray(x).astype(dtype) for x in (query, key, value, dout, dlse))
-    b, s, heads, _ = key.shape
-    groups = query.shape[2] // heads
-    key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
-    sink = -np.inf if sinks is None else np.asarray(sinks).astype(dtype)[None, :, None, None]
-
-    scores = scale * _product("btnh,bsnh->bnts", query, key)
-    size = abs(scale) * _product("btnh,bsnh->bnts", abs(query), abs(key))
-    slope = 1.0
-    if soft_cap is not None:
-        squashed = np.tanh(scores / soft_cap)
-        scores, slope = soft_cap * squashed, 1 - squashed**2
-    scores = np.where(allowed, scores, -np.inf)
-    top = np.maximum(scores.max(-1, keepdims=True), sink)
-    top = np.where(top == -np.inf, 0, top)
-    weights, sink_weight = np.exp(scores - top), np.exp(sink - top)
-    total = weights.sum(-1, keepdims=True) + sink_weight
-    p, p_sink = (x / np.where(total == 0, 1, total) for x in (weights, sink_weight))
-    with np.errstate(divide="ignore"):
-        lse = top + np.log(total)
-
-    out = _product("bnts,bsnh->btnh", p, value)
-    delta = (out * dout).sum(-1) - dlse  # [B, T, N]
-    dscores = p * slope * (_product("btnh,bsnh->bnts", dout, value) - delta.swapaxes(1, 2)[..., None])
-    # The same with absolute values; rounding a score by a share of its summands changes its weight by as much.
-    p_size = p * (1 + size)
-    out_size = _product("bnts,bsnh->btnh", p_size, abs(value))
-    delta_size = (out_size * abs(dout)).sum(-1) + abs(dlse)
-    dscores_size = _product("btnh,bsnh->bnts", abs(dout), abs(value)) + delta_size.swapaxes(1, 2)[..., None]
-    dscores_size = p_size * slope * dscores_size
-    lse_size = (abs(top) + np.where(allowed, size, 0).max(-1, keepdims=True))[..., 0].swapaxes(1, 2)
-
-    def gradients(p, dscores, dout, delta, query, key):
-        dq = scale * _product("bnts,bsnh->btnh", dscores, key)
-        dk = scale * _product("bnts,btnh->bsnh", dscores, query).reshape(b, s, heads, groups, -1).sum(3)
-        dv = _product("bnts,btnh->bsnh", p, dout).reshape(b, s, heads, groups, -1).sum(3)
-        return dq, dk, dv, None if sinks is None else (p_sink[..., 0].swapaxes(1, 2) * delta).sum((0, 1))
-
-    right = out, lse[..., 0].swapaxes(1, 2), *gradients(p, dscores, dout, -delta, query, key)
-    sizes = gradients(p_size, dscores_size, abs(dout), delta_size, abs(query), abs(key))
-    sizes = (None if x is None else abs(x) for x in sizes)  # scales may be negative
-    return _named(right), _named((out_size, lse_size, *sizes))
-
-
-def _product(subscripts, *operands):
-    return np.einsum(subscripts, *operands, optimize=True)
 
 
 @functools.partial(compiled, static_argnames=("scale", "soft_cap"))
@@ -246,14 +193,13 @@ def expected(case: Case):
     """(right answers, their sizes, budget of each) of a case."""
     arrays, allowed = case.arrays(), case.allowed()
     options = {"scale": case.sizes[0] ** -0.5 if case.scale is None else case.scale, "soft_cap": case.soft_cap}
-    right, sizes = oracle(**arrays, allowed=allowed, **options)
+    exact = DenseAttention(**arrays, allowed=allowed, **options)
     if case.dtype == "float32":
-        rough, _ = oracle(**arrays, allowed=allowed, **options, dtype=np.float32)
+        rough = DenseAttention(**arrays, allowed=allowed, **options, dtype=np.float32).answers
     else:
         rough = naive(**arrays, allowed=allowed, **options)
-    eps = float(jnp.finfo(case.dtype).eps)
-    budgets = {name: 2 * (_error(rough[name], right[name]) + eps * sizes[name].max()) for name in right}
-    return right, sizes, budgets
+    sizes = exact.absolute_sums()
+    return exact.answers, sizes, oracle.budgets(exact.answers, rough, sizes, case.dtype)
 
 
 def check(case: Case, answers: dict[str, np.ndarray]) -> None:
@@ -266,14 +212,8 @@ def check(case: Case, answers: dict[str, np.ndarray]) -> None:
         values = np.asarray(answer).astype(np.float64)
         nothing = (sizes[name] == 0) & np.isfinite(right[name])
         assert not values[nothing].any(), f"{name}: not 0 where nothing contributes"
-        error = _error(answer, right[name])
+        error = oracle.largest_error(answer, right[name])  # inf, where -inf of queries without keys differs
         assert error <= budgets[name], f"{name}: off by {error:.3g}, allowed {budgets[name]:.3g}"
-
-
-def _error(answer, right) -> float:
-    answer, finite = np.asarray(answer).astype(np.float64), np.isfinite(right)
-    np.testing.assert_array_equal(answer[~finite], right[~finite])  # -inf where no key is allowed
-    return float(np.abs(answer[finite] - right[finite]).max(initial=0))
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from sparse_layers.ops.planning.context_parallel import count_remote_keys, padde
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
 from sparse_layers.ops.select import select_blocks
-from tests.ops.cases import COMPILER, TINY, oracle
+from sparse_layers.tools.oracle import DenseAttention, same_segment
+from tests.ops.cases import COMPILER, TINY
 from tests.ops.kernels import triton_interpreter
 from tests.programs import on_devices
 
@@ -54,8 +55,8 @@ class Case:
     extras: bool = False  # sinks, segment ids and a soft cap
     implementation: str = "xla"
     kv_len: int | None = None
-    by: str = ""  # words of the routes, which are then chosen as if only pairs cost anything
-    chosen: int = 0  # how many queries choose blocks together, if they do
+    by: str = ""  # words of the exchanges, which are then chosen as if only pairs cost anything
+    chosen: int = 0  # granularity of the selection, or 0 for none
     entries: int = 1  # of the batch, on each device
 
 
@@ -83,7 +84,7 @@ CASES = {
     "a dilated window to both sides, ragged": Case(
         sl.Strided(4) & sl.Window(9, 14), 77, 4, by="12 before and 14 behind"
     ),
-    "halos of two strides, joined for a third": Case(
+    "halos of two strides, merged for a third": Case(
         (sl.Causal() & (sl.Strided(9) & sl.Window(36) | sl.Strided(10) & sl.Window(40)), sl.Causal() & sl.Window(90)),
         *(480, 4),
         by="^keys of neighbors, 90 before, by residue of 90$",
@@ -116,7 +117,7 @@ CASES = {
     "GPU kernels": Case(STREAMING, 64, 2, implementation="triton", extras=True),
     "GPU kernels, zigzag": Case(sl.Causal(), 512, 2, (2, 1), implementation="triton", by="zigzag"),
 }
-# Each preset over 2, 4 or 8 devices in turn, by routes as they cost, and of each other three as if only pairs did.
+# Each preset over 2, 4 or 8 devices in turn; in every second group of three, exchanges cost nothing.
 PRESETS = {
     name: Case(
         # Behind a grid there are other tokens.
@@ -183,7 +184,7 @@ def check_case(case):
     allowed = np.asarray(mask) if mask is not None else np.stack([m.dense(t, s) for m in sl.as_masks(case.mask)])
     allowed = np.tile(allowed, (n // len(allowed), 1, 1))[None]
     if ids is not None:
-        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+        allowed = allowed & same_segment(ids, ids)
     chosen = None
     if case.chosen:
         blocks = -(-s // 16)
@@ -191,7 +192,7 @@ def check_case(case):
         pairs = (chosen[:, :, 0, :, None] == np.arange(blocks)).any(2).repeat(case.chosen, 1).repeat(16, 2)[..., :s]
         allowed = allowed & pairs[:, None]
     *qkv, dout, dlse = args
-    right, _ = oracle(*qkv, allowed, dout, dlse, scale=H**-0.5, soft_cap=3.0 if case.extras else None, sinks=sinks)
+    right = DenseAttention(*qkv, allowed, dout, dlse, soft_cap=3.0 if case.extras else None, sinks=sinks).answers
     names = ["out", "lse", "dq", "dk", "dv", *["dsinks"] * case.extras]
 
     def program(q, k, v, sinks, ids, mask, chosen, dout, dlse):
@@ -219,7 +220,7 @@ KINDS = r"(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|co
 
 
 def received(text, devices):
-    """Of forward and backward of a compiled program, how many collectives there are, and bytes that devices receive."""
+    """The numbers of collectives in forward and backward of a compiled program, and the bytes that devices receive."""
     counts, total = (collections.Counter(), collections.Counter()), np.zeros((2, devices))
     for line in text.splitlines():
         found = re.search(rf"= (.*?) {KINDS}(-start)?\(", line)
@@ -242,7 +243,7 @@ def received(text, devices):
 
 
 def planned(case, size, itemsize):
-    """What `received` has to find, by the plan: bytes of forward and backward that devices receive."""
+    """The bytes that devices receive forward and backward, by the plan: those that `received` must find."""
     n, k = case.heads
     token, total = TokenBytes.of(n, k, size, itemsize), np.zeros((2, case.devices))
     for exchange, _ in plan_exchanges(sl.as_masks(case.mask), case.length, case.devices, case.implementation, n // k):
@@ -307,7 +308,7 @@ def check_refusals():
 
 
 def check_choices():
-    """Scorers choose as on one device, of all keys, for documents and lengths that are not shared evenly."""
+    """Scorers select the blocks of one device, for documents and lengths that devices do not divide."""
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AUTO, AUTO))
     scorer = sl.InfLLM(block=32, count=3, local=1, dense_below=0, pool_size=16, pool_stride=8)
     q, k, *_ = arrays(Case(sl.Causal(), 197, batch=2))
@@ -319,7 +320,7 @@ def check_choices():
 
 
 def check_layers():
-    """Blocks, with their layers of attention, give what they give on one device, and weights get the same gradients."""
+    """Residual blocks give the results of one device, and the same gradients of weights."""
     mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AUTO, AUTO))
     x, dout = np.random.default_rng(0).standard_normal((2, 2, 61, 32)).astype(np.float32)
     options = {"num_heads": 4, "num_kv_heads": 2, "features": 32, "seq_len": 61, "use_sinks": True}
@@ -342,7 +343,7 @@ def check_layers():
 
 
 def check_dead_rows():
-    """What comes to queries that see nothing is lost, also NaN; here only the last of the devices has none."""
+    """Cotangents of queries that see no key are dropped, also NaN; here only the last device has no such query."""
     mask = sl.Causal() & ~sl.Window(7)
     q, k, v, *_ = arrays(Case(mask, 24, kv_len=16))
 
@@ -358,11 +359,11 @@ def check_dead_rows():
         assert np.isfinite(other).all()
 
 
-def check_turns(case, turns):
+def check_order(case, barriers):
     """Chunks in zigzag order are computed one after the other, before other parts. XLA orders these."""
     with jax.set_mesh(mesh_of(case)):
         traced = jax.make_jaxpr(functools.partial(both, case, None))(*arrays(case))
-    assert str(traced).count("optimization_barrier") == 2 * turns  # forward and backward
+    assert str(traced).count("optimization_barrier") == 2 * barriers  # forward and backward
 
 
 def main(which):
@@ -371,8 +372,8 @@ def main(which):
     checks = {name: functools.partial(check_case, case) for name, case in globals()[which].items()}
     if which == "CASES":
         checks |= {f"bytes, {name}": functools.partial(check_bytes, case) for name, case in COUNTED.items()}
-        turns = {"fixed, zigzag": 2, "causal, zigzag": 1, "strided": 0}
-        checks |= {f"turns, {x}": functools.partial(check_turns, CASES[x], n) for x, n in turns.items()}
+        barriers = {"fixed, zigzag": 2, "causal, zigzag": 1, "strided": 0}
+        checks |= {f"order, {x}": functools.partial(check_order, CASES[x], n) for x, n in barriers.items()}
         alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_layers, check_dead_rows
         checks |= {check.__name__: check for check in alone}
     prices = context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
@@ -381,7 +382,7 @@ def main(which):
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
         context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
-        TUNING["xla"] = dataclasses.replace(tuned, blocks=((8, 8),), pairs_per_step=0) if free else tuned
+        TUNING["xla"] = dataclasses.replace(tuned, block_shapes=((8, 8),), step_cost=0) if free else tuned
         plan_exchanges.cache_clear()
         padded_length.cache_clear()
         try:
@@ -397,7 +398,7 @@ def main(which):
 
 @pytest.mark.parametrize("name", sl.presets())
 def test_devices_share_a_mask(monkeypatch, name):
-    """What all devices compute by all routes is each allowed pair once."""
+    """All devices together compute each allowed pair once, over all exchanges."""
     masks = sl.as_masks(sl.preset(name, **TINY.get(name, {})))
     for devices, length, price in ((2, 64, 0), (3, 48, 0), (4, 61, 4), (8, 64, 0), (8, 5, 4)):
         monkeypatch.setattr(context_parallel, "RECEIVED_ROW", price)
@@ -418,7 +419,7 @@ def test_devices_share_a_mask(monkeypatch, name):
 
 
 def test_what_is_received_is_little_more_than_what_is_needed():
-    """One device's share of the bounds, in keys: queries in zigzag order move besides."""
+    """The busiest receiver's keys, against their bounds; queries in zigzag order move besides."""
     length, own = 131072, 131072 // 8
     bounds = {
         "sliding_window": 1023,
@@ -453,7 +454,7 @@ FAR = sl.Causal() & sl.Strided(96) & ~sl.Window(100)
     ],
 )
 def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices, words, stride):
-    """And the planner sees it: it looks at few pairs one by one, those at the edges of the mask."""
+    """The planner uses that: it evaluates few pairs one by one, those at the edges of the mask."""
     length, looked_at, strided = 96 * 5 * 16, [0], sl.Strided.__call__
 
     def counted(self, q, k):
@@ -466,21 +467,26 @@ def test_queries_meet_keys_of_their_own_residue_alone(monkeypatch, mask, devices
     looked_at[0] = 0
     for rank in range(devices):
         found = exchange.local_plan(masks, rank, implementation="xla")
-        assert all(f"residue-major order, stride {stride}" in link.orders for link in found.chains[0]), found
+        assert all(
+            f"residue-major order, stride {stride}" in block_pass.order_text for block_pass in found.chains[0]
+        ), found
     assert 0 < looked_at[0] < 1024 * length
 
 
 def test_devices_compute_no_longer_rules_than_one():
-    """What a part leaves to other parts is said of tokens once, not in each of its terms."""
+    """A part excludes the pairs of other parts once, not in each of its terms."""
     terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
     mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
-    alone = max(plan.operations(link.mask) for link in sl.make_plan(mask, 7680, implementation="triton").chains[0])
+    alone = max(
+        plan.count_operations(block_pass.mask)
+        for block_pass in sl.make_plan(mask, 7680, implementation="triton").chains[0]
+    )
     for exchange, masks in plan_exchanges((mask,), 7680, 5, "triton"):
         (chain,) = exchange.local_plan(masks, 4, implementation="triton").chains
-        assert max(plan.operations(link.mask) for link in chain) <= alone + 4, exchange
+        assert max(plan.count_operations(block_pass.mask) for block_pass in chain) <= alone + 4, exchange
 
 
-def test_halos_are_joined_if_rows_keep_their_residues():
+def test_halos_merge_if_rows_keep_their_residues():
     near, far = (sl.Causal() & sl.Strided(n) & sl.Window(5 * n) for n in (96, 100))
     length = 96 * 100 * 8
     (both,) = plan_exchanges((near, sl.Causal() & sl.Window(470)), length, 8, "triton")
@@ -494,15 +500,15 @@ def test_on_eight_devices(which):
     assert on_devices(8, __file__, which) == ""
 
 
-# On TPUs, by the kind of route, with the collectives of forward and backward.
+# On TPUs, by exchange, with the collectives of forward and backward.
 PERMUTE, GATHER, SCATTER, TO_ALL = "collective-permute", "all-gather", "reduce-scatter", "all-to-all"
 TPU = functools.partial(Case, devices=8, heads=(2, 1), implementation="pallas_tpu")
 ON_TPUS = {
-    "neighbors, tokens one by one": (
+    "halo, tokens broadcast": (
         TPU(sl.preset("streaming", window=128, sinks=4), 4096),
         ({PERMUTE: 2 + 6}, {PERMUTE: 2 + 6}),
     ),
-    "residues": (
+    "all-to-all": (
         TPU(sl.preset("sparse_transformer_strided", stride=128), 8192),
         ({PERMUTE: 2, TO_ALL: 5}, {PERMUTE: 2, TO_ALL: 6}),
     ),
@@ -515,7 +521,7 @@ ON_TPUS = {
 
 
 def beside_kernels(text):
-    """How many permutes of a compiled program begin before a kernel, or the choice of one, and end after it."""
+    """The permutes of a compiled program that begin before a kernel, or a switch of kernels, and end after it."""
     travelling, found = set(), set()
     for line in text[text.index("\nENTRY") :].splitlines():  # in the order in which it is run
         if begun := re.search(r"%(\S+) = .* collective-permute-start\(", line):
@@ -530,7 +536,7 @@ def beside_kernels(text):
 @pytest.mark.usefixtures("all_passes")
 @pytest.mark.parametrize("name", ON_TPUS)
 def test_compiles_for_tpus(name):
-    """Eight TPUs that are only described tell each other what the plan says, to the byte, and in steps of their own."""
+    """Programs for eight described TPUs exchange the plan's bytes exactly, in separate collectives."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
     case, collectives = ON_TPUS[name]
     topology = "v5p:2x2x2" if "v5p" in name else "v5e:2x4"

@@ -23,7 +23,8 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops.custom_vjp import CHECKPOINT_NAMES
 from sparse_layers.ops.implementations import IMPLEMENTATIONS
-from tests.ops.cases import COMPILER, oracle
+from sparse_layers.tools.oracle import DenseAttention, same_segment
+from tests.ops.cases import COMPILER
 from tests.ops.test_selections import chosen_pairs
 from tests.programs import on_devices
 
@@ -115,13 +116,13 @@ def check_case(mesh, case):
     heads = ALLOWED if mask is not None else np.stack([each.dense(t) for each in sl.as_masks(case.mask)])
     allowed = np.tile(heads, (case.heads[0] // len(heads), 1, 1))
     if ids is not None:
-        allowed = allowed & ((ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None])[:, None]
+        allowed = allowed & same_segment(ids, ids)
     chosen = None
     if case.chosen:
         blocks = np.random.default_rng(2).integers(-1, 2, (B, -(-t // 16), case.chosen, 1))
         chosen = sl.Selection(blocks, block=16, granularity=16)
         allowed = allowed & chosen_pairs(blocks, 16, 16, case.heads[0], (t, t))
-    right, _ = oracle(q, k, v, allowed, *pull, scale=H**-0.5, sinks=sinks)
+    right = DenseAttention(q, k, v, allowed, *pull, sinks=sinks).answers
     right["lse"] = np.where(np.isfinite(right["lse"]), right["lse"], 0)
 
     def program(q, k, v, sinks, ids, mask, chosen, *pull):

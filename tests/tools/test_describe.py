@@ -36,10 +36,10 @@ def test_describe_counts_pairs_and_blocks(name):
     passes = [int(re.search(r"; (\d+) of", line)[1]) for line in lines if line.startswith("  pass ")]
     assert int(count) == sum(passes)
     (chain,) = sl.make_plan(mask, length, fwd_params=SMALL).chains
-    every = [(-(-length // link.fwd_shape[0])) * (-(-length // link.fwd_shape[1])) for link in chain]
-    expected = sum(link.fwd_blocks / blocks for link, blocks in zip(chain, every, strict=True))
+    every = [(-(-length // block_pass.fwd_shape[0])) * (-(-length // block_pass.fwd_shape[1])) for block_pass in chain]
+    expected = sum(block_pass.fwd_blocks / blocks for block_pass, blocks in zip(chain, every, strict=True))
     assert float(share) == pytest.approx(100 * expected, abs=0.01)
-    if [link.orders for link in chain] == ["natural order"]:
+    if [block_pass.order_text for block_pass in chain] == ["natural order"]:
         assert int(count) == np.count_nonzero(expected_cells(mask, length, length, 16))
     assert not any(
         "blocks" in line for line in lines if not line.startswith(("plan: ", "  pass ", "  nothing", "  try"))
@@ -306,9 +306,9 @@ def test_describe_reports_the_plan():
     plan = sl.make_plan(mask, 4096)
     text = sl.describe(mask, 4096)
     assert "plan: 2 passes, 95 blocks, 9.28% of full attention's" in text and len(plan.chains[0]) == 2
-    assert f"{plan.share(0):.2%}" == "9.28%" and "9.3% of what dense attention computes" in repr(plan)
-    for link in plan.chains[0]:
-        assert f"{link.q_order}; {link.fwd_blocks} of 1024 blocks of 128 x 128" in text
+    assert f"{plan.density(0):.2%}" == "9.28%" and "9.3% of what dense attention computes" in repr(plan)
+    for block_pass in plan.chains[0]:
+        assert f"{block_pass.q_order}; {block_pass.fwd_blocks} of 1024 blocks of 128 x 128" in text
     (chosen, cost), *others = plan.candidates[0]
     assert f"chosen: {chosen}, cost {cost:.3g} pairs" in text
     assert all(f"not taken: {name}" in text for name, _ in others)

@@ -163,11 +163,11 @@ def test_blocks_are_laid_over_each_pass_in_its_own_row_order():
     assert len(chain) == 2 and not chain[1].kv_order.natural
     figure = sl.draw(plan, blocks=True)
     assert [axes.get_title().split("\n")[2].partition(":")[0] for axes in figure.axes] == ["pass 1 of 2", "pass 2 of 2"]
-    for axes, link in zip(figure.axes, chain, strict=True):
-        rows, columns = link.q_order.rows, link.kv_order.rows
-        dense = link.mask.dense(rows, columns)
+    for axes, block_pass in zip(figure.axes, chain, strict=True):
+        rows, columns = block_pass.q_order.rows, block_pass.kv_order.rows
+        dense = block_pass.mask.dense(rows, columns)
         np.testing.assert_array_equal(axes.images[0].get_array(), 2 * dense)
-        assert f"{link.fwd_blocks} of " in axes.get_title() and axes.get_xlabel() == f"key, {link.kv_order}"
+        assert f"{block_pass.fwd_blocks} of " in axes.get_title() and axes.get_xlabel() == f"key, {block_pass.kv_order}"
         corners = [path.get_extents().bounds for path in axes.collections[0].get_paths()]
         tiles = {
             (x, y) for y in range(0, rows, 32) for x in range(0, columns, 32) if dense[y : y + 32, x : x + 32].any()

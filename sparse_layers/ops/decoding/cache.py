@@ -1,11 +1,11 @@
-"""`KVCache`: keys and values of one layer, kept and read as its pattern needs them."""
+"""`KVCache`: the cache of one layer, which keeps the keys and values that its pattern reads."""
 
 import dataclasses
 import functools
 import math
 import reprlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.core
@@ -19,13 +19,10 @@ from ...masks.serialization import register_node
 from ...scorers import Scorer, masks_and_scorer
 from ..kernels.validation import checked_array, checked_scalars, checked_selection, checked_sinks, is_floating
 from ..planning.selection import Selection
-from . import fused, stores, xla
+from . import ring_cache, step
 from .checks import Integers, checked_lengths, checked_positions
-from .layout import Layout, layout
-from .stores import rows_of, some_heads
-
-# Query, key and value of a step.
-Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+from .layout import CacheLayout, cache_layout
+from .ring_cache import join_pages, some_heads
 
 
 @register_node
@@ -36,29 +33,29 @@ Token: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class KVCache:
-    """Keys and values of one attention layer, kept and read as its pattern needs them; a pytree.
+    """The cache of one attention layer: the keys and values that its pattern reads; a pytree.
 
-    Made by `KVCache.empty`. `filled` takes those of a prompt, `step` adds a token and attends from it, or a few tokens
-    at once. A window keeps as many rows as it is wide, a stride reads one residue class, summary columns keep nothing
-    else: a step costs what the pattern's row costs, or with a selection what its blocks cost, and the result is that of
+    `KVCache.empty` creates it. `filled` adds a prompt; `step` adds a token, or a few tokens, and attends from them. A
+    window keeps a ring buffer of its width, a stride reads one residue class, summary columns keep only their tokens. A
+    step costs as much as the pattern's row, or with a selection as much as its blocks. The result is that of
     `block_sparse_attention` in that row.
 
-    Of the last tokens, up to ``max_step`` may be taken back, as speculative decoding rejects what it guessed: the next
-    step begins at an earlier position, and what the cache holds of later ones, numbers that are finite, is not seen.
+    Up to ``max_step`` of the last tokens may be rolled back, as in speculative decoding: the next step starts at an
+    earlier position, and later rows of the cache, which are finite, are masked.
 
     Args:
-      *given: none, see `KVCache.empty`.
-      **fields: the attributes, as JAX hands them over.
+      *args: none, see `KVCache.empty`.
+      **fields: the attributes, as JAX passes them.
 
     Attributes:
-      keys, values: arrays [B, heads, pieces, rows, size], one for each way in which keys are kept.
-      pooled: what a scorer keeps of the keys to choose by, [B, windows, K, H], or None.
+      keys, values: arrays [B, heads, pages, page size, size], one for each store.
+      pooled: the scorer's pooled keys [B, windows, K, H], or None.
       masks: the masks that the heads take in turn.
-      selection: the scorer that chooses the blocks that a step reads, or None.
+      selection: the scorer that selects the blocks that a step reads, or None.
       seq_len: the most tokens.
       num_heads, num_kv_heads: of the queries and of the keys.
       max_step: the most tokens that a step adds.
-      implementation: who attends in steps, "xla" or, where it can, "triton".
+      implementation: of steps, "xla", or "triton" where it can.
 
     Raises:
       ValueError: arrays that do not fit, in the methods that take them.
@@ -76,7 +73,7 @@ class KVCache:
       True
       >>> cache = sl.KVCache.empty(mask, 40, batch=1, num_heads=2, head_size=16, max_step=4)
       >>> cache = cache.filled(k[:, :30], v[:, :30])
-      >>> wrong, cache = cache.step(q[:, 1:5], k[:, 1:5], v[:, 1:5], jnp.array([30]))  # four guesses, and the first ...
+      >>> wrong, cache = cache.step(q[:, 1:5], k[:, 1:5], v[:, 1:5], jnp.array([30]))  # four drafts, and the first ...
       >>> right, cache = cache.step(q[:, 30:33], k[:, 30:33], v[:, 30:33], jnp.array([30]))  # ... was rejected
       >>> bool(jnp.allclose(right, sl.block_sparse_attention(q, k, v, mask)[:, 30:33], atol=1e-5))
       True
@@ -93,10 +90,10 @@ class KVCache:
     max_step: int
     implementation: str
 
-    def __init__(self, *given: Any, **fields: Any):
-        if given or fields.keys() != self.__dataclass_fields__.keys():
+    def __init__(self, *args: Any, **fields: Any):
+        if args or fields.keys() != self.__dataclass_fields__.keys():
             rule = "KVCache is made by KVCache.empty(pattern, seq_len, batch=, num_heads=, head_size=)"
-            raise TypeError(f"{rule}, got arguments {', '.join([*map(reprlib.repr, given), *fields]) or 'none'}")
+            raise TypeError(f"{rule}, got arguments {', '.join([*map(reprlib.repr, args), *fields]) or 'none'}")
         vars(self).update(fields)
 
     def __repr__(self):
@@ -127,10 +124,10 @@ class KVCache:
         max_step: int = 1,
         implementation: str | None = None,
     ) -> "KVCache":
-        """A cache without tokens.
+        """Returns a cache without tokens.
 
         Args:
-          pattern: whatever `as_masks` takes, causal, or a scorer.
+          pattern: an argument of `as_masks`, causal, or a scorer.
           seq_len: the most tokens, >= 1.
           batch: number of sequences B.
           num_heads: of the queries, N.
@@ -138,12 +135,12 @@ class KVCache:
           num_kv_heads: K, a divisor of N; defaults to N.
           value_size: Hv of the values; defaults to H.
           dtype: of keys and values.
-          selection: how steps choose key blocks, see `SparseSelfAttention`.
+          selection: the scorer that selects key blocks, see `SparseSelfAttention`.
           index_size: features of the index keys of a scorer like `MSA`; defaults to head_size.
-          max_step: the most tokens that a step adds, 1..seq_len, and that may be taken back: a window keeps so many
-            more, less one.
-          implementation: who attends in steps: "xla", or "triton", a kernel for NVIDIA GPUs, where it serves the call
-            and arrays are a device's own, and XLA elsewhere. None for "triton".
+          max_step: the most tokens that a step adds, 1..seq_len, and that may be rolled back. Ring buffers are longer
+            by ``max_step - 1`` rows.
+          implementation: of steps: "xla", or "triton", a kernel for NVIDIA GPUs. XLA serves calls that the kernel does
+            not support, and arrays that are sharded. None for "triton".
 
         Raises:
           ValueError: a pattern that is not causal; sizes that are no positive integers or do not divide; a max_step
@@ -167,27 +164,25 @@ class KVCache:
                 f"num_kv_heads={num_kv_heads} and the number of masks, {len(masks)}, must divide num_heads={num_heads}"
                 f"{by_entry(masks)}"
             )
-        held = layout(masks, seq_len, num_heads, num_kv_heads, max_step).stores
-        keys, values = (
-            tuple(jnp.zeros((batch, len(heads), store.runs, store.run, size), dtype) for store, heads in held)
-            for size in (head_size, value_size)
-        )
+        layout = cache_layout(masks, seq_len, num_heads, num_kv_heads, max_step)
+        shapes = [(batch, len(heads), store.num_pages, store.page_size) for store, heads in layout.stores]
+        keys, values = (tuple(jnp.zeros((*shape, size), dtype) for shape in shapes) for size in (head_size, value_size))
         pooled = None
         if scorer is not None and scorer.selects(seq_len):
             index_size = head_size if index_size is None else checked("index_size", index_size, Positive)
-            each = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
-            pooled = jnp.zeros((batch, scorer.windows(seq_len), *each), dtype)
+            pooled_shape = (1, index_size) if scorer.indexed else (num_kv_heads, head_size)
+            pooled = jnp.zeros((batch, scorer.windows(seq_len), *pooled_shape), dtype)
         sizes = {"seq_len": seq_len, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "max_step": max_step}
         arrays: dict[str, Any] = {"keys": keys, "values": values, "pooled": pooled}
         cache = cls(**arrays, masks=masks, selection=scorer, implementation=implementation or "triton", **sizes)
         if pooled is not None:
-            cache.layout.whole()
+            layout.full_store_index()
         return cache
 
     @property
-    def layout(self) -> Layout:
-        """Who reads which of the arrays."""
-        return layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
+    def layout(self) -> CacheLayout:
+        """The stores of the arrays, and the heads that read them."""
+        return cache_layout(self.masks, self.seq_len, self.num_heads, self.num_kv_heads, self.max_step)
 
     @property
     def batch(self) -> int:
@@ -196,14 +191,14 @@ class KVCache:
 
     @property
     def num_reads(self) -> int:
-        """Keys that a step without a selection reads for a query head, of the mask that reads the most."""
+        """Keys that a step reads for a query head: by its selection, or in the row of the mask that reads the most."""
         if self.pooled is not None and self.selection is not None:
             return self.selection.count * self.selection.block
-        return max(sum(part.reads for part in heads.parts) for heads in self.layout.heads)
+        return max(sum(x.num_reads for x in heads.cache_parts) for heads in self.layout.heads)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, and of what a scorer keeps."""
+        """Bytes of all keys and values, and of pooled keys."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
 
     def filled(
@@ -215,17 +210,18 @@ class KVCache:
         index_key: jax.Array | None = None,
         start: int = 0,
     ) -> "KVCache":
-        """The cache after a prompt: it holds the tokens that `written`, one after the other, would have left in it.
+        """Returns the cache after a prompt, as if `written` had added its tokens one by one.
 
-        Or after a piece of one, when it holds the ``start`` tokens before. Sequences that had ended stay as they are.
+        With ``start``, key and value are a chunk of a prompt, and the cache holds the ``start`` tokens before it.
+        Sequences that end before the chunk do not change.
 
         Args:
           key: [B, P, K, H], 1 <= P <= seq_len - start, of tokens start to start + P - 1.
           value: [B, P, K, Hv].
-          lengths: int [B] in 0..start + P, tokens of each sequence so far, what follows is padding and not read; None
+          lengths: int [B] in 0..start + P, tokens of each sequence so far; later rows are padding and not read. None
             for start + P.
-          index_key: [B, P, 1, size], for a scorer like `MSA` alone.
-          start: tokens before these.
+          index_key: [B, P, 1, size], only for a scorer like `MSA`.
+          start: tokens before the chunk.
 
         Returns:
           A new cache.
@@ -240,28 +236,26 @@ class KVCache:
         if not 1 <= length <= self.seq_len - start:
             most = f"{self.seq_len - start}" + (f", from start={start} on" if start else "")
             raise ValueError(f"key must have shape [B, P, K, H] with P in 1..{most}, got {key.shape}")
-        self._check(
-            "B, P, K", length, key=(key, self.num_kv_heads, self.keys), value=(value, self.num_kv_heads, self.values)
-        )
+        self._check("B, P, K", length, **self._key_arrays(key, value))
         last = checked_lengths(lengths, batch, start + length)[:, None] - 1
 
         def fill(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            held = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
+            arrays = arrays if start else jax.tree.map(jnp.zeros_like, arrays)
             return tuple(
-                stores.filled(store, array, some_heads(new, heads, axis=2), start, last)
-                for array, (store, heads) in zip(held, self.layout.stores, strict=True)
+                ring_cache.fill(store, array, some_heads(new, heads, axis=2), start, last)
+                for array, (store, heads) in zip(arrays, self.layout.stores, strict=True)
             )
 
         pooled = None
         if self.pooled is not None and self.selection is not None:
-            # Windows that are not full yet are written when they are; until then nobody sees them.
+            # A window is pooled again when it is full; until then no query sees it.
             inside = start + jnp.arange(length)[None, :, None, None] <= last[..., None, None]
             scored, (size, stride) = jnp.where(inside, self._scored(key, index_key), 0), self.selection.window
-            number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends here
+            number = max(0, -(-(start - size + 1) // stride))  # of the first window that ends in the chunk
             begin = number * stride
             if begin < start:
-                earlier = rows_of(self.keys[self.layout.whole()])[:, :, begin:start].swapaxes(1, 2)
-                scored = jnp.concatenate([earlier.astype(scored.dtype), scored], axis=1)
+                cached = join_pages(self.keys[self.layout.full_store_index()])[:, :, begin:start].swapaxes(1, 2)
+                scored = jnp.concatenate([cached.astype(scored.dtype), scored], axis=1)
             new = self.selection.pool(scored[:, max(0, begin - start) :]).astype(self.pooled.dtype)
             pooled = jax.lax.dynamic_update_slice_in_dim(self.pooled, new, number, axis=1)
         return dataclasses.replace(self, keys=fill(self.keys, key), values=fill(self.values, value), pooled=pooled)
@@ -282,7 +276,7 @@ class KVCache:
     ) -> tuple[jax.Array, "KVCache"]:
         """Adds a token to each sequence, or several, and attends from it: `written`, then `attend` with its options.
 
-        ``index`` are the index queries and keys of a scorer like `MSA`, see there.
+        ``index`` holds the index queries and keys of a scorer like `MSA`, see there.
 
         Returns:
           (out [B, N, Hv] or [B, S, N, Hv] in the dtype of query, the new cache).
@@ -290,74 +284,58 @@ class KVCache:
         Raises:
           ValueError, TypeError, NotImplementedError: as these.
         """
+        query, key, value = checked_array("query", query), checked_array("key", key), checked_array("value", value)
         index_query, index_key = (None, None) if index is None else index
-        options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
-        options["index_query"] = index_query
-
-        def plain(cache: KVCache, sinks: Any, position: Any, token: Token) -> tuple[jax.Array, KVCache]:
-            query, key, value = token
-            # Behind a barrier, or XLA writes the token a second time on the way to the products, into a copy of it all.
-            cache = jax.lax.optimization_barrier(cache.written(key, value, position, index_key=index_key))
-            if query.shape[:-2] != key.shape[:-2]:
-                raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
-            return cache.attend(query, position, **options | {"sinks": sinks}), cache
-
-        token = checked_array("query", query), checked_array("key", key), checked_array("value", value)
-        query, key, value = token
-        one = index is None and selection is None and query.shape[:-2] == key.shape[:-2]
-        if not one or not fused.steps(self, query):
-            return plain(self, sinks, position, token)
-        self._step("K", position, **self._of_keys(key, value))
-        at, several = self._step("N", position, query=(query, self.num_heads, self.keys))
-        of_logits = checked_scalars(scale, logits_soft_cap, query.shape[-1])
-
-        def kernel(cache: KVCache, sinks: Any, position: jax.Array, token: Token) -> tuple[jax.Array, KVCache]:
-            query, key, value = map(several, token)
-            out, keys, values = fused.step(cache, query, key, value, position, sinks, of_logits)
-            return out.reshape(*token[0].shape[:-1], -1), dataclasses.replace(cache, keys=keys, values=values)
-
-        return fused.or_plain(kernel, plain, self, checked_sinks(sinks, self.num_heads), at[:, 0], token)
+        positions, add_axis = self._check_step("K", position, **self._key_arrays(key, value))
+        if query.shape[:-2] != key.shape[:-2]:
+            raise ValueError(f"query must have as many tokens as key, {key.shape[:-2]}, got shape {query.shape}")
+        if index is not None or selection is not None or self.pooled is not None:
+            # Without a barrier, XLA writes the token a second time for the matrix products, into a copy of the cache.
+            cache = jax.lax.optimization_barrier(self.written(key, value, position, index_key=index_key))
+            options: Any = {"scale": scale, "logits_soft_cap": logits_soft_cap, "sinks": sinks, "selection": selection}
+            return cache.attend(query, position, index_query=index_query, **options), cache
+        self._check_step("N", position, query=(query, self.num_heads, self.keys))
+        options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+        arrays, token = (self.keys, self.values), (add_axis(query), add_axis(key), add_axis(value))
+        args = options, arrays, token, positions, checked_sinks(sinks, self.num_heads)
+        out, (keys, values) = step.write_and_attend(self.layout, self.implementation, *args)
+        out = out.astype(query.dtype).reshape(*query.shape[:-1], -1)
+        return out, dataclasses.replace(self, keys=keys, values=values)
 
     def written(
         self, key: jax.Array, value: jax.Array, position: Integers, *, index_key: jax.Array | None = None
     ) -> "KVCache":
-        """The cache with one more token in each sequence, or S of them.
+        """Returns the cache with one more token in each sequence, or S of them.
 
         Args:
           key: [B, K, H], or [B, S, K, H] with S <= max_step.
           value: [B, K, Hv], or [B, S, K, Hv].
-          position: int [B], that of the tokens, or of the first of S: one more than that of the sequence's last token,
-            and the last one < seq_len. If it is less, tokens from there on are taken back: at most max_step of them,
-            with those that were taken back before and have not been written anew.
-          index_key: [B, 1, size] or [B, S, 1, size], for a scorer like `MSA` alone.
+          position: int [B], of the tokens, or of the first of S: usually that behind the sequence's last token. A
+            smaller one rolls tokens back: at most max_step positions, including earlier rollbacks that were not
+            overwritten. Positions must be below seq_len.
+          index_key: [B, 1, size] or [B, S, 1, size], only for a scorer like `MSA`.
 
         Raises:
           ValueError: shapes that do not fit the cache, or positions (outside of jit) that are not in 0..seq_len - S.
           TypeError: key or value is no array.
         """
         key, value = checked_array("key", key), checked_array("value", value)
-        tokens, several = self._step("K", position, **self._of_keys(key, value))
-
-        def write(arrays: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(
-                stores.written(store, array, some_heads(several(new), heads, axis=2), tokens)
-                for array, (store, heads) in zip(arrays, self.layout.stores, strict=True)
-            )
-
-        keys, pooled = write(self.keys, key), None
+        positions, add_axis = self._check_step("K", position, **self._key_arrays(key, value))
+        keys, values = step.write(self.layout, (self.keys, self.values), add_axis(key), add_axis(value), positions)
+        pooled = None
         if self.pooled is not None and self.selection is not None:
             size, stride = self.selection.window
-            first = tokens - size + 1
+            first = positions - size + 1
             if self.selection.indexed:
-                window = several(self._scored(key, index_key))[..., None, :]
+                window = add_axis(self._scored(key, index_key))[..., None, :]
             else:
                 cut = jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, axis=1), (None, 0))
-                window = jax.vmap(cut)(rows_of(keys[self.layout.whole()]), first)
-            ends = (first >= 0) & (first % stride == 0)
-            at = jnp.where(ends, first // stride, self.pooled.shape[1])
+                window = jax.vmap(cut)(join_pages(keys[self.layout.full_store_index()]), first)
+            ends_window = (first >= 0) & (first % stride == 0)
+            row = jnp.where(ends_window, first // stride, self.pooled.shape[1])
             new = self.selection.pooled(window).astype(self.pooled.dtype)
-            pooled = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(self.pooled, at, new)
-        return dataclasses.replace(self, keys=keys, values=write(self.values, value), pooled=pooled)
+            pooled = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))(self.pooled, row, new)
+        return dataclasses.replace(self, keys=keys, values=values, pooled=pooled)
 
     def attend(
         self,
@@ -370,24 +348,24 @@ class KVCache:
         selection: Selection | None = None,
         index_query: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of one query a sequence, or S, over the pattern's row, or over what it has of the blocks chosen.
+        """Returns attention of one query a sequence, or S, over the pattern's row or its part in selected blocks.
 
         Args:
           query: [B, N, H], or [B, S, N, H] with S <= max_step.
-          position: int [B], the queries' positions, or those of the first of S; of the tokens written last.
+          position: int [B], of the queries, or of the first of S; these tokens were written last.
           scale, logits_soft_cap, sinks: as in `block_sparse_attention`.
-          selection: the key blocks that the queries look at, a `Selection` of ids [B, 1, G, k], or [B, S, G, k]; of the
-            keys, only those in its blocks are read. The cache must hold all: see Raises.
-          index_query: [B, K, size] or [B, S, K, size], for a scorer like `MSA` alone.
+          selection: key blocks of the queries, a `Selection` of ids [B, 1, G, k] or [B, S, G, k]; only keys in these
+            blocks are read. The cache must keep all keys, see Raises.
+          index_query: [B, K, size] or [B, S, K, size], only for a scorer like `MSA`.
 
         Returns:
-          [B, N, Hv] or [B, S, N, Hv] in the dtype of query; 0 where a query may attend to nothing.
+          [B, N, Hv] or [B, S, N, Hv] in the dtype of query; 0 where a query sees no key.
 
         Raises:
           ValueError: as `written`; a scale, soft cap, sinks or selection that `block_sparse_attention` refuses.
           TypeError: query is no array, or selection is none.
-          NotImplementedError: a selection where the cache does not keep all keys in a row, as that of `Causal` does and
-            that of a window does not, or where a mask is a table.
+          NotImplementedError: a selection where the cache does not keep all keys in natural order, or where a mask is
+            a table. The cache of `Causal` keeps all keys, that of a window does not.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -398,42 +376,40 @@ class KVCache:
           (1, 2, 16)
         """
         query = checked_array("query", query)
-        at, several = self._step("N", position, query=(query, self.num_heads, self.keys))
-        given = checked_sinks(sinks, self.num_heads)
-        scale, cap = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+        positions, add_axis = self._check_step("N", position, query=(query, self.num_heads, self.keys))
+        logit_sinks = checked_sinks(sinks, self.num_heads)
+        options = checked_scalars(scale, logits_soft_cap, query.shape[-1])
+        args = options, (self.keys, self.values), add_axis(query), positions, logit_sinks
 
-        def chosen(ids: jax.Array | None, block: int | None) -> jax.Array:
-            plain, args = functools.partial(xla.attend, block, (scale, cap)), (self, several(query), at, given, ids)
-            if not fused.attends(self, query, ids is not None):
-                return plain(*args)
-            return fused.or_plain(functools.partial(fused.attend, block, (scale, cap)), plain, *args)
-
-        def all_of_row() -> jax.Array:
-            return chosen(None, None)
+        def attend(selected: tuple[jax.Array, int] | None = None) -> jax.Array:
+            return step.attend(self.layout, self.implementation, *args, selected)
 
         scorer = self.selection
         if selection is not None:
             if scorer is not None:
                 raise ValueError(f"selection must be None, for {scorer} chooses the blocks, got {selection!r}")
-            lengths, heads = (at.shape[1], self.seq_len), (self.num_heads, self.num_kv_heads)
+            lengths, heads = (positions.shape[1], self.seq_len), (self.num_heads, self.num_kv_heads)
             ids = checked_selection(selection, (len(query),), lengths, heads)
-            out = chosen(jnp.repeat(ids, selection.granularity, axis=1)[:, : at.shape[1]], selection.block)
+            ids = jnp.repeat(ids, selection.granularity, axis=1)[:, : positions.shape[1]]
+            out = attend((ids, selection.block))
         elif scorer is None or self.pooled is None:
-            out = all_of_row()
+            out = attend()
         else:
-            scoring, start = several(self._scored(query, index_query)), jnp.zeros((1, at.shape[1]), jnp.int32)
-            out = chosen(scorer.select_rows(scoring, self.pooled, at, start, self.seq_len, scale), scorer.block)
+            scoring = add_axis(self._scored(query, index_query))
+            start = jnp.zeros((1, positions.shape[1]), jnp.int32)
+            ids = scorer.select_rows(scoring, self.pooled, positions, start, self.seq_len, options[0])
+            out = attend((ids, scorer.block))
             if scorer.dense_below > scorer.count * scorer.block:
-                dense = at < scorer.dense_below
-                whole = jax.lax.cond(dense.any(), all_of_row, lambda: out)
-                out = jnp.where(dense[..., None, None], whole, out)
+                dense = positions < scorer.dense_below
+                dense_out = jax.lax.cond(dense.any(), attend, lambda: out)
+                out = jnp.where(dense[..., None, None], dense_out, out)
         return out.astype(query.dtype).reshape(*query.shape[:-1], -1)
 
     def _scored(self, array: jax.Array, index: jax.Array | None) -> jax.Array:
-        """What the scorer scores: queries or keys, or what it has in their place.
+        """Returns the array that the scorer scores: queries or keys, or its index queries or keys.
 
         Raises:
-          ValueError: it has nothing in their place, or something is given that it does not ask for.
+          ValueError: an indexed scorer has no index array, or another scorer has one, or its shape does not fit.
         """
         assert self.selection is not None and self.pooled is not None
         if self.selection.indexed != (index is not None):
@@ -449,7 +425,7 @@ class KVCache:
         return index
 
     def _check(self, axes: str, length: int | None, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]) -> None:
-        """Refuses arrays (x, heads, the cache's arrays of the same size) of another shape; length None: no axis."""
+        """Refuses arrays (x, heads, the cache's arrays of equal size) of another shape; None if they lack the axis."""
         for name, (x, heads, like) in arrays.items():
             shape = (len(like[0]), *([] if length is None else [length]), heads, like[0].shape[-1])
             if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -458,17 +434,17 @@ class KVCache:
                     f"axes are [{axes}, {'Hv' if name == 'value' else 'H'}]"
                 )
 
-    def _of_keys(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[jax.Array, ...]]]:
-        """A token's arrays, as `_check` takes them."""
+    def _key_arrays(self, key: jax.Array, value: jax.Array) -> dict[str, tuple[jax.Array, int, tuple[jax.Array, ...]]]:
+        """Returns key and value as `_check` takes them."""
         return {"key": (key, self.num_kv_heads, self.keys), "value": (value, self.num_kv_heads, self.values)}
 
-    def _step(
+    def _check_step(
         self, axis: str, position: Any, **arrays: tuple[jax.Array, int, tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """Checks arrays of a step, as `_check` takes them, [B, heads, size] or [B, S, heads, size].
+        """Checks the arrays of a step, as `_check` takes them: [B, heads, size] or [B, S, heads, size].
 
         Returns:
-          (the positions of its tokens, [B, S], S = 1 without such an axis; what gives an array this axis if it lacks).
+          (positions [B, S] of the tokens, a function that adds the axis S = 1 to arrays if these lack it).
         """
         (name, (x, *_)), *_ = arrays.items()
         count = x.shape[1] if x.ndim == 4 else None
@@ -477,5 +453,5 @@ class KVCache:
             raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
         self._check(f"B, {axis}" if count is None else f"B, S, {axis}", count, **arrays)
         first = checked_positions(position, len(self.keys[0]), self.seq_len, count or 1)
-        tokens = first[:, None] + jnp.arange(count or 1)[None]
-        return tokens, (lambda x: x[:, None]) if count is None else (lambda x: x)
+        positions = first[:, None] + jnp.arange(count or 1)[None]
+        return positions, (lambda x: x[:, None]) if count is None else (lambda x: x)

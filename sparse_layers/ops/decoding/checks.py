@@ -1,4 +1,4 @@
-"""What caches and layers ask of positions and lengths."""
+"""Checks of the positions and lengths that caches and layers take."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ Integers: TypeAlias = ArrayLike | Sequence[int]
 
 
 def checked_positions(position: Any, batch: int, seq_len: int, count: int = 1) -> jax.Array:
-    """The positions of a token in each sequence, or of the first of several, int32 [batch].
+    """Returns the positions of a token in each sequence, or of the first of several, int32 [batch].
 
     Raises:
       ValueError: another shape or dtype, or (outside of jit) positions outside 0..seq_len - count.
@@ -25,7 +25,7 @@ def checked_positions(position: Any, batch: int, seq_len: int, count: int = 1) -
 
 
 def checked_lengths(lengths: Any, batch: int, longest: int) -> jax.Array:
-    """The lengths of prompts, int32 [batch]; None for ``longest``.
+    """Returns the lengths of prompts, int32 [batch]; ``longest`` for None.
 
     Raises:
       ValueError: another shape or dtype, or (outside of jit) lengths outside 0..longest.

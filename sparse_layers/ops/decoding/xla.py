@@ -1,109 +1,109 @@
-"""A step of decoding in plain XLA: what a query reads is gathered, then multiplied."""
+"""A decoding step in plain XLA, which gathers the keys that a query reads."""
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from ..kernels.numerics import accumulator_dtype
-from .layout import Heads
-from .stores import all_heads, some_heads, taken
-
-if TYPE_CHECKING:
-    from .cache import KVCache
+from .layout import CacheLayout, KVArrays, LogitOptions, MaskHeads
+from .ring_cache import all_heads, gather_pages, some_heads
 
 
 def attend(
+    layout: CacheLayout,
     block: int | None,
-    of_logits: tuple[float, float | None],
-    cache: "KVCache",
+    logit_options: LogitOptions,
+    arrays: KVArrays,
     query: jax.Array,
-    at: jax.Array,
+    positions: jax.Array,
     sinks: jax.Array | None,
     ids: jax.Array | None,
 ) -> jax.Array:
-    """As `fused.attend`."""
+    """Returns attention [B, S, N, Hv] of queries [B, S, N, H] at [B, S], over their rows or blocks ids [B, S, G, k]."""
 
-    def one(query: jax.Array, at: jax.Array, ids: jax.Array | None = None) -> jax.Array:
-        """That of one query a sequence."""
+    def attend_one(query: jax.Array, position: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+        """Returns attention of one query in each sequence."""
         if ids is None or block is None:
-            found = [(heads, _row(cache, heads, at)) for heads in cache.layout.heads]
+            reads = [(heads, _gather_rows(layout, arrays, heads, position)) for heads in layout.heads]
         else:
-            found = [_chosen(cache, at, ids, block)]
-        outs = [_attend(heads, query, reads, *of_logits, sinks) for heads, reads in found]
-        return all_heads(outs, [heads.queries for heads, _ in found], axis=1)
+            reads = [_gather_selected(layout, arrays, position, ids, block)]
+        outs = [_attend(heads, query, of_heads, *logit_options, sinks) for heads, of_heads in reads]
+        return all_heads(outs, [heads.q_heads for heads, _ in reads], axis=1)
 
-    args = (query, at) if ids is None else (query, at, ids)
-    # Mapped, for what queries read as a whole is then read once.
-    out = jax.vmap(one, 1, 1)(*args) if query.shape[1] > 1 else one(*(x[:, 0] for x in args))[:, None]
+    args = (query, positions) if ids is None else (query, positions, ids)
+    # Under vmap, rows that all queries of a sequence read are gathered once.
+    out = jax.vmap(attend_one, 1, 1)(*args) if query.shape[1] > 1 else attend_one(*(x[:, 0] for x in args))[:, None]
     return out.astype(query.dtype)
 
 
-def _row(cache: "KVCache", heads: Heads, position: jax.Array) -> list[tuple[jax.Array, ...]]:
-    """What the heads of one mask read, by part: keys, values, and which of them they see; see `_attend`."""
+def _gather_rows(
+    layout: CacheLayout, arrays: KVArrays, heads: MaskHeads, position: jax.Array
+) -> list[tuple[jax.Array, ...]]:
+    """Returns keys, values and a mask for each part that the heads of one mask read; see `_attend`."""
     reads = []
-    for part in heads.parts:
-        index, held = cache.layout.find(part.store)
-        pieces, allowed = part.places(position)
-        chosen = [held.index(h) for h in heads.keys]
-        k, v = (taken(arrays[index], chosen, pieces) for arrays in (cache.keys, cache.values))
+    for cache_part in heads.cache_parts:
+        index, stored_heads = layout.find(cache_part.store)
+        pages, allowed = cache_part.visible_pages(position)
+        kv_heads = [stored_heads.index(head) for head in heads.kv_heads]
+        k, v = (gather_pages(side[index], kv_heads, pages) for side in arrays)
         reads.append((k, v, allowed[:, None, None]))
     return reads
 
 
-def _chosen(
-    cache: "KVCache", position: jax.Array, ids: jax.Array, block: int
-) -> tuple[Heads, list[tuple[jax.Array, ...]]]:
-    """All heads, by who chooses, and what they read of the blocks ids [B, G, k]; see `_attend`."""
-    heads, start, tokens, seen = cache.layout.listed(position, ids, block)
-    index, kv_heads, width = cache.layout.whole(), cache.num_kv_heads, min(block, cache.seq_len)
+def _gather_selected(
+    layout: CacheLayout, arrays: KVArrays, position: jax.Array, ids: jax.Array, block: int
+) -> tuple[MaskHeads, list[tuple[jax.Array, ...]]]:
+    """Returns all heads, and keys, values and mask of the selected blocks ids [B, G, k]; see `_attend`."""
+    heads, start, tokens, seen = layout.selected_tokens(position, ids, block)
+    index, kv_heads, width = layout.full_store_index(), layout.num_kv_heads, min(block, layout.length)
 
     def blocks(array: jax.Array) -> jax.Array:
-        def one(x, first):
+        def one_block(x, first):
             return jax.lax.dynamic_slice_in_dim(x, first, width, axis=1)
 
-        found = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
-        return found.reshape(*tokens.shape, array.shape[-1])
+        slices = jax.vmap(jax.vmap(jax.vmap(one_block, (None, 0))))(array, start.reshape(len(start), kv_heads, -1))
+        return slices.reshape(*tokens.shape, array.shape[-1])
 
-    # What nobody chose may hold anything, NaN too, and a weight of 0 times NaN is NaN.
-    values = jnp.where(seen.any(2)[..., None], blocks(cache.values[index]), 0)
-    return heads, [(blocks(cache.keys[index]), values, seen)]
+    keys, values = (side[index] for side in arrays)
+    # Rows outside of the selection may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+    selected_values = jnp.where(seen.any(2)[..., None], blocks(values), 0)
+    return heads, [(blocks(keys), selected_values, seen)]
 
 
 def _attend(
-    heads: Heads,
+    heads: MaskHeads,
     query: jax.Array,
     reads: list[tuple[jax.Array, ...]],
     scale: float,
     cap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """The query heads of one mask, [B, len(heads.queries), Hv], float32 at least.
+    """Returns attention of the query heads of one mask, [B, len(heads.q_heads), Hv], at least in float32.
 
-    Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.keys), and bools [B, n or 1, query
+    Each of ``reads`` has keys [B, n, L, H], values [B, n, L, Hv], n = len(heads.kv_heads), and a mask [B, n or 1, query
     heads of each or 1, L].
     """
     dtype = accumulator_dtype(query.dtype)
-    query = some_heads(query, heads.queries)
-    query = query.reshape(len(query), len(heads.keys), -1, query.shape[-1])
-    logits, gathered = [], []
+    query = some_heads(query, heads.q_heads)
+    query = query.reshape(len(query), len(heads.kv_heads), -1, query.shape[-1])
+    scores, values = [], []
     for k, v, allowed in reads:
         x = jnp.einsum("bngh,bnlh->bngl", query, k.astype(query.dtype), preferred_element_type=dtype) * scale
         x = x if cap is None else cap * jnp.tanh(x / cap)
-        logits.append(jnp.where(allowed, x, -jnp.inf))
-        gathered.append(v)
-    start = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
+        scores.append(jnp.where(allowed, x, -jnp.inf))
+        values.append(v)
+    sink = jnp.full((*query.shape[:3], 1), -jnp.inf, dtype)
     if sinks is not None:
-        of_heads = sinks.astype(dtype)[jnp.array(heads.queries)].reshape(1, *query.shape[1:3], 1)
-        start = jnp.broadcast_to(of_heads, start.shape)
-    highest = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True, initial=-jnp.inf) for x in logits), start)
-    highest = jnp.where(highest == -jnp.inf, 0, highest)  # nothing is allowed: weights of 0, and not NaN
-    weights = [jnp.exp(x - highest) for x in logits]
-    total = sum((w.sum(-1, keepdims=True) for w in weights), jnp.exp(start - highest))
-    out = sum(
-        jnp.einsum("bngl,bnlh->bngh", w.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
-        for w, v in zip(weights, gathered, strict=True)
+        grouped = sinks.astype(dtype)[jnp.array(heads.q_heads)].reshape(1, *query.shape[1:3], 1)
+        sink = jnp.broadcast_to(grouped, sink.shape)
+    m_i = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True, initial=-jnp.inf) for x in scores), sink)
+    m_i = jnp.where(m_i == -jnp.inf, 0, m_i)  # a query without keys has weights of 0, not NaN
+    p = [jnp.exp(x - m_i) for x in scores]
+    l_i = sum((x.sum(-1, keepdims=True) for x in p), jnp.exp(sink - m_i))
+    acc = sum(
+        jnp.einsum("bngl,bnlh->bngh", x.astype(query.dtype), v.astype(query.dtype), preferred_element_type=dtype)
+        for x, v in zip(p, values, strict=True)
     )
-    out = out / jnp.where(total == 0, 1, total)
-    return out.reshape(len(out), len(heads.queries), -1)
+    out = acc / jnp.where(l_i == 0, 1, l_i)
+    return out.reshape(len(out), len(heads.q_heads), -1)

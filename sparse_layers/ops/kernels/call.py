@@ -18,7 +18,7 @@ import dataclasses
 
 from ..planning.params import BwdParams, FwdParams
 from ..planning.plan import Pass, Plan
-from ..planning.views import Reordered, RowOrder
+from ..planning.row_orders import Reordered, RowOrder
 from .operands import Operands as Operands
 
 

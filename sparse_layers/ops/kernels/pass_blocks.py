@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..planning.head_groups import HeadGroup, head_groups
-from ..planning.lists import (
+from ..planning.block_lists import (
     BlockPairs,
     StateTable,
     planned_block_pairs,
     run_time_block_pairs,
-    run_time_table,
+    run_time_state_table,
     selected_block_pairs,
     state_table,
-    unpacked_tiles,
+    unpack_tiles,
 )
+from ..planning.head_groups import HeadGroup, head_groups
 from ..planning.plan import Pass
-from ..planning.views import Reordered, RowOrder
+from ..planning.row_orders import Reordered, RowOrder
 from .call import Call
 from .operands import Operands
 
@@ -97,7 +97,7 @@ def blocks_of_pass(
     else:
         pairs, tiles = run_time_blocks(operands, shape, masks, with_tiles)
     if isinstance(tiles, np.ndarray):  # packed
-        tiles = unpacked_tiles(tiles, shape[1]) if len(tiles) else None
+        tiles = unpack_tiles(tiles, shape[1]) if len(tiles) else None
     pairs = pairs.with_segments(operands.segments, orders, shape)
     rule = masks[0] if masks and not with_tiles else None
     return PassBlocks(*orders, shape, pairs, rule, tiles, granularity, operands.segments)
@@ -138,4 +138,4 @@ def state_table_of(
     """Returns the block states of the mask that limits a selection, and its tiles; see `run_time_blocks`."""
     if operands.mask is None:
         return state_table(masks, shape, with_tiles)
-    return run_time_table(operands.mask, shape)
+    return run_time_state_table(operands.mask, shape)

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..planning.lists import BlockLists
-from ..planning.views import Reordered
+from ..planning.block_lists import BlockLists
+from ..planning.row_orders import Reordered
 from .call import Call
 from .numerics import accumulator_dtype, lowered_lse, merge_by_lse
 from .operands import Gradients, Operands
@@ -103,7 +103,7 @@ def _of_operands(operands: Operands, dq, dk, dv) -> Gradients:
 _LEAST_ROWS = 16
 
 
-def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+def _uses_mask_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
     """True if partial blocks are looked up: several masks are not computed in one pass, and some not at all."""
     return len(masks) > 1 or not masks[0].computable
 
@@ -122,7 +122,9 @@ def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequ
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     results = []
     for group in groups:
-        links = [blocks_of_pass(call, operands, group, passes, rows, _in_tiles, dkv=dkv) for passes in group.passes]
+        links = [
+            blocks_of_pass(call, operands, group, passes, rows, _uses_mask_tiles, dkv=dkv) for passes in group.passes
+        ]
         results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
     return [join_heads(parts) for parts in zip(*results, strict=True)]
 
@@ -400,8 +402,8 @@ class _Blocks:
     segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
 
     @staticmethod
-    def of(link: PassBlocks, by_key: bool, query, key, value) -> "_Blocks":
-        lists = link.pairs.lists(by_key)
+    def of(link: PassBlocks, kv_major: bool, query, key, value) -> "_Blocks":
+        lists = link.pairs.lists(kv_major)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
         rows, cols = (n * side for n, side in zip(link.pairs.blocks, link.shape, strict=True))
         segments = link.segments

@@ -81,12 +81,12 @@ def _causal_by_formula(mask: Mask) -> bool:
 
 
 @outside_trace()
-def _first_pair(link: Pass) -> tuple[int, int]:
+def _first_pair(block_pass: Pass) -> tuple[int, int]:
     """The first query of a pass's first block that sees a key, and that key, as tokens."""
-    height, width = link.fwd_shape
-    rows, columns = link.padded(link.fwd_shape)
-    grid = active_blocks(link.mask, rows // height, columns // width, height, width)
+    height, width = block_pass.fwd_shape
+    rows, columns = block_pass.padded(block_pass.fwd_shape)
+    grid = active_blocks(block_pass.mask, rows // height, columns // width, height, width)
     q, k = np.arange(height) + int(grid.rows[0]) * height, np.arange(width) + int(grid.columns[0]) * width
-    by_row = (np.flatnonzero(np.broadcast_to(np.asarray(link.mask(row, k)), k.shape)) for row in q[:, None])
+    by_row = (np.flatnonzero(np.broadcast_to(np.asarray(block_pass.mask(row, k)), k.shape)) for row in q[:, None])
     row, column = next((row, keys[0]) for row, keys in enumerate(by_row) if keys.size)
-    return int(link.q_order.token(q[row])), int(link.kv_order.token(k[column]))
+    return int(block_pass.q_order.token(q[row])), int(block_pass.kv_order.token(k[column]))

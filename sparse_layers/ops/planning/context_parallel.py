@@ -18,9 +18,9 @@ from ...masks.states import EMPTY
 from .blocks import active_blocks, outside_trace
 from .causality import is_causal
 from .exchanges import AllGather, AllToAll, Exchange, Halo, Received
-from .plan import PAIRS_PER_ROW, Wish, split_costs, splits
+from .plan import PAIRS_PER_ROW, Wish, decomposition_costs, decompositions
 from .platforms import TUNING
-from .views import Reordered, RowOrder, period_of
+from .row_orders import Reordered, RowOrder, mask_period
 
 # The cost of a row received from another device, and of one more in the backward pass, in PAIRS_PER_ROW. Between two
 # H200, rows of 32 heads of 128 came at 170 GB/s, two of them in the time of 800 pairs of each head, both ways.
@@ -88,9 +88,11 @@ def padded_length(masks: tuple[Mask, ...], length: int, devices: int, implementa
       >>> padded_length(strided, 5000, 4, "xla"), padded_length(window, 5000, 4, "xla")
       (5120, 5000)
     """
-    if any(period_of(mask) is None for mask in masks):
+    if any(mask_period(mask) is None for mask in masks):
         return length
-    wishes = {wish for mask in masks for _, mask_parts in splits(mask, length, length) for wish, _ in mask_parts}
+    wishes = {
+        wish for mask in masks for _, mask_parts in decompositions(mask, length, length) for wish, _ in mask_parts
+    }
     strides = {_stride_of(wish) for wish in wishes}
     strides = {*strides, math.lcm(*strides)} - {1}
     # Chunks are equally long; or devices, or chunks, have as many tokens of each residue of one stride, or of all.
@@ -148,7 +150,7 @@ def _cheapest_exchanges(
 ) -> tuple[float, dict[Exchange, Mask]]:
     """Returns the cost of one mask by `_cost`, and its parts by exchange; an estimate if it is padded."""
     options = []
-    for number, mask_parts in enumerate(split_costs(mask, length, TUNING[implementation], 2 * devices)):
+    for number, mask_parts in enumerate(decomposition_costs(mask, length, TUNING[implementation], 2 * devices)):
         mask_parts = [(wish, mask_part, _stretch(costs, padded / length)) for wish, mask_part, costs in mask_parts]
         by_exchange = _assign_exchanges(mask_parts, padded, devices, groups)
         if by_exchange is not None:

@@ -24,7 +24,7 @@ from ...masks.algebra import And, Mask, Not, Or
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .params import BwdParams, FwdParams
 from .plan import Plan, Wish, make_plan
-from .views import Reordered, RowOrder, period_of
+from .row_orders import Reordered, RowOrder, mask_period
 
 # The first of a device's tokens, and the one behind the last.
 Span = tuple[int, int]
@@ -119,7 +119,7 @@ class Exchange(abc.ABC):
     def local_mask(self, mask: Mask, rank: int) -> Mask:
         """Returns a mask on the rows of a device; equal masks on as many devices as possible."""
         q_order, kv_order = self.row_orders(rank)
-        if (period := period_of(mask)) is not None and not q_order.phase[0] and not kv_order.phase[0]:
+        if (period := mask_period(mask)) is not None and not q_order.phase[0] and not kv_order.phase[0]:
             # Moved towards the first tokens by whole periods, which changes nothing.
             by = min(q_order.offset, kv_order.offset) // period * period
             moved = [dataclasses.replace(x, offset=x.offset - by) for x in (q_order, kv_order)]

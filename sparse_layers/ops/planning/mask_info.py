@@ -24,8 +24,8 @@ from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.lengths import check_lengths
 from ...masks.states import FULL, PARTIAL
+from .block_lists import tiled
 from .blocks import BlockGrid, active_blocks, masked_tiles
-from .lists import tiled
 
 
 @functools.partial(jax.export.register_namedtuple_serialization, serialized_name="sparse_layers.MaskInfo")
@@ -80,7 +80,7 @@ class HeadMasks:
         return np.broadcast_to(allowed, (q.size, k.size))
 
 
-def masks_for(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
+def masks_for_lengths(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
     """`as_masks`, of masks that must know all positions of these lengths.
 
     Without kv_len they are those of a layer for one sequence, which calls both lengths seq_len; ``name`` is what a
@@ -131,7 +131,7 @@ def bind(mask: Any, heads: int, q_len: int, kv_len: int) -> HeadMasks:
     """
     heads = checked("bind: heads", heads, Positive)
     q_len, kv_len = checked("bind: q_len", q_len, Length), checked("bind: kv_len", kv_len, Length)
-    masks = masks_for(mask, q_len, kv_len)
+    masks = masks_for_lengths(mask, q_len, kv_len)
     if len(masks) > heads:
         raise ValueError(f"bind: there must be at most one mask a head, got {len(masks)} masks for heads={heads}")
     return HeadMasks(masks, (heads, q_len, kv_len))

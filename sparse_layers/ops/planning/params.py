@@ -56,7 +56,7 @@ class KernelParams:
             object.__setattr__(self, field.name, number)
 
     @property
-    def for_kernels(self) -> bool:
+    def has_kernel_settings(self) -> bool:
         """Whether a field is given that says how kernels compute: any but the blocks of the plan."""
         return any(getattr(self, name) is not None for name in _RANGES if name not in ("q_blocksize", "kv_blocksize"))
 
@@ -136,7 +136,7 @@ class BwdParams(KernelParams):
         checked("BwdParams: deterministic", self.deterministic, bool)
 
 
-def checked_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:
+def resolve_params(fwd_params: FwdParams | None, bwd_params: BwdParams | None) -> tuple[FwdParams, BwdParams]:
     """Both parameters, where None takes the defaults; the backward's blocks default to the forward's.
 
     Raises:

@@ -28,13 +28,13 @@ from ...masks.grids import ColumnMajor, Grid
 from ...masks.pictures import FORMULA, shortened
 from ...masks.primitives import BlockDiagonal, Columns, Full, Global, Prefix, Strided
 from ...masks.states import FULL, PARTIAL
+from .block_lists import grid_shape
 from .blocks import BlockGrid, active_blocks, outside_trace
 from .changing_masks import note_masks
-from .lists import grid_shape
-from .mask_info import MaskInfo, bind, masks_for, process_mask
-from .params import BwdParams, FwdParams, checked_params
-from .platforms import TUNING, Tuning, checked_implementation, first_choice
-from .views import Reordered, RowOrder
+from .mask_info import MaskInfo, bind, masks_for_lengths, process_mask
+from .params import BwdParams, FwdParams, resolve_params
+from .platforms import TUNING, Tuning, check_implementation, default_implementation
+from .row_orders import Reordered, RowOrder
 
 Wish = tuple[RowOrder, RowOrder]
 
@@ -85,12 +85,12 @@ class Pass:
         return self._info(self.bwd_shape, is_dkv=True)
 
     @property
-    def orders(self) -> str:
+    def order_text(self) -> str:
         """The row orders of queries and of keys, in words."""
         return _name((self.q_order, self.kv_order))
 
     @property
-    def blocks(self) -> str:
+    def block_text(self) -> str:
         """How many blocks the forward computes, of how many of which shape, in words."""
         rows, columns = (n // side for n, side in zip(self.padded(self.fwd_shape), self.fwd_shape, strict=True))
         return f"{self.fwd_blocks} of {rows * columns} blocks of {self.fwd_shape[0]} x {self.fwd_shape[1]}"
@@ -130,17 +130,17 @@ class Plan:
     def __repr__(self):
         lines = [f"Plan of {self.q_len} queries x {self.kv_len} keys for {self.implementation!r}"]
         for h, (mask, chain) in enumerate(zip(self.masks, self.chains, strict=True)):
-            lines.append(f"{shortened(repr(mask), FORMULA)}: {self.share(h):.1%} of what dense attention computes")
-            lines += [f"  {one.orders}: {one.blocks}" for one in chain]
+            lines.append(f"{shortened(repr(mask), FORMULA)}: {self.density(h):.1%} of what dense attention computes")
+            lines += [f"  {one.order_text}: {one.block_text}" for one in chain]
         return "\n".join(lines)
 
-    def share(self, h: int) -> float:
+    def density(self, h: int) -> float:
         """The share of the blocks of full attention that the forward passes of mask h compute."""
         dense = (-(-self.q_len // one.fwd_shape[0]) * -(-self.kv_len // one.fwd_shape[1]) for one in self.chains[h])
         return sum(one.fwd_blocks / blocks for one, blocks in zip(self.chains[h], dense, strict=True))
 
     @functools.cached_property
-    def sees_itself(self) -> bool:
+    def allows_diagonal(self) -> bool:
         """Whether every query may attend to the key at its own position, so that no row is empty."""
         if self.q_len > self.kv_len:
             return False
@@ -148,7 +148,7 @@ class Plan:
         with outside_trace():
             return all(bool(np.asarray(mask(place, place)).all()) for mask in self.masks)
 
-    def of_heads(self, first: int, count: int) -> "Plan":
+    def for_heads(self, first: int, count: int) -> "Plan":
         """The plan of ``count`` heads from head ``first`` on, of all that take this plan's masks in turn."""
         turn = [self.masks.index(self.masks[head % len(self.masks)]) for head in range(first, first + count)]
         period = next(p for p in range(1, count + 1) if count % p == 0 and turn == turn[:p] * (count // p))
@@ -203,28 +203,28 @@ def make_plan(
     """
     kv_len = q_len if kv_len is None else kv_len
     q_len, kv_len = checked("q_len", q_len, Length), checked("kv_len", kv_len, Length)
-    masks = masks_for(mask, q_len, kv_len)
-    fwd_params, bwd_params = checked_params(fwd_params, bwd_params)
-    checked_implementation(implementation)
+    masks = masks_for_lengths(mask, q_len, kv_len)
+    fwd_params, bwd_params = resolve_params(fwd_params, bwd_params)
+    check_implementation(implementation)
     note_masks(masks)
-    name = implementation or first_choice()
+    name = implementation or default_implementation()
     return _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, name, TUNING[name])
 
 
 @bounded_cache()
-def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, tuned) -> Plan:
+def _make_plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, tuning) -> Plan:
     # By tuning, not by name: implementations that are tuned alike share their chains.
-    options = fwd_params, bwd_params, tuned
+    options = fwd_params, bwd_params, tuning
     chains, candidates = zip(*(_make_chain(mask, q_len, kv_len, *options) for mask in masks), strict=True)
     return Plan(masks, q_len, kv_len, fwd_params, bwd_params, implementation, chains, candidates)
 
 
 @bounded_cache()
-def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
+def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuning):
     """The cheapest chain for one mask, and what was weighed."""
     weighed = []
-    for number, (name, groups) in enumerate(splits(mask, q_len, kv_len, tuned)):
-        passes = [_Draft(Reordered(part, *wish), fwd_params, tuned) for wish, part in groups]
+    for number, (name, groups) in enumerate(decompositions(mask, q_len, kv_len, tuning)):
+        passes = [_Draft(Reordered(part, *wish), fwd_params, tuning) for wish, part in groups]
         passes = [draft for draft in passes if draft.blocks]
         weighed.append((sum(draft.cost for draft in passes), number, name, passes))
     weighed.sort(key=lambda entry: entry[:2])
@@ -235,24 +235,26 @@ def _make_chain(mask, q_len, kv_len, fwd_params, bwd_params, tuned):
 class _Draft:
     """A pass of a candidate: its blocks counted, its lists not yet made."""
 
-    def __init__(self, mask: Reordered, params: FwdParams, tuned: Tuning):
-        self.mask, self.tuned = mask, tuned
+    def __init__(self, mask: Reordered, params: FwdParams, tuning: Tuning):
+        self.mask, self.tuning = mask, tuning
         if params.q_blocksize is None and params.kv_blocksize is None:
-            self.shape = _cheapest(mask, tuned)
+            self.shape = _cheapest(mask, tuning)
         else:
-            self.shape = _block_shape(mask, params, tuned.blocks[0])
+            self.shape = _block_shape(mask, params, tuning.block_shapes[0])
         self.blocks = _count(mask, self.shape)[0]
-        self.cost = _cost(mask, self.shape, tuned)
+        self.cost = _cost(mask, self.shape, tuning)
 
     def finish(self, params: BwdParams) -> Pass:
         explicit = params.q_blocksize is not None or params.kv_blocksize is not None
-        own = (self.tuned.deterministic if params.deterministic else None) or self.tuned.backward
-        default = own or (self.tuned.blocks[0] if explicit else self.shape)
-        (rows, keys), largest = self.shape, self.tuned.blocks[-1]
+        own = (
+            self.tuning.deterministic_bwd_block_shape if params.deterministic else None
+        ) or self.tuning.bwd_block_shape
+        default = own or (self.tuning.block_shapes[0] if explicit else self.shape)
+        (rows, keys), largest = self.shape, self.tuning.block_shapes[-1]
         grown = math.isqrt(rows * keys // math.prod(largest))
         if own and not explicit and grown > 1:  # as the forward's are, where lists would be too long
             default = own[0] * grown, own[1] * grown
-        elif self.tuned.stretch and not explicit and keys > largest[1]:
+        elif self.tuning.max_stretched_keys and not explicit and keys > largest[1]:
             default = keys, max(rows, largest[1])
         bwd_shape = _block_shape(self.mask, params, default)
         bwd_blocks = _count(self.mask, bwd_shape)[0]
@@ -268,61 +270,63 @@ def _block_shape(mask: Reordered, params: FwdParams | BwdParams, default: tuple[
     return sizes[0], sizes[1]
 
 
-def _cost(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> int:
+def _cost(mask: Reordered, shape: tuple[int, int], tuning: Tuning) -> int:
     blocks, cells = _count(mask, shape)
-    extra = tuned.partial - 1
-    if tuned.operations is not None and not in_tiles(mask, shape, tuned):
-        extra += tuned.operation * max(0, operations(mask) - tuned.operations)
+    extra = tuning.partial_cost - 1
+    if tuning.max_operations is not None and not uses_mask_tiles(mask, shape, tuning):
+        extra += tuning.operation_cost * max(0, count_operations(mask) - tuning.max_operations)
     pairs = shape[0] * shape[1] * (blocks + extra * _partial(mask, shape))
-    pairs = (pairs + blocks * tuned.pairs_per_step) * dict(zip(tuned.blocks, tuned.factors, strict=False)).get(shape, 1)
+    pairs = (pairs + blocks * tuning.step_cost) * dict(zip(tuning.block_shapes, tuning.cost_factors, strict=False)).get(
+        shape, 1
+    )
     rows = mask.q_order.rows + mask.kv_order.rows
     return round(pairs) + PAIRS_PER_ROW * rows + PAIRS_PER_CELL * cells
 
 
-def _cheapest(mask: Reordered, tuned: Tuning) -> tuple[int, int]:
+def _cheapest(mask: Reordered, tuning: Tuning) -> tuple[int, int]:
     """The block shape of least cost. Finer ones are tried as long as they gain, so a dense mask never lists them."""
-    *finer, largest = (_block_shape(mask, FwdParams(), size) for size in tuned.blocks)
-    best = _affordable(mask, largest, tuned)
+    *finer, largest = (_block_shape(mask, FwdParams(), size) for size in tuning.block_shapes)
+    best = _affordable(mask, largest, tuning)
     for shape in reversed(finer):
         if shape == best:
             continue
-        if best != largest or not _fits(mask, shape, tuned) or _cost(mask, shape, tuned) >= _cost(mask, best, tuned):
+        if best != largest or not _fits(mask, shape, tuning) or _cost(mask, shape, tuning) >= _cost(mask, best, tuning):
             break
         best = largest = shape
     return best
 
 
-def _affordable(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
+def _affordable(mask: Reordered, shape: tuple[int, int], tuning: Tuning) -> tuple[int, int]:
     """``shape``, grown until its block lists fit.
 
     Goes from coarse to fine, so that the fine blocks of a dense mask, too many, are never listed.
     """
     shapes = [shape]
     while math.prod(grid_shape(mask, shapes[-1])) > MAX_CELLS:
-        shapes.append(_grown(shapes[-1], tuned))
+        shapes.append(_grown(shapes[-1], tuning))
     coarse = shapes.pop()
     while shapes:
         at_most = len(_grid(mask, coarse).rows) * (math.prod(coarse) // math.prod(shape))
-        if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuned):
+        if at_most <= 4 * MAX_CELLS and _fits(mask, shape, tuning):
             return shape
-        if not _fits(mask, shapes[-1], tuned):
+        if not _fits(mask, shapes[-1], tuning):
             break
         coarse = shapes.pop()
-    while not _fits(mask, coarse, tuned) and max(coarse) < (tuned.largest or math.inf):
-        coarse = _grown(coarse, tuned)
+    while not _fits(mask, coarse, tuning) and max(coarse) < (tuning.max_block or math.inf):
+        coarse = _grown(coarse, tuning)
     return coarse
 
 
-def _grown(shape: tuple[int, int], tuned: Tuning) -> tuple[int, int]:
+def _grown(shape: tuple[int, int], tuning: Tuning) -> tuple[int, int]:
     """The next larger block, where lists would be too long."""
     rows, keys = shape
-    return (rows, 2 * keys) if 2 * keys <= tuned.stretch else (2 * rows, 2 * keys)
+    return (rows, 2 * keys) if 2 * keys <= tuning.max_stretched_keys else (2 * rows, 2 * keys)
 
 
-def _fits(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
+def _fits(mask: Reordered, shape: tuple[int, int], tuning: Tuning) -> bool:
     blocks, cells = _count(mask, shape)
-    size = (8 if in_tiles(mask, shape, tuned) else 4) * (blocks + max(grid_shape(mask, shape)))
-    return cells <= MAX_CELLS and (tuned.list_bytes is None or size <= tuned.list_bytes)
+    size = (8 if uses_mask_tiles(mask, shape, tuning) else 4) * (blocks + max(grid_shape(mask, shape)))
+    return cells <= MAX_CELLS and (tuning.max_list_bytes is None or size <= tuning.max_list_bytes)
 
 
 def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
@@ -334,11 +338,11 @@ def _count(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
     return len(grid.rows), grid.num_rows * widest[0] + grid.num_columns * widest[1]
 
 
-def in_tiles(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
+def uses_mask_tiles(mask: Reordered, shape: tuple[int, int], tuning: Tuning) -> bool:
     """Whether kernels read masked blocks of a shape as tiles that are made beforehand; else they compute the rule."""
-    if not mask.computable or tuned.operations is None:
+    if not mask.computable or tuning.max_operations is None:
         return not mask.computable
-    if operations(mask) <= tuned.operations:
+    if count_operations(mask) <= tuning.max_operations:
         return False
     while math.prod(grid_shape(mask, shape)) > MAX_CELLS:  # too many to list; larger ones hold no fewer pairs
         shape = 2 * shape[0], 2 * shape[1]
@@ -346,7 +350,7 @@ def in_tiles(mask: Reordered, shape: tuple[int, int], tuned: Tuning) -> bool:
 
 
 @bounded_cache()
-def operations(mask: Mask) -> int:
+def count_operations(mask: Mask) -> int:
     """How many operations a mask's rule takes for each pair, besides those for each query and for each key alone."""
     sides, pairs = [jax.ShapeDtypeStruct(shape, np.int32) for shape in ((2, 1), (1, 3))], (2, 3)
 
@@ -376,14 +380,14 @@ def _round_up(n: int, block: int) -> int:
 # --- candidates ------------------------------------------------------------------------------------------------------
 
 
-def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
+def decompositions(mask: Mask, q_len: int, kv_len: int, tuning: Tuning | None = None):
     """Yields (description, [(row orders, part of the mask)]), the parts disjoint and their union the mask.
 
     Grids are cut into tiles only if it is said what blocks cost.
     """
     natural: Wish = (RowOrder(q_len), RowOrder(kv_len))
     yield str(natural[0]), [(natural, mask)]
-    terms = [(_wish(term, q_len, kv_len, tuned) or natural, functools.reduce(And, term)) for term in _terms(mask)]
+    terms = [(_wish(term, q_len, kv_len, tuning) or natural, functools.reduce(And, term)) for term in _terms(mask)]
     wishes = list(dict.fromkeys(wish for wish, _ in terms if wish != natural))
     if len(terms) > MAX_TERMS or not wishes:
         return
@@ -402,7 +406,9 @@ def splits(mask: Mask, q_len: int, kv_len: int, tuned: Tuning | None = None):
 
 
 @bounded_cache()
-def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int) -> list[list[tuple[Wish, Mask, np.ndarray]]]:
+def decomposition_costs(
+    mask: Mask, length: int, tuning: Tuning, pieces: int
+) -> list[list[tuple[Wish, Mask, np.ndarray]]]:
     """The parts of each of the `splits`, but for those of grids into tiles, and what they cost.
 
     Args:
@@ -415,10 +421,10 @@ def split_costs(mask: Mask, length: int, tuned: Tuning, pieces: int) -> list[lis
       For each split, the parts that hold anything: (row orders, part of the mask, cost in pairs of each piece).
     """
     costs = []
-    for _, groups in splits(mask, length, length):
+    for _, groups in decompositions(mask, length, length):
         found = []
         for wish, part in groups:
-            draft = _Draft(Reordered(part, *wish), FwdParams(), tuned)
+            draft = _Draft(Reordered(part, *wish), FwdParams(), tuning)
             if draft.blocks:
                 token = np.minimum(wish[0].token(_grid(draft.mask, draft.shape).rows * draft.shape[0]), length - 1)
                 share = np.bincount(token * pieces // length, minlength=pieces) / draft.blocks
@@ -490,7 +496,7 @@ def _shown(mask: Reordered) -> Mask:
     factors = _factors(mask.mask)
     for factor in factors:
         rest = [x for x in factors if x is not factor]
-        if isinstance(factor, Strided) and mask.same_residues(factor.stride):
+        if isinstance(factor, Strided) and mask.keeps_residues(factor.stride):
             # With nothing else to say, that rows have tokens is still to be said.
             return And(factor, dataclasses.replace(mask, mask=functools.reduce(And, rest) if rest else Full()))
     for factor in factors:
@@ -509,15 +515,15 @@ def _factors(mask: Mask) -> list[Mask]:
 def _has_stride(mask: Mask, rows: Reordered) -> bool:
     if isinstance(mask, And | Or):
         return _has_stride(mask.left, rows) or _has_stride(mask.right, rows)
-    return isinstance(mask, Strided) and rows.same_residues(mask.stride)
+    return isinstance(mask, Strided) and rows.keeps_residues(mask.stride)
 
 
-def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) -> Wish | None:
+def _wish(factors: list[Mask], q_len: int, kv_len: int, tuning: Tuning | None) -> Wish | None:
     """The row orders that a term asks for; None for natural order."""
     for factor in factors:
         if isinstance(factor, Strided) and 1 < factor.stride < min(q_len, kv_len):
             return RowOrder.residue_major(q_len, factor.stride), RowOrder.residue_major(kv_len, factor.stride)
-        if tuned and isinstance(factor, Grid | ColumnMajor) and (tiles := _tiles(factor, max(q_len, kv_len), tuned)):
+        if tuning and isinstance(factor, Grid | ColumnMajor) and (tiles := _tiles(factor, max(q_len, kv_len), tuning)):
             return RowOrder.tiled(q_len, factor, *tiles), RowOrder.tiled(kv_len, factor, *tiles)
     q_order, kv_order = RowOrder(q_len), RowOrder(kv_len)
     for factor in factors:
@@ -529,13 +535,13 @@ def _wish(factors: list[Mask], q_len: int, kv_len: int, tuned: Tuning | None) ->
 
 
 @bounded_cache()
-def _tiles(grid: Grid | ColumnMajor, length: int, tuned: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _tiles(grid: Grid | ColumnMajor, length: int, tuning: Tuning) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The cheapest tile, no smaller than a block, and its phase; None for a part of a row, as in natural order."""
     if isinstance(grid, ColumnMajor):
         return (grid.rows, 1), (0, 0)
     shape = RowOrder.tiled(length, grid, grid.shape, ()).shape
     axes = [_tile_pairs(*axis) for axis in zip(grid.axes, shape, strict=True)]
-    least, largest = max(tuned.blocks[0]), max(tuned.blocks[-1])
+    least, largest = max(tuning.block_shapes[0]), max(tuning.block_shapes[-1])
     tiles = [x for x in itertools.product(*axes) if least // 2 < math.prod(x) <= 4 * largest]
 
     def met(tokens: int, block: int) -> int:  # by a tile, of the blocks that hold it, if it begins anywhere it may
@@ -543,11 +549,11 @@ def _tiles(grid: Grid | ColumnMajor, length: int, tuned: Tuning) -> tuple[tuple[
 
     def cost(tile):  # pairs of tiles on the grid are pairs on each axis; of equals, those with the longest rows
         _, counts, full = map(math.prod, zip(*(axis[n] for axis, n in zip(axes, tile, strict=True)), strict=True))
-        sides = [[met(math.prod(tile), block) for block in shape] for shape in tuned.blocks]
-        steps = [math.prod(n) / math.prod(shape) for n, shape in zip(sides, tuned.blocks, strict=True)]
-        pairs = counts + (tuned.partial - 1) * (counts - full)
+        sides = [[met(math.prod(tile), block) for block in shape] for shape in tuning.block_shapes]
+        steps = [math.prod(n) / math.prod(shape) for n, shape in zip(sides, tuning.block_shapes, strict=True)]
+        pairs = counts + (tuning.partial_cost - 1) * (counts - full)
         each = zip(sides, steps, strict=True)
-        return min(pairs * math.prod(n) + counts * step * tuned.pairs_per_step for n, step in each), tile
+        return min(pairs * math.prod(n) + counts * step * tuning.step_cost for n, step in each), tile
 
     best = min(tiles, key=cost, default=(1,))
     return (best, tuple(axis[n][0] for axis, n in zip(axes, best, strict=True))) if math.prod(best[:-1]) > 1 else None

@@ -19,51 +19,53 @@ FALLBACK = ("xla",)
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What the planner knows of an implementation when block sizes are left to it.
+    """The block shapes of an implementation and their costs, by which the planner chooses.
 
-    Costs are in (query, key) pairs: the time that the implementation takes for as many pairs of a block.
+    A cost is a number of (query, key) pairs: the time that the implementation takes for as many pairs of a block.
 
     Attributes:
-      blocks: block shapes (queries, keys) to choose from, ascending.
-      factors: for each of the blocks, what its cost is multiplied by; () for 1.
-      pairs_per_step: cost of one block whatever its size.
-      partial: cost of a pair in a block that needs a mask.
-      operations: how many operations on each pair a mask's rule may take to be computed in kernels; they read blocks of
-        masks that take more, as tiles made beforehand. None: they compute what they can.
-      operation: what each operation adds to ``partial`` where a rule that takes more has to be computed.
-      list_bytes: what the block lists of a pass may take, at 4 bytes a block, 8 if its mask is given in tiles; None for
-        no limit. Where it is passed, blocks grow, ...
-      largest: ... but not beyond this size.
-      stretch: up to so many keys blocks grow along keys alone, and along queries backward; then along both.
-      backward: block shape of the backward pass; None for that of the forward pass.
-      deterministic: the same of gradients that must not differ from run to run; None for ``backward``.
-      capability: the compute capability that a GPU must have, as JAX says it; None for any device.
-      itemsize: bytes of the elements that it computes with; None for any.
-      head_sizes: those that it takes; None for all.
-      jax: the first version of JAX that it runs with.
+      block_shapes: block shapes (queries, keys) to choose from, ascending.
+      cost_factors: one factor for the cost of each block shape; () for 1.
+      step_cost: cost of one block of any size.
+      partial_cost: cost of a pair in a PARTIAL block.
+      max_operations: kernels compute a mask's rule if it takes at most this number of operations for each pair, and
+        read mask tiles otherwise. None: they compute every computable mask.
+      operation_cost: added to ``partial_cost`` for each operation above ``max_operations`` if the rule is computed
+        nonetheless.
+      max_list_bytes: limit of the block lists of a pass, at 4 bytes a block, or 8 with mask tiles; None for no limit.
+        Above it, blocks grow.
+      max_block: largest side of a block that grows.
+      max_stretched_keys: blocks grow along the keys alone up to this length, and backward along the queries; then
+        along both.
+      bwd_block_shape: block shape of the backward pass; None for that of the forward pass.
+      deterministic_bwd_block_shape: the same under ``BwdParams(deterministic=True)``; None for ``bwd_block_shape``.
+      capability: compute capability that a GPU must have, as JAX writes it; None for any device.
+      itemsize: bytes of an element that it computes with; None for any.
+      head_sizes: head sizes that it takes; None for all.
+      min_jax: the first version of JAX that it runs with.
     """
 
-    blocks: tuple[tuple[int, int], ...]
-    factors: tuple[float, ...] = ()
-    pairs_per_step: int = 0
-    partial: float = 1.0
-    operations: int | None = None
-    operation: float = 0.0
-    list_bytes: int | None = None
-    largest: int | None = None
-    stretch: int = 0
-    backward: tuple[int, int] | None = None
-    deterministic: tuple[int, int] | None = None
+    block_shapes: tuple[tuple[int, int], ...]
+    cost_factors: tuple[float, ...] = ()
+    step_cost: int = 0
+    partial_cost: float = 1.0
+    max_operations: int | None = None
+    operation_cost: float = 0.0
+    max_list_bytes: int | None = None
+    max_block: int | None = None
+    max_stretched_keys: int = 0
+    bwd_block_shape: tuple[int, int] | None = None
+    deterministic_bwd_block_shape: tuple[int, int] | None = None
     capability: str | None = None
     itemsize: int | None = None
     head_sizes: range | None = None
-    jax: tuple[int, ...] = ()
+    min_jax: tuple[int, ...] = ()
 
 
-_UNTUNED = Tuning(blocks=((128, 128),))
+_UNTUNED = Tuning(block_shapes=((128, 128),))
 # Measured on an H200 at head size 128: dense attention takes 1.17 times as long in blocks of 64 queries, and masks take
 # 5 to 8 % where all blocks need them.
-_TRITON = Tuning(blocks=((64, 64), (128, 64)), pairs_per_step=1700, partial=1.08, backward=(64, 64))
+_TRITON = Tuning(block_shapes=((64, 64), (128, 64)), step_cost=1700, partial_cost=1.08, bwd_block_shape=(64, 64))
 TUNING = {
     # By the compiler's cycle estimates for v5e and v6e (benchmarks/tpu.py), head size 128, a forward step costs about
     # 600 cycles, 300 pairs one cycle, masked 210; larger heads shift both alike. A tile of bits costs what a rule
@@ -71,27 +73,27 @@ TUNING = {
     # forward cycles in tiles than by its 5, and bigbird at 8192 tokens 82 % fewer than by its 19. Lists are kept in
     # scalar memory, of which there are 2**20 bytes; larger blocks than 2048 do not fit vector memory.
     "pallas_tpu": Tuning(
-        blocks=((256, 256), (512, 512), (1024, 1024)),
-        pairs_per_step=160_000,
-        partial=1.4,
-        operations=3,
-        operation=0.2,
-        list_bytes=960_000,
-        largest=2048,
+        block_shapes=((256, 256), (512, 512), (1024, 1024)),
+        step_cost=160_000,
+        partial_cost=1.4,
+        max_operations=3,
+        operation_cost=0.2,
+        max_list_bytes=960_000,
+        max_block=2048,
     ),
     # Its kernels hold 128 rows, and walk over longer blocks in tiles. A pass with fewer than 2.55 times as many blocks
     # of 64 is left to plain Triton, which is as fast then: measured on an H200, neighbourhoods and windows on grids.
     "hopper": dataclasses.replace(
         _TRITON,
-        blocks=((64, 64), (128, 128)),
-        factors=(1.22, 1.0),
-        stretch=8192,
-        backward=None,
-        deterministic=_TRITON.backward,
+        block_shapes=((64, 64), (128, 128)),
+        cost_factors=(1.22, 1.0),
+        max_stretched_keys=8192,
+        bwd_block_shape=None,
+        deterministic_bwd_block_shape=_TRITON.bwd_block_shape,
         capability="9.0",
         itemsize=2,
         head_sizes=range(8, 129, 8),
-        jax=(0, 11, 1),
+        min_jax=(0, 11, 1),
     ),
     "triton": _TRITON,
     "cudnn": _TRITON,  # it has no blocks; what it cannot serve goes to Triton
@@ -100,7 +102,7 @@ TUNING = {
 }
 
 
-def checked_implementation(name: Any) -> None:
+def check_implementation(name: Any) -> None:
     """Refuses what is neither None nor the name of an implementation.
 
     Raises:
@@ -144,21 +146,21 @@ def platform() -> str:
     device = device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         return jax.default_backend()
-    return generic(device if isinstance(device, str) else device.platform)
+    return platform_family(device if isinstance(device, str) else device.platform)
 
 
-def generic(platform: str) -> str:
+def platform_family(platform: str) -> str:
     """A platform's name here: "gpu" for those of any maker."""
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def own_arrays() -> bool:
+def has_local_arrays() -> bool:
     """Whether arrays are a device's own, as kernels need them that nobody splits: inside `jax.shard_map` they are."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.device_count() == 1 if mesh.empty else mesh.size == 1 or {*mesh.axis_types} == {AxisType.Manual}
 
 
-def candidates(platform: str) -> tuple[str, ...]:
+def implementation_order(platform: str) -> tuple[str, ...]:
     """What `implementation=None` tries on a platform, in this order."""
     return *PREFERRED.get(platform, ()), *FALLBACK
 
@@ -173,14 +175,14 @@ def gpu() -> Any:
         return None
 
 
-def first_choice(dtype: Any = None, head_size: int | None = None) -> str:
+def default_implementation(dtype: Any = None, head_size: int | None = None) -> str:
     """The first implementation that is tried on this device, of those that take a dtype and a head size, if given."""
     here, itemsize = platform(), dtype and np.dtype(dtype).itemsize
     capability = getattr(gpu(), "compute_capability", None) if here == "gpu" else None
-    for name in candidates(here):
-        tuned = TUNING[name]
-        fits = tuned.capability in (None, capability) and (assumed() or tuned.jax <= jax.__version_info__)
-        fits = fits and (not itemsize or tuned.itemsize in (None, itemsize))
-        if fits and (not head_size or tuned.head_sizes is None or head_size in tuned.head_sizes):
+    for name in implementation_order(here):
+        tuning = TUNING[name]
+        fits = tuning.capability in (None, capability) and (assumed() or tuning.min_jax <= jax.__version_info__)
+        fits = fits and (not itemsize or tuning.itemsize in (None, itemsize))
+        if fits and (not head_size or tuning.head_sizes is None or head_size in tuning.head_sizes):
             return name
     raise AssertionError("what is tried last takes everything")

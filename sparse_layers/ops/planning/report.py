@@ -8,7 +8,7 @@ from ...masks.counting import count
 from ...masks.pictures import FORMULA, shortened, svg
 from ...masks.primitives import Causal, Full
 from ...masks.states import FULL, PARTIAL
-from .lists import planned_block_pairs
+from .block_lists import planned_block_pairs
 from .plan import Pass, Plan, make_plan
 
 # Of a plan in a notebook: most masks, most cells on a side of a picture, and most pairs looked at to find out whether a
@@ -43,9 +43,9 @@ def saving(plan: Plan, h: int, is_causal: bool) -> str:
     return f"{text} (cost {cost:.3g} against {dense:.3g} pairs)"
 
 
-def kept(link: Pass) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def kept(block_pass: Pass) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row, column and state of each block that the forward of a pass computes."""
-    found, _ = planned_block_pairs([link.mask], link.fwd_shape, False)
+    found, _ = planned_block_pairs([block_pass.mask], block_pass.fwd_shape, False)
     return found.row[0, 0], found.column[0, 0], found.kind[0, 0]
 
 
@@ -66,19 +66,19 @@ def as_html(plan: Plan) -> str:
         causal = count(mask, plan.q_len, plan.kv_len, _LOOKS).causal
         title = f"{heads(h, len(plan.masks))}: <code>{formula}</code><br>{saving(plan, h, causal)}"
         lines.append(f'<tr><th colspan="4" style="text-align: left">{title}</th></tr>')
-        for number, link in enumerate(plan.chains[h], 1):
-            row = (f"pass {number}", html.escape(link.orders), link.blocks, svg(_cells(link)))
+        for number, block_pass in enumerate(plan.chains[h], 1):
+            row = (f"pass {number}", html.escape(block_pass.order_text), block_pass.block_text, svg(_cells(block_pass)))
             lines.append(f"<tr>{''.join(f'<td>{text}</td>' for text in row)}</tr>")
     if more := len(plan.masks) - _MASKS:
         lines += [f'<tr><td colspan="4">and {more} masks more</td></tr>'] * (more > 0)
     return f"<table><caption>Plan of {plan.q_len} queries and {plan.kv_len} keys</caption>{''.join(lines)}</table>"
 
 
-def _cells(link: Pass) -> np.ndarray:
+def _cells(block_pass: Pass) -> np.ndarray:
     """The grid of blocks in row space, its cells FULL, PARTIAL or EMPTY, or a smaller one whose cells hold several."""
-    shape = [n // side for n, side in zip(link.padded(link.fwd_shape), link.fwd_shape, strict=True)]
+    shape = [n // side for n, side in zip(block_pass.padded(block_pass.fwd_shape), block_pass.fwd_shape, strict=True)]
     step = -(-max(shape) // _SIDE)
-    rows, columns, states = kept(link)
+    rows, columns, states = kept(block_pass)
     full, some = np.zeros((2, *(-(-n // step) for n in shape)), int)
     np.add.at(some, (rows // step, columns // step), 1)
     np.add.at(full, (rows // step, columns // step), states == FULL)

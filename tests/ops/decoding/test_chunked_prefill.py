@@ -1,4 +1,4 @@
-"""Prompts that are read in pieces give what they give as a whole, and leave the same in the cache."""
+"""Chunked prefill gives the results and the cache of a prompt that is read at once."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ import sparse_layers as sl
 from sparse_layers.ops.chunked_prefill import attend_chunk
 from tests.ops.decoding.test_decode import CASES, HV, WHOLE, B, N, T, arrays, empty, reference
 
-# Tokens of a piece: they divide 70 or not, are a whole number of strides or not, more than a ring holds or fewer.
-PIECES = {
+# Tokens of a chunk: they divide 70 or not, are a whole number of strides or not, more than a ring holds or fewer.
+CHUNKS = {
     "sliding_window": 35,
     "sparse_transformer_fixed": 26,
     "bigbird": 26,
@@ -27,12 +27,12 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_pieces_are_the_whole(name):
-    """Sequences end before, in and behind pieces; one is empty."""
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks_equal_the_whole_prompt(name):
+    """Sequences end before, in and behind chunks; one is empty."""
     mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
     ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
-    lengths, size = jnp.array([0, 37, T]), PIECES[name]
+    lengths, size = jnp.array([0, 37, T]), CHUNKS[name]
     options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
 
     def chosen(start, end):  # of blocks that have begun, which are all that these queries may see

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops.decoding import reads
-from sparse_layers.ops.decoding.reads import parts
+from sparse_layers.ops.decoding import cache_parts
+from sparse_layers.ops.decoding.cache_parts import plan_cache_parts
 from tests.arrays import inputs
 from tests.ops.cases import BOTH_WAYS, TINY
 from tests.programs import USUAL, on_devices
@@ -155,9 +155,9 @@ def test_several_tokens_a_step_and_tokens_taken_back(name):
 
 
 def test_tokens_are_taken_back_where_a_reach_is_known_roughly(monkeypatch):
-    monkeypatch.setattr(reads, "_REACH_ELEMENTS", 0)
+    monkeypatch.setattr(cache_parts, "_REACH_ELEMENTS", 0)
     mask = sl.Causal() & sl.Window(21) & ~sl.Window(18)
-    assert parts(mask, T, 5)[0].store.kept == 48 + 4
+    assert plan_cache_parts(mask, T, 5)[0].store.kept == 48 + 4
     np.testing.assert_allclose(*by_several(mask, arrays(), 5), atol=2e-6)
 
 
@@ -250,8 +250,8 @@ READS = {  # keys a step, at 4096 tokens; and rows that are kept
 
 @pytest.mark.parametrize("name", READS)
 def test_a_step_reads_the_patterns_row(name):
-    found = parts(sl.preset(name), 4096)
-    reads = sum(part.reads for part in found), sum(part.store.runs * part.store.run for part in found)
+    found = plan_cache_parts(sl.preset(name), 4096)
+    reads = sum(part.num_reads for part in found), sum(part.store.num_pages * part.store.page_size for part in found)
     assert reads == READS[name]
     row = int(sl.preset(name).dense(4096).sum(1).max())
     assert reads[0] >= row
@@ -261,7 +261,7 @@ def test_a_step_reads_the_patterns_row(name):
 def test_listed_rows_are_few(name):
     """Blocks that a table lists: at most those of 16 keys that one of 16 neighbouring queries sees."""
     allowed = sl.preset(name).dense(4096).reshape(256, 16, 256, 16).any((1, 3)).sum(1).max() * 16
-    assert sum(part.reads for part in parts(sl.preset(name), 4096)) <= allowed + 128
+    assert sum(part.num_reads for part in plan_cache_parts(sl.preset(name), 4096)) <= allowed + 128
     assert allowed < 1024
 
 
@@ -371,8 +371,8 @@ def test_nothing_of_the_padding_counts(name):
 def test_long_sequences_read_their_row_too():
     """Blocks grow with the length where there are too many; rings and tables follow the pattern all the same."""
     for mask, most in ((sl.Window(127), 128), (sl.Causal() & (sl.Window(31) | sl.Strided(512)), 32 + 512)):
-        assert sum(part.reads for part in parts(mask, 1 << 18)) == most
-    assert sum(part.reads for part in parts(sl.LogSparse(), 1 << 17)) < 400
+        assert sum(part.num_reads for part in plan_cache_parts(mask, 1 << 18)) == most
+    assert sum(part.num_reads for part in plan_cache_parts(sl.LogSparse(), 1 << 17)) < 400
 
 
 @pytest.mark.parametrize("axes", ["None, 'x'", "'x'"])

@@ -60,8 +60,8 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """The kernels are chosen, as they are on a GPU."""
-    monkeypatch.setattr(fused, "candidates", lambda _: ("triton",))
-    monkeypatch.setattr(fused, "own_arrays", lambda: True)
+    monkeypatch.setattr(fused, "implementation_order", lambda _: ("triton",))
+    monkeypatch.setattr(fused, "has_local_arrays", lambda: True)
 
 
 def filled(case, dtype=jnp.float32):
@@ -145,6 +145,6 @@ def test_mapped_and_differentiated_they_are_xlas():
 
     found = answers()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "candidates", lambda _: ())
+        patch.setattr(fused, "implementation_order", lambda _: ())
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, answers())
     assert np.abs(found[0][0][0]).max() > 0.01

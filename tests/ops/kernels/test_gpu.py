@@ -207,9 +207,9 @@ def test_steps_of_decoding(name, batch, heads, dtype, monkeypatch):
 
         return jax.lax.scan(step, cache.filled(k, v, start), jnp.arange(steps))
 
-    assert fused.steps(cache, q[:, 0])
+    assert fused.can_step(cache.layout, (cache.keys, cache.values), q[:, 0])
     after, out = jax.jit(run)(cache, q, k, v)
-    monkeypatch.setattr(fused, "candidates", lambda _: ())
+    monkeypatch.setattr(fused, "implementation_order", lambda _: ())
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (cache, q, k, v))
     with jax.default_matmul_precision("highest"):
         _, right = jax.jit(lambda *args: run(*args))(*wide)

@@ -34,14 +34,14 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
 from sparse_layers.ops.kernels.hopper_gpu.views import box_view, rows_view
 from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.planning import platforms
-from sparse_layers.ops.planning.views import RowOrder
+from sparse_layers.ops.planning.row_orders import RowOrder
 from tests.ops import cases
 from tests.ops.huge_logits import SINKS, check
 from tests.ops.huge_logits import Case as HugeCase
 from tests.ops.kernels import gluon_interpreter
 from tests.ops.test_selections import Case as SelectionCase
 
-TUNING = platforms.Tuning(blocks=((128, 128),))
+TUNING = platforms.Tuning(block_shapes=((128, 128),))
 ON_GPU = jax.default_backend() == "gpu"
 
 
@@ -390,15 +390,17 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     assert plan.implementation == "hopper" and traced_call.trace_call(plan, head_size=size).implementation == name
     left = "Triton runs backward (residue-major order, stride 128), because each key is in one block list"
     assert (left in sl.describe(plan)) == (mask == sl.preset("sparse_transformer_strided"))
-    assert attention.first_choice(jnp.float32) == attention.first_choice(jnp.bfloat16, 136) == "cudnn"
-    assert attention.first_choice(jnp.float16, 72) == "hopper"
+    assert (
+        attention.default_implementation(jnp.float32) == attention.default_implementation(jnp.bfloat16, 136) == "cudnn"
+    )
+    assert attention.default_implementation(jnp.float16, 72) == "hopper"
     exact = sl.make_plan(mask, 4096, bwd_params=sl.BwdParams(deterministic=True)).chains[0]
-    assert {link.bwd_shape for link in exact} == {(64, 64)}
+    assert {block_pass.bwd_shape for block_pass in exact} == {(64, 64)}
     with monkeypatch.context() as patch:
         patch.setattr(jax, "__version_info__", (0, 10, 2))
-        assert attention.first_choice(jnp.bfloat16) == "cudnn"
+        assert attention.default_implementation(jnp.bfloat16) == "cudnn"
     gpu.compute_capability = "8.0"
-    assert attention.first_choice(jnp.bfloat16) == "cudnn"
+    assert attention.default_implementation(jnp.bfloat16) == "cudnn"
 
 
 def refused(dtype):

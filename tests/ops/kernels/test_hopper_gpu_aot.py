@@ -152,7 +152,7 @@ def exported(case, devices):
         patch.setattr(knobs.runtime, "add_stages_inspection_hook", without_ptxas)
         patch.setattr(bridge, "call_triton", nothing)
         patch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))
-        patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
+        patch.setitem(platforms.TUNING, "hopper", platforms.Tuning(block_shapes=((128, 128),)))
         program = jax.jit(jax.grad(loss, (0, 1, 2)))
         program = jax.export.export(program, platforms=["cuda"], disabled_checks=[UNPROMISED])(*arrays)
     return program, recorded.asked, {name: list(kernels.values()) for name, kernels in found.items()}

@@ -23,7 +23,7 @@ from sparse_layers.ops.kernels.hopper_gpu.schedule import (
     split_into_waves,
     split_long_lists,
 )
-from sparse_layers.ops.planning.lists import BlockLists, planned_block_pairs
+from sparse_layers.ops.planning.block_lists import BlockLists, planned_block_pairs
 
 
 @pytest.mark.parametrize(("batch", "shape", "programs"), [(2, (1, 3, 17), 5), (4, (2, 2, 9), 7), (1, (1, 1, 3), 132)])

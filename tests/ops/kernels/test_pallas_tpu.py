@@ -19,8 +19,8 @@ import sparse_layers as sl
 from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
 from sparse_layers.ops.kernels.pallas_tpu import sides
 from sparse_layers.ops.kernels.pallas_tpu.schedule import LIMITED, Steps
-from sparse_layers.ops.planning.lists import BlockPairs, planned_block_pairs
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.planning.block_lists import BlockPairs, planned_block_pairs
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 from tests.ops.cases import SMALL, Case, candidates, check, compiled
 
 HOLES = sl.Causal() & sl.Columns(64, 40)  # queries 0 to 39 and keys 0 to 39 have no partner
@@ -73,14 +73,14 @@ def passes(mask, shape, length=192):
 
 
 @pytest.mark.parametrize("mask", [*(sl.preset(name, **SMALL[name]) for name in SMALL), HOLES, sl.Empty()], ids=str)
-@pytest.mark.parametrize("by_key", [False, True])
-def test_steps_are_the_active_blocks_in_order(mask, by_key):
+@pytest.mark.parametrize("kv_major", [False, True])
+def test_steps_are_the_active_blocks_in_order(mask, kv_major):
     for one in sl.as_masks(mask):
-        lists = passes(one, (16, 32)).lists(by_key)
+        lists = passes(one, (16, 32)).lists(kv_major)
         steps, wanted = Steps.of(lists, False, "a pass"), as_steps(lists)
         assert unpacked(steps) == wanted
         assert steps.count == len(wanted[0][0])
-        some = one.dense(192).reshape(12, 16, 6, 32).any((1, 3)).any(0 if by_key else 1)
+        some = one.dense(192).reshape(12, 16, 6, 32).any((1, 3)).any(0 if kv_major else 1)
         assert any(step[2] == EMPTY for step in wanted[0][0]) == (not some.all())
 
 
@@ -109,15 +109,15 @@ def test_lists_that_exceed_scalar_memory_are_refused():
     jax.eval_shape(functools.partial(call, fwd_params=sl.FwdParams(q_blocksize=256, kv_blocksize=256)), q, q, q)
 
 
-@pytest.mark.parametrize("by_key", [False, True])
-def test_steps_made_at_run_time(by_key):
+@pytest.mark.parametrize("kv_major", [False, True])
+def test_steps_made_at_run_time(kv_major):
     ids = jnp.asarray(np.sort(np.random.default_rng(0).integers(-1, 6, (4, 12)), axis=1).repeat(8, axis=1))
     ids = ids.at[0].set(5).at[1].set(-1)
     candidates = passes(sl.Causal(), (16, 16), 96)
 
     @jax.jit
     def made(ids):
-        lists = candidates.with_segments((ids, ids), (RowOrder(96),) * 2, (16, 16)).lists(by_key)
+        lists = candidates.with_segments((ids, ids), (RowOrder(96),) * 2, (16, 16)).lists(kv_major)
         steps = Steps.of(lists, True, "a pass")
         return lists, steps.words, steps.tiles, steps.count
 

@@ -53,7 +53,7 @@ def launched(monkeypatch, request):
     monkeypatch.setattr(bridge, "call_gluon", gluon)
     monkeypatch.setattr(bridge, "call_triton", triton)
     # As for other tests of these kernels: plans are kept, and those of a length are for all.
-    monkeypatch.setitem(platforms.TUNING, "hopper", platforms.Tuning(blocks=((128, 128),)))
+    monkeypatch.setitem(platforms.TUNING, "hopper", platforms.Tuning(block_shapes=((128, 128),)))
     if not ON_GPU:
         monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
         monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 5))

@@ -33,8 +33,8 @@ from sparse_layers.ops.kernels.gpu_attention import run
 from sparse_layers.ops.kernels.gpu_attention.route import route
 from sparse_layers.ops.kernels.operands import Operands
 from sparse_layers.ops.kernels.triton_gpu import launch, settings
-from sparse_layers.ops.planning.lists import BlockPairs
-from sparse_layers.ops.planning.views import RowOrder
+from sparse_layers.ops.planning.block_lists import BlockPairs
+from sparse_layers.ops.planning.row_orders import RowOrder
 from tests.ops import cases
 from tests.ops.cases import CHAINS, SMALL, candidates
 
@@ -240,22 +240,22 @@ def test_lists_of_selections(granularity, block, tiles, pack, dkv):
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-@pytest.mark.parametrize("by_key", [False, True])
-def test_the_kernel_makes_the_same_lists_as_a_sort(by_key, chosen):
+@pytest.mark.parametrize("kv_major", [False, True])
+def test_the_kernel_makes_the_same_lists_as_a_sort(kv_major, chosen):
     """Of more candidates than it looks at in one go; of blocks that have none; of kinds that batch entries share."""
     rng, heads, n = np.random.default_rng(0), 2, 220
-    blocks = (90, 4) if by_key else (4, 90)
+    blocks = (90, 4) if kv_major else (4, 90)
     pairs = [np.divmod(np.sort(rng.choice(3 * 90, n, replace=False)), 90) for _ in range(heads)]
     major = np.array([0, 1, 3], np.int32)[None, [x for x, _ in pairs]]  # nobody is in one of the four
     minor = np.array([x for _, x in pairs], np.int32)[None]
     kind = rng.choice([EMPTY, PARTIAL, FULL], (3, heads, n)).astype(np.int32)
     tile = rng.integers(-1, 9, (1, heads, n)).astype(np.int32)
     by = rng.integers(0, 99, kind.shape).astype(np.int32) if chosen else None
-    row, column = (minor, major) if by_key else (major, minor)
+    row, column = (minor, major) if kv_major else (major, minor)
     found = BlockPairs(row, column, kind, tile, by, blocks, group=2)
-    starts = found.starts(by_key)
+    starts = found.starts(kv_major)
     assert (np.diff(starts, axis=1) > 64).any() and (np.diff(starts, axis=1) == 0).any()
-    wanted, lists = found.lists(by_key), _compacted(found, starts, by_key)
+    wanted, lists = found.lists(kv_major), _compacted(found, starts, kv_major)
     np.testing.assert_array_equal(lists.counts, wanted.counts)
     assert (lists.minor_blocks, lists.group) == (90, 2) and (lists.active_rows_mask is None) == (not chosen)
     for ours, theirs in zip(np.reshape(lists.spans, (-1, 3)), wanted.spans.reshape(-1, 3), strict=True):

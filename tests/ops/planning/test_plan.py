@@ -11,10 +11,11 @@ import pytest
 import sparse_layers as sl
 from sparse_layers.masks.states import FULL
 from sparse_layers.ops.planning import plan as plans
-from sparse_layers.ops.planning.lists import planned_block_pairs, unpacked_tiles
+from sparse_layers.ops.planning.block_lists import planned_block_pairs, unpack_tiles
 from sparse_layers.ops.planning.platforms import TUNING
-from sparse_layers.ops.planning.views import RowOrder
-from tests.ops.cases import BOTH_WAYS, NEEDED, SMALL, candidates, compiled, oracle
+from sparse_layers.ops.planning.row_orders import RowOrder
+from sparse_layers.tools.oracle import DenseAttention
+from tests.ops.cases import BOTH_WAYS, NEEDED, SMALL, candidates, compiled
 
 table = sl.Array(np.random.default_rng(0).random((150, 150)) < 0.4)
 
@@ -60,26 +61,26 @@ def reproducible(examples):
 # --- exactness -------------------------------------------------------------------------------------------------------
 
 
-def rebuilt(link, shape):
+def rebuilt(block_pass, shape):
     """What one pass allows, in token space, as a kernel finds it in blocks of a shape, and the number of these."""
     bq, bkv = shape
-    rows, columns = link.padded(shape)
+    rows, columns = block_pass.padded(shape)
     in_rows = np.zeros((rows, columns), bool)
-    found, tiles = planned_block_pairs([link.mask], shape, not link.mask.computable)
+    found, tiles = planned_block_pairs([block_pass.mask], shape, not block_pass.mask.computable)
     blocks = [x[0, 0].tolist() for x in (found.row, found.column, found.kind, found.tile)]
     for i, j, kind, number in zip(*blocks, strict=True):
         q, k = np.arange(i * bq, (i + 1) * bq), np.arange(j * bkv, (j + 1) * bkv)
         if kind == FULL:
             tile = np.ones((bq, bkv), bool)
         elif tiles is None:
-            tile = link.mask(q[:, None], k[None, :])
+            tile = block_pass.mask(q[:, None], k[None, :])
         else:
-            (tile,) = unpacked_tiles(tiles[[number]], bkv)
+            (tile,) = unpack_tiles(tiles[[number]], bkv)
         assert tile.any(), "an active block allows something"
         assert not in_rows[np.ix_(q, k)].any(), "a block is listed once"
         in_rows[np.ix_(q, k)] = tile
-    t, s = link.q_order.length, link.kv_order.length
-    q, k = link.q_order.token(np.arange(rows)), link.kv_order.token(np.arange(columns))
+    t, s = block_pass.q_order.length, block_pass.kv_order.length
+    q, k = block_pass.q_order.token(np.arange(rows)), block_pass.kv_order.token(np.arange(columns))
     assert not in_rows[q >= t].any() and not in_rows[:, k >= s].any(), "padding is not allowed"
     in_tokens = np.zeros((t, s), bool)
     in_tokens[np.ix_(q[q < t], k[k < s])] = in_rows[np.ix_(q < t, k < s)]
@@ -89,9 +90,12 @@ def rebuilt(link, shape):
 def assert_exact(plan):
     for mask, chain in zip(plan.masks, plan.chains, strict=True):
         fwd, bwd = np.zeros((2, plan.q_len, plan.kv_len), int)
-        for link in chain:
-            for total, shape, number in (fwd, link.fwd_shape, link.fwd_blocks), (bwd, link.bwd_shape, link.bwd_blocks):
-                part, found = rebuilt(link, shape)
+        for block_pass in chain:
+            for total, shape, number in (
+                (fwd, block_pass.fwd_shape, block_pass.fwd_blocks),
+                (bwd, block_pass.bwd_shape, block_pass.bwd_blocks),
+            ):
+                part, found = rebuilt(block_pass, shape)
                 assert found == number
                 total += part
         for total in (fwd, bwd):
@@ -126,8 +130,8 @@ def test_the_strategy_reaches_every_order_and_long_chains():
         nonlocal longest
         for plan in candidates(mask, 90, 70):
             longest = max(longest, len(plan.chains[0]))
-            for link in plan.chains[0]:
-                seen.update([("q", kind(link.q_order)), ("k", kind(link.kv_order))])
+            for block_pass in plan.chains[0]:
+                seen.update([("q", kind(block_pass.q_order)), ("k", kind(block_pass.kv_order))])
 
     collect()
     assert seen == {(side, order) for side in "qk" for order in ("natural", "residue-major", "gathered", "tokens")}
@@ -147,7 +151,9 @@ def test_the_chosen_plan_is_a_candidate_and_exact(name):
     plan = sl.make_plan(sl.preset(name, **NEEDED[name]), 300, 270)
     assert_exact(plan)
     for mask, weighed in zip(plan.masks, plan.candidates, strict=True):
-        assert {name for name, _ in weighed} == {name for name, _ in plans.splits(mask, 300, 270, TUNING["xla"])}
+        assert {name for name, _ in weighed} == {
+            name for name, _ in plans.decompositions(mask, 300, 270, TUNING["xla"])
+        }
         assert [cost for _, cost in weighed] == sorted(cost for _, cost in weighed)
 
 
@@ -161,7 +167,7 @@ def test_every_candidate_equals_the_oracle(mask):
         jnp.asarray(rng.normal(size=shape).astype(np.float32))
         for shape in ((1, t, 2, 4), (1, s, 1, 4), (1, s, 1, 4), (1, t, 2, 4), (1, t, 2))
     )
-    right, _ = oracle(q, k, v, mask.dense(t, s)[None, None], do, dl, scale=0.5)
+    right = DenseAttention(q, k, v, mask.dense(t, s)[None, None], do, dl, scale=0.5).answers
     for plan in candidates(mask, t, s, params(sl.FwdParams, (16, 16))):
 
         @compiled
@@ -178,7 +184,7 @@ def test_every_candidate_equals_the_oracle(mask):
 
 
 def blocks_of(plan):
-    return [sum(link.fwd_blocks for link in chain) for chain in plan.chains]
+    return [sum(block_pass.fwd_blocks for block_pass in chain) for chain in plan.chains]
 
 
 @pytest.mark.parametrize(
@@ -209,27 +215,30 @@ def test_blocks_kept_are_near_the_pairs_allowed():
 
 
 def test_blocks_are_counted():
-    (link,) = sl.make_plan(sl.Causal(), 300, bwd_params=sl.BwdParams(q_blocksize=64, kv_blocksize=128)).chains[0]
-    assert (link.fwd_shape, link.bwd_shape) == ((128, 128), (64, 128))
-    assert link.fwd_blocks == 1 + 2 + 3
-    assert link.bwd_blocks == 1 + 1 + 2 + 2 + 3
-    assert link.padded(link.fwd_shape) == (384, 384) and link.padded(link.bwd_shape) == (320, 384)
+    (block_pass,) = sl.make_plan(sl.Causal(), 300, bwd_params=sl.BwdParams(q_blocksize=64, kv_blocksize=128)).chains[0]
+    assert (block_pass.fwd_shape, block_pass.bwd_shape) == ((128, 128), (64, 128))
+    assert block_pass.fwd_blocks == 1 + 2 + 3
+    assert block_pass.bwd_blocks == 1 + 1 + 2 + 2 + 3
+    assert block_pass.padded(block_pass.fwd_shape) == (384, 384) and block_pass.padded(block_pass.bwd_shape) == (
+        320,
+        384,
+    )
 
 
 @pytest.mark.parametrize(("length", "size"), [(1, 16), (16, 16), (17, 32), (65, 128), (128, 128), (5000, 128)])
 def test_blocks_are_no_larger_than_the_rows_need(length, size):
-    (link,) = sl.make_plan(sl.Full(), length, 1000).chains[0]
-    assert link.fwd_shape == link.bwd_shape == (size, 128)
+    (block_pass,) = sl.make_plan(sl.Full(), length, 1000).chains[0]
+    assert block_pass.fwd_shape == block_pass.bwd_shape == (size, 128)
 
 
 def test_explicit_block_sizes_win():
     fwd = sl.FwdParams(q_blocksize=8, kv_blocksize=256)
-    (link,) = sl.make_plan(sl.Causal(), 30, fwd_params=fwd).chains[0]
-    assert link.fwd_shape == link.bwd_shape == (8, 256)
-    (link,) = sl.make_plan(sl.Causal(), 300, fwd_params=fwd, bwd_params=sl.BwdParams()).chains[0]
-    assert (link.fwd_shape, link.bwd_shape) == ((8, 256), (8, 256))
-    (link,) = sl.make_plan(sl.Causal(), 300, fwd_params=sl.FwdParams(q_blocksize=8)).chains[0]
-    assert link.fwd_shape == (8, 128)
+    (block_pass,) = sl.make_plan(sl.Causal(), 30, fwd_params=fwd).chains[0]
+    assert block_pass.fwd_shape == block_pass.bwd_shape == (8, 256)
+    (block_pass,) = sl.make_plan(sl.Causal(), 300, fwd_params=fwd, bwd_params=sl.BwdParams()).chains[0]
+    assert (block_pass.fwd_shape, block_pass.bwd_shape) == ((8, 256), (8, 256))
+    (block_pass,) = sl.make_plan(sl.Causal(), 300, fwd_params=sl.FwdParams(q_blocksize=8)).chains[0]
+    assert block_pass.fwd_shape == (8, 128)
 
 
 def draft(mask, length, name="xla", **sizes):
@@ -269,26 +278,26 @@ def test_blocks_for_tpus_follow_the_density():
     assert size[1] == min(costs, key=costs.__getitem__)
     assert draft(sl.Causal(), 100, "pallas_tpu").shape == (128, 128)
     # Of a window of 1024, blocks of 1024 are all partial, blocks of 512 are not: masks cost, too.
-    tuned, window = TUNING["pallas_tpu"], draft(sl.preset("sliding_window"), 8192).mask
-    unmasked = dataclasses.replace(tuned, partial=1.0)
-    assert plans._cheapest(window, tuned) == (512, 512) and plans._cheapest(window, unmasked) == (1024, 1024)
+    tuning, window = TUNING["pallas_tpu"], draft(sl.preset("sliding_window"), 8192).mask
+    unmasked = dataclasses.replace(tuning, partial_cost=1.0)
+    assert plans._cheapest(window, tuning) == (512, 512) and plans._cheapest(window, unmasked) == (1024, 1024)
 
 
 def test_tpus_read_masks_of_many_operations_as_tiles():
-    tuned = TUNING["pallas_tpu"]
+    tuning = TUNING["pallas_tpu"]
     found = {}
     for name in ("causal", "sliding_window", "bigbird"):
         mask = draft(sl.preset(name), 8192).mask
-        found[name] = plans.operations(mask), plans.in_tiles(mask, (1024, 1024), tuned)
+        found[name] = plans.count_operations(mask), plans.uses_mask_tiles(mask, (1024, 1024), tuning)
     assert found["causal"] == (3, False) and found["sliding_window"] == (5, True)
     assert found["bigbird"][0] > 15 and found["bigbird"][1]
     # Where tiles would take too long to make, blocks are chosen that leave less to be masked, or the rule is computed.
     long = draft(sl.preset("bigbird"), 131072, "pallas_tpu")
-    assert not plans.in_tiles(long.mask, (1024, 1024), tuned)
-    assert long.shape == (256, 256) and plans.in_tiles(long.mask, long.shape, tuned)
-    assert plans._cost(long.mask, (1024, 1024), tuned) > 2 * long.cost
+    assert not plans.uses_mask_tiles(long.mask, (1024, 1024), tuning)
+    assert long.shape == (256, 256) and plans.uses_mask_tiles(long.mask, long.shape, tuning)
+    assert plans._cost(long.mask, (1024, 1024), tuning) > 2 * long.cost
     # Other implementations compute what they can.
-    assert not plans.in_tiles(long.mask, (256, 256), TUNING["xla"])
+    assert not plans.uses_mask_tiles(long.mask, (256, 256), TUNING["xla"])
 
 
 @pytest.mark.parametrize("name", sorted((SMALL.keys() - BOTH_WAYS) | {"prefix_lm"}))
@@ -297,22 +306,22 @@ def test_no_pattern_costs_tpus_more_than_causal_attention_with_masks(name):
         sl.make_plan(one, 8192, implementation="pallas_tpu").candidates[0][0][1]
         for one in ("causal", sl.preset(name, **NEEDED[name]))
     )
-    assert found <= TUNING["pallas_tpu"].partial * causal
+    assert found <= TUNING["pallas_tpu"].partial_cost * causal
 
 
 def test_lists_for_tpus_fit_scalar_memory():
-    tuned = TUNING["pallas_tpu"]
+    tuning = TUNING["pallas_tpu"]
     for length in (131_072, 1_048_576):
         dense = draft(sl.Causal(), length, "pallas_tpu")
-        assert 4 * (dense.blocks + length // dense.shape[0]) <= tuned.list_bytes
-    assert dense.shape == (2048, 2048) and 4 * (length // 1024) ** 2 // 2 > tuned.list_bytes
+        assert 4 * (dense.blocks + length // dense.shape[0]) <= tuning.max_list_bytes
+    assert dense.shape == (2048, 2048) and 4 * (length // 1024) ** 2 // 2 > tuning.max_list_bytes
     tiled = draft(sl.from_mask_mod(lambda b, h, q, k: q >= k), 1 << 13, "pallas_tpu")
     assert tiled.shape == (1024, 1024)
-    with_half = dataclasses.replace(tuned, list_bytes=4 * (36 + 8))  # just enough at 4 bytes a step
+    with_half = dataclasses.replace(tuning, max_list_bytes=4 * (36 + 8))  # just enough at 4 bytes a step
     assert plans._cheapest(draft(sl.Causal(), 1 << 13).mask, with_half) == (1024, 1024)
     assert plans._cheapest(tiled.mask, with_half) == (2048, 2048)
-    nowhere = dataclasses.replace(tuned, list_bytes=1)
-    assert plans._cheapest(tiled.mask, nowhere) == (tuned.largest,) * 2
+    nowhere = dataclasses.replace(tuning, max_list_bytes=1)
+    assert plans._cheapest(tiled.mask, nowhere) == (tuning.max_block,) * 2
 
 
 def test_plans_know_for_whom_they_were_made():
@@ -321,21 +330,21 @@ def test_plans_know_for_whom_they_were_made():
     assert xla != tpu and hash(xla) != hash(tpu)
     explicit = sl.FwdParams(q_blocksize=64, kv_blocksize=32)
     for name in sl.implementations():
-        (link,) = sl.make_plan(sl.Causal(), 300, fwd_params=explicit, implementation=name).chains[0]
-        assert link.fwd_shape == link.bwd_shape == (64, 32)
+        (block_pass,) = sl.make_plan(sl.Causal(), 300, fwd_params=explicit, implementation=name).chains[0]
+        assert block_pass.fwd_shape == block_pass.bwd_shape == (64, 32)
 
 
 # --- what is weighed -------------------------------------------------------------------------------------------------
 
 
 def names(mask, q_len=4096, kv_len=None):
-    return [name for name, _ in plans.splits(mask, q_len, kv_len or q_len)]
+    return [name for name, _ in plans.decompositions(mask, q_len, kv_len or q_len)]
 
 
 def test_blocks_for_gpus_are_fine_where_little_is_kept():
     def shapes(mask, **options):
         plan = sl.make_plan(mask, 16384, implementation="triton", **options)
-        return [(link.fwd_shape, link.bwd_shape) for link in plan.chains[0]]
+        return [(block_pass.fwd_shape, block_pass.bwd_shape) for block_pass in plan.chains[0]]
 
     assert shapes(sl.Causal()) == [((128, 64), (64, 64))]
     assert shapes(sl.preset("sparse_transformer_strided")) == [((64, 64), (64, 64))] * 2
@@ -347,8 +356,8 @@ def test_blocks_for_gpus_are_fine_where_little_is_kept():
 
 def test_a_pass_in_other_blocks_than_planned():
     mask = sl.Causal() & sl.Window(100)
-    (link,) = sl.make_plan(mask, 500, implementation="xla").chains[0]
-    allowed, blocks = rebuilt(link, (32, 64))
+    (block_pass,) = sl.make_plan(mask, 500, implementation="xla").chains[0]
+    allowed, blocks = rebuilt(block_pass, (32, 64))
     np.testing.assert_array_equal(allowed, mask.dense(500))
     assert blocks == np.pad(mask.dense(500), [(0, 12), (0, 12)]).reshape(16, 32, 8, 64).any((1, 3)).sum()
 
@@ -367,28 +376,31 @@ def test_a_pass_as_mask_info(mask):
 
     @jax.jit  # where jax.numpy computes nothing by itself
     def check():
-        for link in sl.make_plan(mask, 150, fwd_params=fwd, bwd_params=bwd).chains[0]:
-            for info, shape, by_key in (link.fwd, link.fwd_shape, False), (link.dkv, link.bwd_shape, True):
+        for block_pass in sl.make_plan(mask, 150, fwd_params=fwd, bwd_params=bwd).chains[0]:
+            for info, shape, kv_major in (
+                (block_pass.fwd, block_pass.fwd_shape, False),
+                (block_pass.dkv, block_pass.bwd_shape, True),
+            ):
                 steps = np.nonzero(info.block_mask[0])
                 read = info.data_next[0][steps]
-                found = np.stack([*((read, steps[1]) if by_key else (steps[0], read)), info.block_mask[0][steps]])
-                wanted = planned_block_pairs([link.mask], shape, False)[0]
+                found = np.stack([*((read, steps[1]) if kv_major else (steps[0], read)), info.block_mask[0][steps]])
+                wanted = planned_block_pairs([block_pass.mask], shape, False)[0]
                 wanted = np.concatenate([wanted.row[0], wanted.column[0], wanted.kind[0]])
                 np.testing.assert_array_equal(found[:, np.lexsort(found[1::-1])], wanted)
-                assert (info.q_sequence is not None) == link.mask.computable
+                assert (info.q_sequence is not None) == block_pass.mask.computable
 
     check()
 
 
 def test_which_plans_have_no_empty_row_for_certain():
-    assert sl.make_plan(sl.Causal(), 70).sees_itself
-    assert sl.make_plan(sl.preset("strided"), 70, 90).sees_itself
-    assert sl.make_plan((sl.Causal(), sl.Window(3)), 70).sees_itself
-    assert not sl.make_plan((sl.Causal(), sl.Causal() & ~sl.Window(0)), 70).sees_itself
-    assert not sl.make_plan(sl.Full(), 90, 70).sees_itself  # not known: queries 70 to 89 have no key of their own
+    assert sl.make_plan(sl.Causal(), 70).allows_diagonal
+    assert sl.make_plan(sl.preset("strided"), 70, 90).allows_diagonal
+    assert sl.make_plan((sl.Causal(), sl.Window(3)), 70).allows_diagonal
+    assert not sl.make_plan((sl.Causal(), sl.Causal() & ~sl.Window(0)), 70).allows_diagonal
+    assert not sl.make_plan(sl.Full(), 90, 70).allows_diagonal  # not known: queries 70 to 89 have no key of their own
     array = np.eye(70, dtype=bool)
     array[3] = False
-    assert not sl.make_plan(array, 70).sees_itself
+    assert not sl.make_plan(array, 70).allows_diagonal
 
 
 def test_candidates():
@@ -417,15 +429,15 @@ def test_the_cheapest_is_taken():
         "natural order + residue-major order, stride 128",
         "natural order",
     ]
-    assert [kind(link.q_order) for link in plan.chains[0]] == ["natural", "residue-major"]
+    assert [kind(block_pass.q_order) for block_pass in plan.chains[0]] == ["natural", "residue-major"]
     plan = sl.make_plan(sl.preset("sparse_transformer_strided"), 500)
-    assert [kind(link.q_order) for link in plan.chains[0]] == ["natural"]
+    assert [kind(block_pass.q_order) for block_pass in plan.chains[0]] == ["natural"]
 
 
 def test_grids_are_cut_into_the_cheapest_tiles():
     def chosen(grid, implementation="triton"):
         plan = sl.make_plan(grid, grid.size, implementation=implementation)
-        return [(str(link.q_order), link.fwd_blocks, link.fwd_shape) for link in plan.chains[0]]
+        return [(str(block_pass.q_order), block_pass.fwd_blocks, block_pass.fwd_shape) for block_pass in plan.chains[0]]
 
     side = 128
     # A tile of 8 x 8 sees 3 x 3 tiles, fewer at the edges: (3 * 16 - 2) ** 2 pairs.
@@ -450,7 +462,7 @@ def test_grids_are_cut_into_the_cheapest_tiles():
 @pytest.mark.parametrize("by", [0, 1, 5, 7, 12])
 def test_columns_that_are_shifted_are_gathered(by):
     mask = sl.Causal() & (sl.Window(9) | sl.Shifted(sl.Columns(8, 5, 7), by))
-    names = [name for name, _ in plans.splits(mask, 300, 300)]
+    names = [name for name, _ in plans.decompositions(mask, 300, 300)]
     assert any("keys: gathered tokens" in name for name in names)
     for plan in candidates(mask, 300):
         assert_exact(plan)

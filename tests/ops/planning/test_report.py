@@ -9,12 +9,12 @@ from sparse_layers.ops.planning import report
 def test_kept_blocks_are_those_of_the_mask():
     for mask in (sl.preset("sparse_transformer_strided", stride=16), sl.Array(np.eye(300, dtype=bool)), sl.Empty()):
         params = sl.FwdParams(q_blocksize=16, kv_blocksize=32)
-        for link in sl.make_plan(mask, 300, fwd_params=params, implementation="pallas_tpu").chains[0]:
-            rows, columns = link.padded((16, 32))
-            tiles = link.mask.dense(rows, columns).reshape(rows // 16, 16, columns // 32, 32)
+        for block_pass in sl.make_plan(mask, 300, fwd_params=params, implementation="pallas_tpu").chains[0]:
+            rows, columns = block_pass.padded((16, 32))
+            tiles = block_pass.mask.dense(rows, columns).reshape(rows // 16, 16, columns // 32, 32)
             expected = np.add(tiles.any((1, 3)), tiles.all((1, 3)), dtype=int)
             found = np.zeros_like(expected)
-            row, column, state = report.kept(link)
+            row, column, state = report.kept(block_pass)
             found[row, column] = state
             np.testing.assert_array_equal(found, expected)
 
@@ -28,8 +28,8 @@ def test_a_plan_in_a_notebook():
     title, *passes = table.findall("tr")
     assert repr(mask) in "".join(title.itertext()) and f"{report.saving(plan, 0, True)}" in "".join(title.itertext())
     assert [[cell.text for cell in line][:3] for line in passes] == [
-        [f"pass {number}", str(link.q_order), f"{link.fwd_blocks} of 1024 blocks of 128 x 128"]
-        for number, link in enumerate(plan.chains[0], 1)
+        [f"pass {number}", str(block_pass.q_order), f"{block_pass.fwd_blocks} of 1024 blocks of 128 x 128"]
+        for number, block_pass in enumerate(plan.chains[0], 1)
     ]
     assert all(line.find("td/svg") is not None for line in passes)
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
 from ....masks.states import EMPTY, FULL, PARTIAL
-from ...planning.lists import BlockLists, BlockPairs, planned_block_pairs, unpacked_tiles
+from ...planning.block_lists import BlockLists, BlockPairs, planned_block_pairs, unpack_tiles
 from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..operands import Operands
 from ..pass_blocks import run_time_blocks
@@ -152,14 +152,14 @@ def _in_parts(
     if parts == 1:
         return pairs, _static_bits(passes, major, minor, dkv), starts
     bits, states = _bits_in_parts(passes, major, whole, dkv, parts)
-    return pairs.in_parts(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
+    return pairs.cut_minor_blocks(parts, dkv, states, minor.blocks), bits, None if starts is None else starts * parts
 
 
 @bounded_cache()
 def _bits_in_parts(
     passes: tuple[Pass, ...], major: Side, whole: Side, dkv: bool, parts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The bits of parts of tiles, those of a tile one after the other, and the states that `in_parts` takes."""
+    """The bits of parts of tiles, those of a tile one after the other, and the states that `cut_minor_blocks` takes."""
     bits = _static_bits(passes, major, whole, dkv)
     bits = bits.reshape(*bits.shape[:2], parts, -1).swapaxes(1, 2)  # [1 + tiles, parts, rows, words]
     states = np.where((bits == -1).all((2, 3)), FULL, np.where(bits.any((2, 3)), PARTIAL, EMPTY))
@@ -210,7 +210,7 @@ def only_whole(pairs: BlockPairs, minor: Side) -> BlockPairs:
 
 
 def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
-    """Tiles, bool [n, bq, bkv] of JAX or as `packed_tiles` has them, as the bits of `Lists`."""
+    """Tiles, bool [n, bq, bkv] of JAX or as `pack_tiles` has them, as the bits of `Lists`."""
     # Heads that are packed have a bit in common, and those of a block of queries then fit a word.
     rows = 1 if major.gathered else major.parts * major.tile // major.pack
     words = minor.parts * minor.tile if minor.pack == 1 else 32
@@ -219,7 +219,7 @@ def bits_of(tiles: Any, major: Side, minor: Side, dkv: bool) -> Any:
         everything = np.ones((1, major.block, minor.block), bool)
         columns, parts = (major if dkv else minor).block, [everything]
         for start in range(0, len(tiles), 256):
-            part = unpacked_tiles(tiles[start : start + 256], columns)
+            part = unpack_tiles(tiles[start : start + 256], columns)
             parts.append(part.swapaxes(1, 2) if dkv else part)
         words = [np.packbits(np.pad(x, [(0, 0), *ends]), axis=2, bitorder="little") for x in parts]
         return np.concatenate(words).view(np.int32)

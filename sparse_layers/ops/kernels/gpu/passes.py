@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.states import EMPTY
-from ...planning.lists import BlockPairs, StateTable, selected_block_pairs
+from ...planning.block_lists import BlockPairs, StateTable, selected_block_pairs
 from ...planning.plan import Pass
+from ...planning.row_orders import Axis, RowOrder
 from ...planning.selection import Selection
-from ...planning.views import Axis, RowOrder
 from ..call import Call
 from ..operands import Operands
 from ..pass_blocks import row_orders
@@ -117,7 +117,7 @@ class GroupPass:
     @property
     def orders(self) -> str:
         """Both row orders in words."""
-        return self.passes[0].orders if self.passes else "natural order"
+        return self.passes[0].order_text if self.passes else "natural order"
 
     def block_shape(self, *, dkv: bool) -> tuple[int, int]:
         """(bq, bkv) of the plan's lists, or of those of a run-time mask."""

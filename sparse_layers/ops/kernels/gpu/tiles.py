@@ -57,7 +57,7 @@ class Arrays(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.views.Axis`."""
+    """A row order: ``token = START + sum(coordinate * stride)`` over AXES, see `planning.row_orders.Axis`."""
 
     START: int
     AXES: tuple  # none in natural order

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import differs
+from ...planning.block_lists import differs
 from ...planning.selection import Selection
 from ..call import Call
 from ..gpu.hardware import padded_size

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ...planning.head_groups import HeadGroup
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..gpu import bridge
 from ..gpu.hardware import MAX_BATCH_ENTRIES

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....masks.bounded_cache import bounded_cache
-from ...planning.lists import MOST_PARTS, BlockLists, BlockPairs, planned_block_pairs
+from ...planning.block_lists import MAX_QUERY_GROUPS, BlockLists, BlockPairs, planned_block_pairs
 from ...planning.plan import Pass
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from ..gpu import bridge, hardware
 from ..gpu.lists import Lists, Side, bits_of, lists_of
@@ -77,7 +77,7 @@ def _fused_lists(passes: tuple[Pass, ...], more: tuple[Pass, ...], q: Side, kv: 
     row, column, kind, tile = (np.concatenate(pair, axis=-1) for pair in pairs)
     both = BlockPairs(row, column, kind, tile, None, (a.blocks[0], a.blocks[1] + b.blocks[1]))
     bits = bits_of(np.concatenate([tiles, more_tiles]), q, kv, dkv=False)
-    return Lists(both.lists(by_key=False), bits, both.longest(by_key=False))
+    return Lists(both.lists(kv_major=False), bits, both.longest(kv_major=False))
 
 
 def unsupported(work: GroupPass, kernel: str) -> str | None:
@@ -91,7 +91,7 @@ def unsupported(work: GroupPass, kernel: str) -> str | None:
         largest = settings.HEAD_SIZES[-1]
         return f"the Hopper kernels take head sizes that are multiples of 8 up to {largest}, got {size_text(*sizes)}"
     params = work.call.params[kernel != "forward"]
-    if params.for_kernels:
+    if params.has_kernel_settings:
         return f"the Hopper kernels have no setting but q_blocksize and kv_blocksize, got {params}"
     if kernel == "dkv" and work.call.params[1].deterministic:
         return "the Hopper backward kernel adds to dq in any order, which BwdParams(deterministic=True) rules out"
@@ -233,7 +233,7 @@ def dqkv(
 def _block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """(bq, bkv) of the lists that these kernels walk over."""
     if (selection := work.operands.selection) is not None:
-        return min(settings.TILE_ROWS, MOST_PARTS * selection.granularity), selection.block
+        return min(settings.TILE_ROWS, MAX_QUERY_GROUPS * selection.granularity), selection.block
     return work.block_shape(dkv=kernel == "dkv")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import BlockLists
+from ...planning.block_lists import BlockLists
 from ..gpu.splits import MIN_STEPS, split_work_tiles
 
 # Work tiles come first, whatever their head, if they take longer than this share of a program's work, and this many

@@ -37,7 +37,7 @@ class RowsView(NamedTuple):
 
     ROWS: int  # rounded up to whole blocks
     BLOCK: int  # rows of a block of the lists
-    AXES: tuple  # (phase, digits) of each axis of the view, see `planning.views.Axis`; empty in natural order
+    AXES: tuple  # (phase, digits) of each axis of the view, see `planning.row_orders.Axis`; empty in natural order
 
 
 class ListShapes(NamedTuple):

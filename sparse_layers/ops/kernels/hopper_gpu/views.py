@@ -2,7 +2,7 @@
 
 import math
 
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from .tiles import RowsView
 
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...planning.block_lists import MAX_QUERY_GROUPS
 from ...planning.head_groups import HeadGroup, head_groups
-from ...planning.lists import MOST_PARTS
-from ...planning.plan import Pass, in_tiles
+from ...planning.plan import Pass, uses_mask_tiles
 from ...planning.platforms import TUNING
+from ...planning.row_orders import Reordered
 from ...planning.selection import Selection
-from ...planning.views import Reordered
 from ..call import Call
 from ..numerics import base_2_sinks, merge_by_lse
 from ..operands import Gradients, Operands
@@ -173,14 +173,14 @@ class _Heads:
         if operands.selection is not None:
             rows = _selecting_rows(self.call, operands.selection, backward)
             operands = operands._replace(query=self.query, selection=jax.tree.map(self._ids, operands.selection))
-        blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _in_tiles, dkv=backward)
+        blocks = blocks_of_pass(self.call, operands, self.group, passes, rows, _uses_mask_tiles, dkv=backward)
         (bq, bkv), pairs, tiles = blocks.shape, blocks.pairs, blocks.tiles
         ids = (None, None)
         if blocks.segments is not None:
             sides = zip((blocks.q_order, blocks.kv_order), blocks.segments, blocks.shape, strict=True)
             ids = [vector(order, x[..., None], block) for order, x, block in sides]
         steps = Steps.of(
-            pairs.lists(by_key=backward),
+            pairs.lists(kv_major=backward),
             tiles is not None,
             f"a pass over {pairs.blocks[0]} x {pairs.blocks[1]} blocks of {bq} x {bkv}",
         )
@@ -201,15 +201,17 @@ class _Heads:
         return self.group.select(jnp.repeat(ids, each, axis=2))
 
 
-def _in_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
+def _uses_mask_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
     """True if the kernels read the partial blocks of a group's mask as tiles, by the tuning of this backend."""
-    return in_tiles(masks[0], shape, _TUNED)
+    return uses_mask_tiles(masks[0], shape, _TUNED)
 
 
 def _selecting_rows(call: Call, selection: Selection, backward: bool) -> int:
     """Queries in a block of a selection: as many as asked for or `_CHOOSING_ROWS`, in parts that choose together."""
     granularity, wanted = selection.granularity, call.params[backward].q_blocksize or _CHOOSING_ROWS
-    return granularity * min(max(1, wanted // granularity), MOST_PARTS, 1 << (selection.ids.shape[1] - 1).bit_length())
+    return granularity * min(
+        max(1, wanted // granularity), MAX_QUERY_GROUPS, 1 << (selection.ids.shape[1] - 1).bit_length()
+    )
 
 
 def _groups(call: Call, operands: Operands) -> list[_Heads]:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....masks.states import FULL, PARTIAL
-from ...planning.views import RowOrder
+from ...planning.row_orders import RowOrder
 from ..call import Call
 from .schedule import LIMITED, Step, Steps
 from .sides import LANES, allowed_pairs, column, from_bits

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ....masks.states import EMPTY, FULL, PARTIAL
-from ...planning.lists import BlockLists
+from ...planning.block_lists import BlockLists
 
 # What a step may be beside these three: masked, but without a mask tile. Segment ids or choices limit it.
 LIMITED = 3

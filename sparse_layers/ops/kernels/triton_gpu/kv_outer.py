@@ -28,7 +28,7 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     if selection is None or not selection.ids.shape[-1]:
         return "the call has no selection"
     # What the user asks of kernels is meant for those that hold queries.
-    if any(params.for_kernels for params in call.params):
+    if any(params.has_kernel_settings for params in call.params):
         return "kernels that gather queries have no setting but q_blocksize and kv_blocksize"
     queries = queries_together(call, operands)
     if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:

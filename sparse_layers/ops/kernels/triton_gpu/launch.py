@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...planning.lists import MOST_PARTS, planned_block_pairs
-from ...planning.views import RowOrder
+from ...planning.block_lists import MAX_QUERY_GROUPS, planned_block_pairs
+from ...planning.row_orders import RowOrder
 from ..gpu import bridge, hardware, tiles
 from ..gpu.hardware import padded_size
 from ..gpu.lists import Lists, Side, kernel_order, lists_of
@@ -136,7 +136,7 @@ def block_shape(work: GroupPass, kernel: str) -> tuple[int, int]:
     """(bq, bkv) of the lists that a kernel walks over."""
     if (selection := work.operands.selection) is not None:
         granularity = selection.granularity
-        return max(granularity, min(FULL_TILE // work.pack, MOST_PARTS * granularity)), selection.block
+        return max(granularity, min(FULL_TILE // work.pack, MAX_QUERY_GROUPS * granularity)), selection.block
     bq, bkv = work.block_shape(dkv=kernel == "dkv")
     if kernel == "dkv" or not work.passes:
         return bq, bkv

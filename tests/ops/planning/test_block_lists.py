@@ -8,8 +8,8 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
-from sparse_layers.ops.planning import lists
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.planning import block_lists as lists
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 
 CAUSAL, NEAR, NONE = sl.Causal(), sl.Causal() & sl.Window(20), sl.Empty()
 
@@ -18,12 +18,12 @@ def natural(masks, t, s):
     return [Reordered(mask, RowOrder(t), RowOrder(s)) for mask in masks]
 
 
-def decoded(found, by_key, shape, lengths, tiles, granularity=1, batch=0, head=0):
+def decoded(found, kv_major, shape, lengths, tiles, granularity=1, batch=0, head=0):
     """How often the list of a batch entry and head visits each pair: int [T, S]."""
     blocks = [-(-length // side) for length, side in zip(lengths, shape, strict=True)]
     spans, block, tile = (np.asarray(x) for x in (found.spans, found.block, found.tile))
     assert spans.dtype == block.dtype == tile.dtype == np.int32
-    assert spans.shape[2] == blocks[by_key] and found.minor_blocks == blocks[not by_key]
+    assert spans.shape[2] == blocks[kv_major] and found.minor_blocks == blocks[not kv_major]
     pairs = np.zeros([n * side for n, side in zip(blocks, shape, strict=True)], int)
     for major, (first, masked, end) in enumerate(spans[batch % len(spans), head // found.group % spans.shape[1]]):
         assert 0 <= first <= masked <= end <= len(block)
@@ -34,13 +34,13 @@ def decoded(found, by_key, shape, lengths, tiles, granularity=1, batch=0, head=0
             if entry >= masked and found.active_rows_mask is not None:
                 word = int(np.asarray(found.active_rows_mask)[entry])
                 may = may & np.array([word >> part // granularity & 1 for part in range(shape[0])], bool)[:, None]
-            row, column = (block[entry], major) if by_key else (major, block[entry])
+            row, column = (block[entry], major) if kv_major else (major, block[entry])
             pairs[row * shape[0] : (row + 1) * shape[0], column * shape[1] : (column + 1) * shape[1]] += may
     return pairs[: lengths[0], : lengths[1]]
 
 
 def unpacked(tiles, columns):
-    return None if tiles is None else lists.unpacked_tiles(tiles, columns)
+    return None if tiles is None else lists.unpack_tiles(tiles, columns)
 
 
 @pytest.mark.parametrize(
@@ -59,45 +59,45 @@ def test_both_builders_make_the_same_lists_and_these_are_the_mask(masks, shape):
     arrays = ("row", "column", "kind", "tile")
 
     @functools.partial(jax.jit, static_argnums=1)
-    def by_xla(found, by_key):
-        return dataclasses.replace(candidates, **dict(zip(arrays, found, strict=True))).lists(by_key)
+    def by_xla(found, kv_major):
+        return dataclasses.replace(candidates, **dict(zip(arrays, found, strict=True))).lists(kv_major)
 
-    for by_key in (False, True):
-        planned = candidates.lists(by_key)
-        found = by_xla([getattr(candidates, name) for name in arrays], by_key)
+    for kv_major in (False, True):
+        planned = candidates.lists(kv_major)
+        found = by_xla([getattr(candidates, name) for name in arrays], kv_major)
         assert planned.static and not isinstance(found.block, np.ndarray)
         np.testing.assert_array_equal(found.spans, planned.spans)
         np.testing.assert_array_equal(planned.counts, planned.spans[..., 1:] - planned.spans[..., :1])
         entries = len(planned.block)  # XLA's arrays are as long as there are candidates
         for name in ("block", "tile"):
             np.testing.assert_array_equal(getattr(found, name)[:entries], getattr(planned, name))
-        check_sorted(candidates, planned, by_key)
+        check_sorted(candidates, planned, kv_major)
         for head, mask in enumerate(masks):
-            pairs = decoded(planned, by_key, shape, (t, s), unpacked(tiles, shape[1]), head=head)
+            pairs = decoded(planned, kv_major, shape, (t, s), unpacked(tiles, shape[1]), head=head)
             np.testing.assert_array_equal(pairs, mask.dense(t, s))
 
 
-def check_sorted(candidates, wanted, by_key):
+def check_sorted(candidates, wanted, kv_major):
     """In the order of their major blocks, candidates make the same lists, and it is known where each begins.
 
     Those of key blocks go from the last query on.
     """
-    ordered = candidates.sorted(by_key)
-    found, starts = ordered.lists(by_key), ordered.starts(by_key)
+    ordered = candidates.sorted(kv_major)
+    found, starts = ordered.lists(kv_major), ordered.starts(kv_major)
     np.testing.assert_array_equal(found.spans, wanted.spans)
     for name in ("block", "tile"):
         entries = getattr(found, name).copy()
-        for first, masked, end in found.spans.reshape(-1, 3) if by_key else ():
+        for first, masked, end in found.spans.reshape(-1, 3) if kv_major else ():
             entries[first:masked], entries[masked:end] = entries[first:masked][::-1], entries[masked:end][::-1]
         np.testing.assert_array_equal(entries, getattr(wanted, name))
-    assert starts.dtype == np.int32 and starts.shape == (candidates.kind.shape[1], candidates.blocks[by_key] + 1)
+    assert starts.dtype == np.int32 and starts.shape == (candidates.kind.shape[1], candidates.blocks[kv_major] + 1)
     assert (candidates.starts(True) is None) == (np.diff(candidates.column[0]) < 0).any()
-    major, longest = (ordered.column if by_key else ordered.row)[0], 0
+    major, longest = (ordered.column if kv_major else ordered.row)[0], 0
     for own, bounds, kind in zip(major, starts, ordered.kind[0], strict=True):
         assert bounds[0] == 0 and bounds[-1] == len(own)
         np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
         longest = max(longest, np.bincount(own[kind != EMPTY], minlength=1).max())
-    assert ordered.longest(by_key) >= longest
+    assert ordered.longest(kv_major) >= longest
 
 
 def test_lists_in_row_orders_of_a_pass():
@@ -109,8 +109,8 @@ def test_lists_in_row_orders_of_a_pass():
         moved = Reordered(mask, *orders)
         candidates, tiles = lists.planned_block_pairs([moved], shape, True)
         lengths = tuple(order.rows for order in orders)
-        for by_key in (False, True):
-            pairs = decoded(candidates.lists(by_key), by_key, shape, lengths, unpacked(tiles, shape[1]))
+        for kv_major in (False, True):
+            pairs = decoded(candidates.lists(kv_major), kv_major, shape, lengths, unpacked(tiles, shape[1]))
             np.testing.assert_array_equal(pairs, moved.dense(*lengths))
 
 
@@ -118,7 +118,7 @@ def test_tiles_are_kept_once_and_rules_need_none():
     masks = natural([CAUSAL, NEAR], 1024, 1024)
     candidates, tiles = lists.planned_block_pairs(masks, (64, 64), True)
     assert tiles.shape == (3, 64, 8) and tiles.dtype == np.uint8  # each one's diagonal, and the window's end
-    np.testing.assert_array_equal(lists.packed_tiles(lists.unpacked_tiles(tiles, 64)), tiles)
+    np.testing.assert_array_equal(lists.pack_tiles(lists.unpack_tiles(tiles, 64)), tiles)
     assert lists.planned_block_pairs(masks, (64, 64), True)[0] is candidates, "made once"
     assert lists.planned_block_pairs(masks, (64, 64), False)[1] is None
 
@@ -146,33 +146,33 @@ def test_tiles_of_masks_that_repeat_are_made_once(monkeypatch, mask, shape):
     monkeypatch.setattr(lists, "masked_tiles", record)
     found, tiles = lists.planned_block_pairs(natural([mask], t, s), shape, True)
     assert len(made) < (found.kind == PARTIAL).sum()
-    for by_key in (False, True):
-        pairs = decoded(found.lists(by_key), by_key, shape, (t, s), unpacked(tiles, shape[1]))
+    for kv_major in (False, True):
+        pairs = decoded(found.lists(kv_major), kv_major, shape, (t, s), unpacked(tiles, shape[1]))
         np.testing.assert_array_equal(pairs, mask.dense(t, s))
 
 
-@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("kv_major", [False, True])
 @pytest.mark.parametrize("masks", [[CAUSAL], [CAUSAL, sl.Window(5, 9), sl.Full(), NONE], [sl.Full()]], ids=len)
-def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, by_key):
+def test_blocks_that_are_cut_make_the_lists_of_smaller_ones(masks, kv_major):
     """Those of keys, or, for lists of key blocks, of queries; of the last block not all parts exist."""
     lengths, shape, parts = (150, 170), (16, 8), 4
-    coarse = (64, 8) if by_key else (16, 32)
+    coarse = (64, 8) if kv_major else (16, 32)
     whole, tiles = lists.planned_block_pairs(natural(masks, *lengths), coarse, True)
     tiles = np.concatenate([np.ones((1, *coarse), bool), unpacked(tiles, coarse[1])])
-    tiles = tiles.reshape(-1, parts, *shape) if by_key else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
+    tiles = tiles.reshape(-1, parts, *shape) if kv_major else tiles.reshape(-1, 16, parts, 8).swapaxes(1, 2)
     states = np.where(tiles.all((2, 3)), FULL, np.where(tiles.any((2, 3)), PARTIAL, EMPTY))
-    whole = whole.sorted(by_key)
-    cut = whole.in_parts(parts, by_key, states, -(-lengths[not by_key] // shape[not by_key]))
-    found = cut.lists(by_key)
+    whole = whole.sorted(kv_major)
+    cut = whole.cut_minor_blocks(parts, kv_major, states, -(-lengths[not kv_major] // shape[not kv_major]))
+    found = cut.lists(kv_major)
     wanted, _ = lists.planned_block_pairs(natural(masks, *lengths), shape, True)
-    wanted = wanted.sorted(by_key).lists(by_key)
+    wanted = wanted.sorted(kv_major).lists(kv_major)
     np.testing.assert_array_equal(found.counts, wanted.counts)
     np.testing.assert_array_equal(found.block[: len(wanted.block)], wanted.block)  # in the same order, too
     for head, mask in enumerate(masks):
-        pairs = decoded(found, by_key, shape, lengths, tiles[1:].reshape(-1, *shape), head=head)
+        pairs = decoded(found, kv_major, shape, lengths, tiles[1:].reshape(-1, *shape), head=head)
         np.testing.assert_array_equal(pairs, mask.dense(*lengths))
-    major = np.asarray(cut.column if by_key else cut.row)[0]
-    for own, bounds in zip(major, whole.starts(by_key) * parts, strict=True):
+    major = np.asarray(cut.column if kv_major else cut.row)[0]
+    for own, bounds in zip(major, whole.starts(kv_major) * parts, strict=True):
         np.testing.assert_array_equal(own, np.arange(len(bounds) - 1).repeat(np.diff(bounds)))
 
 
@@ -189,10 +189,10 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
         found = candidates.with_segments(ids, orders, shape)
         return found.lists(False), found.lists(True)
 
-    for by_key, found in enumerate(both(q_ids, kv_ids)):
+    for kv_major, found in enumerate(both(q_ids, kv_ids)):
         for batch in range(3):
             may = (q_ids[batch, :, None] == kv_ids[batch]) & (q_ids[batch, :, None] >= 0)
-            pairs = decoded(found, by_key, shape, (t, s), unpacked(tiles, 16), batch=batch)
+            pairs = decoded(found, kv_major, shape, (t, s), unpacked(tiles, 16), batch=batch)
             assert (pairs[may] == 1).all(), "no pair that may attend is left out, none comes twice"
             exact = [batch != 1, True][batch == 2]
             assert not exact or (pairs == may).all()
@@ -205,17 +205,17 @@ def test_segments_drop_what_cannot_meet_and_free_what_lies_in_one():
 def test_run_time_masks():
     mask = np.random.default_rng(0).random((2, 70, 90)) < 0.02
     mask[0, :32], mask[1, :, 32:48] = True, False
-    for by_key in (False, True):
-        found, tiles = jax.jit(lambda mask, by_key=by_key: _listed(mask, by_key))(mask)
+    for kv_major in (False, True):
+        found, tiles = jax.jit(lambda mask, kv_major=kv_major: _listed(mask, kv_major))(mask)
         for head in range(4):
-            pairs = decoded(found, by_key, (16, 16), (70, 90), np.asarray(tiles), head=head)
+            pairs = decoded(found, kv_major, (16, 16), (70, 90), np.asarray(tiles), head=head)
             np.testing.assert_array_equal(pairs, mask[head % 2])
         assert found.counts[0, 0, :, 0].sum() == 2 * 5  # a ragged block is none where every pair may attend
 
 
-def _listed(mask, by_key):
+def _listed(mask, kv_major):
     candidates, tiles = lists.run_time_block_pairs(mask, (16, 16))
-    return candidates.lists(by_key), tiles
+    return candidates.lists(kv_major), tiles
 
 
 # --- blocks chosen at run time ---------------------------------------------------------------------------------------
@@ -257,12 +257,12 @@ def test_chosen_blocks(lengths, granularity, shape, groups, heads, k):
                 if 0 <= j < columns:
                     right[row * granularity : (row + 1) * granularity, j * shape[1] : (j + 1) * shape[1]] = True
             right = right[:, :s] & masks[h % len(masks)].dense(t, s)
-            for by_key in (False, True):
-                pairs = decoded(found[by_key], by_key, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h)
+            for kv_major in (False, True):
+                pairs = decoded(found[kv_major], kv_major, shape, lengths, unpacked(tiles, shape[1]), granularity, b, h)
                 np.testing.assert_array_equal(pairs, right)
 
 
-@pytest.mark.parametrize("k", [1, lists.MOST_COMPARED, lists.MOST_COMPARED + 1])
+@pytest.mark.parametrize("k", [1, lists.MAX_COMPARED, lists.MAX_COMPARED + 1])
 @pytest.mark.parametrize(("granularity", "rows"), [(1, 1), (16, 8), (1, 4)])
 def test_chosen_blocks_in_any_order(granularity, rows, k):
     """They are those that there are in order, each of them once; few blocks of queries that choose alike stay put."""
@@ -283,7 +283,7 @@ def test_chosen_blocks_in_any_order(granularity, rows, k):
         return np.stack([*np.nonzero(some)[:2], *names], axis=-1)
 
     found, wanted = chosen(False), chosen(True)
-    assert np.array_equal(found, wanted) == (rows == 4 or k != lists.MOST_COMPARED)
+    assert np.array_equal(found, wanted) == (rows == 4 or k != lists.MAX_COMPARED)
     np.testing.assert_array_equal(found[np.lexsort(found.T[::-1])], wanted[np.lexsort(wanted.T[::-1])])
     assert len(np.unique(found, axis=0)) == len(found) > 0
 
@@ -309,8 +309,8 @@ def test_a_large_table_has_cells_of_several_blocks(monkeypatch):
         found = lists.selected_block_pairs(ids, 16, shape, table, 1)
         return found.lists(False), found.lists(True)
 
-    for by_key, found in enumerate(both(ids)):
-        pairs = decoded(found, by_key, shape, (t, t), unpacked(tiles, shape[1]), 16)
+    for kv_major, found in enumerate(both(ids)):
+        pairs = decoded(found, kv_major, shape, (t, t), unpacked(tiles, shape[1]), 16)
         np.testing.assert_array_equal(pairs, mask.dense(t))
 
 
@@ -322,13 +322,13 @@ def test_chosen_blocks_of_a_run_time_mask():
 
     @jax.jit
     def both(mask, ids):
-        table, tiles = lists.run_time_table(mask, shape)
+        table, tiles = lists.run_time_state_table(mask, shape)
         found = lists.selected_block_pairs(ids, 16, shape, table, 4)
         return found.lists(False), found.lists(True), tiles
 
     *found, tiles = both(mask, ids)
     chosen = (ids[0, :, 0, :, None] == np.arange(5)).any(1).repeat(16, axis=0).repeat(16, axis=1)
     for head in range(4):
-        for by_key in (False, True):
-            pairs = decoded(found[by_key], by_key, shape, (t, t), np.asarray(tiles), 16, head=head)
+        for kv_major in (False, True):
+            pairs = decoded(found[kv_major], kv_major, shape, (t, t), np.asarray(tiles), 16, head=head)
             np.testing.assert_array_equal(pairs, chosen & mask[head % 2])

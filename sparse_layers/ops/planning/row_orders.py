@@ -325,7 +325,7 @@ class Reordered(Mask):
         # One side after the other: for TPUs, both sides' bools together first would cost more.
         return allowed & (q < self.q_order.length) & (k < self.kv_order.length)
 
-    def same_residues(self, stride: int) -> bool:
+    def keeps_residues(self, stride: int) -> bool:
         """Whether a query and a key that are rows of one residue are tokens of one residue, and the other way round."""
         shift = self.q_order.shift(stride)
         return shift is not None and shift == self.kv_order.shift(stride)
@@ -409,12 +409,12 @@ def _clipped(order: RowOrder, token: Any) -> Any:
     return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
 
 
-def period_of(mask: Mask) -> int | None:
+def mask_period(mask: Mask) -> int | None:
     """A number of tokens by which queries and keys may both be moved, and the mask says the same; None if not known.
 
     Example:
       >>> import sparse_layers as sl
-      >>> period_of(sl.Causal() & (sl.Window(9) | sl.Columns(128, 96))), period_of(sl.Prefix(4))
+      >>> mask_period(sl.Causal() & (sl.Window(9) | sl.Columns(128, 96))), mask_period(sl.Prefix(4))
       (128, None)
     """
     if isinstance(mask, Full | Empty | Causal | Window | Strided | LogSparse):
@@ -424,11 +424,11 @@ def period_of(mask: Mask) -> int | None:
     if isinstance(mask, Columns):
         return mask.period
     if isinstance(mask, And | Or):
-        left, right = period_of(mask.left), period_of(mask.right)
+        left, right = mask_period(mask.left), mask_period(mask.right)
         return None if left is None or right is None else math.lcm(left, right)
     if isinstance(mask, Not | Transposed | Shifted):
-        return period_of(mask.mask)
+        return mask_period(mask.mask)
     if isinstance(mask, Blocks):
-        inner = period_of(mask.mask)
+        inner = mask_period(mask.mask)
         return None if inner is None else inner * mask.block
     return None

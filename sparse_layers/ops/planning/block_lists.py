@@ -17,7 +17,7 @@ import numpy as np
 from ...masks.bounded_cache import bounded_cache
 from ...masks.states import EMPTY, FULL, PARTIAL
 from .blocks import active_blocks, masked_tiles
-from .views import Reordered, RowOrder, period_of
+from .row_orders import Reordered, RowOrder, mask_period
 
 
 @functools.partial(
@@ -72,7 +72,7 @@ class BlockPairs:
       active_rows_mask: int32 [LB, LH, n], or None; see `BlockLists`.
       blocks: number of query blocks and of key blocks.
       group: see `BlockLists`.
-      most_in_row: where rows are known at run time only, how many pairs each has, one row after the other.
+      max_in_row: where rows are known at run time only, how many pairs each has, one row after the other.
     """
 
     row: Any
@@ -82,26 +82,26 @@ class BlockPairs:
     active_rows_mask: Any
     blocks: tuple[int, int]
     group: int = 1
-    most_in_row: int | None = None
+    max_in_row: int | None = None
 
-    def longest(self, by_key: bool) -> int:
+    def longest(self, kv_major: bool) -> int:
         """A bound, known beforehand, of the entries of a list."""
-        major = self.column if by_key else self.row
+        major = self.column if kv_major else self.row
         if isinstance(major, np.ndarray):
             lines = major.reshape(-1, major.shape[-1])
             return max((int(np.bincount(line).max(initial=0)) for line in lines), default=0)
-        bound = self.blocks[not by_key]
-        return bound if by_key or self.most_in_row is None else min(bound, self.most_in_row)
+        bound = self.blocks[not kv_major]
+        return bound if kv_major or self.max_in_row is None else min(bound, self.max_in_row)
 
-    def sorted(self, by_key: bool) -> "BlockPairs":
+    def sorted(self, kv_major: bool) -> "BlockPairs":
         """The same, known beforehand, in the order of query blocks; or of key blocks, the last query block first.
 
         Lists of key blocks often end at the same queries, and begin at others: so walked, these are in caches.
         """
-        step = -1 if by_key else 1
-        major = np.where(self.kind == EMPTY, max(self.blocks), self.column if by_key else self.row)[..., ::step]
+        step = -1 if kv_major else 1
+        major = np.where(self.kind == EMPTY, max(self.blocks), self.column if kv_major else self.row)[..., ::step]
         order = np.argsort(major, kind="stable")
-        order = major.shape[-1] - 1 - order if by_key else order
+        order = major.shape[-1] - 1 - order if kv_major else order
         row, column, kind, tile = (
             np.take_along_axis(x, order, -1) for x in (self.row, self.column, self.kind, self.tile)
         )
@@ -109,25 +109,25 @@ class BlockPairs:
         row, column = (np.where(kind == EMPTY, n - 1, x) for x, n in zip((row, column), self.blocks, strict=True))
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile)
 
-    def starts(self, by_key: bool) -> np.ndarray | None:
+    def starts(self, kv_major: bool) -> np.ndarray | None:
         """Where each block's pairs begin, int32 [LH, blocks + 1], if they are known to be sorted; else None."""
-        major, blocks = (self.column, self.blocks[1]) if by_key else (self.row, self.blocks[0])
+        major, blocks = (self.column, self.blocks[1]) if kv_major else (self.row, self.blocks[0])
         if isinstance(major, np.ndarray):
             lines = major[0]
             if (np.diff(lines) < 0).any():
                 return None
             return np.stack([np.searchsorted(line, np.arange(blocks + 1)) for line in lines]).astype(np.int32)
-        if by_key or self.most_in_row is None:
+        if kv_major or self.max_in_row is None:
             return None
         heads = self.kind.shape[1]
-        return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.most_in_row, (heads, 1))
+        return np.tile(np.arange(blocks + 1, dtype=np.int32) * self.max_in_row, (heads, 1))
 
-    def lists(self, by_key: bool) -> BlockLists:
+    def lists(self, kv_major: bool) -> BlockLists:
         """The lists of query blocks, or of key blocks; within a list, entries stay in the order of the pairs."""
         xp: Any = np if isinstance(self.kind, np.ndarray) else jnp
-        major, minor = (self.column, self.row) if by_key else (self.row, self.column)
+        major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
         batches, heads, n = self.kind.shape
-        blocks = self.blocks[by_key]
+        blocks = self.blocks[kv_major]
         lines = batches * heads * blocks
         first = np.arange(batches * heads, dtype=np.int32).reshape(batches, heads, 1) * blocks
         key = xp.where(
@@ -148,25 +148,25 @@ class BlockPairs:
             return None if x is None else xp.broadcast_to(x, (batches, heads, n)).ravel()[order].astype(np.int32)
 
         block, tile, active_rows_mask = (sorted_(x) for x in (minor, self.tile, self.active_rows_mask))
-        return BlockLists(spans, block, tile, active_rows_mask, self.blocks[not by_key], self.group)
+        return BlockLists(spans, block, tile, active_rows_mask, self.blocks[not kv_major], self.group)
 
-    def in_parts(self, parts: int, by_key: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
+    def cut_minor_blocks(self, parts: int, kv_major: bool, states: np.ndarray, minor_blocks: int) -> "BlockPairs":
         """The same pairs, where blocks of the minor side are cut; made on the device, for they may be millions.
 
         Args:
           parts: of a block; part p of a mask tile is the tile ``tile * parts + p``.
-          by_key: whether queries are the minor side; their last parts come first then, as in `sorted`.
+          kv_major: whether queries are the minor side; their last parts come first then, as in `sorted`.
           states: EMPTY, PARTIAL or FULL for each part, [1 + tiles, parts], first for a tile that lets everything pass.
           minor_blocks: number of parts that there are; of the last block not all need exist.
         """
-        major, minor = (self.column, self.row) if by_key else (self.row, self.column)
+        major, minor = (self.column, self.row) if kv_major else (self.row, self.column)
         major, minor, kind, tile = (jnp.repeat(x, parts, axis=-1) for x in (major, minor, self.kind, self.tile))
-        part = jnp.tile(np.arange(parts, dtype=np.int32)[:: -1 if by_key else 1], self.kind.shape[-1])
+        part = jnp.tile(np.arange(parts, dtype=np.int32)[:: -1 if kv_major else 1], self.kind.shape[-1])
         minor = minor * parts + part
         kind = jnp.where((kind == EMPTY) | (minor >= minor_blocks), EMPTY, jnp.asarray(states)[tile + 1, part])
         tile = jnp.where(kind == PARTIAL, tile * parts + part, -1)
-        sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[by_key], minor_blocks)
-        (row, column), blocks = (sides[::-1], numbers[::-1]) if by_key else (sides, numbers)
+        sides, numbers = (major, jnp.minimum(minor, minor_blocks - 1)), (self.blocks[kv_major], minor_blocks)
+        (row, column), blocks = (sides[::-1], numbers[::-1]) if kv_major else (sides, numbers)
         return dataclasses.replace(self, row=row, column=column, kind=kind, tile=tile, blocks=blocks)
 
     def with_segments(
@@ -181,7 +181,7 @@ class BlockPairs:
         """
         if segments is None:
             return self
-        q_ids, kv_ids = (Extents.of(*side) for side in zip(orders, segments, shape, strict=True))
+        q_ids, kv_ids = (SegmentRanges.of(*side) for side in zip(orders, segments, shape, strict=True))
         a, b = q_ids.at(self.row), kv_ids.at(self.column)
         meet = (a.least <= b.largest) & (b.least <= a.largest)
         same = (a.smallest == a.largest) & (b.smallest == b.largest) & (a.smallest == b.smallest)
@@ -191,7 +191,7 @@ class BlockPairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extents:
+class SegmentRanges:
     """The segment ids of blocks: int32 [B, blocks], or of pairs [B, LH, n].
 
     Attributes:
@@ -205,15 +205,15 @@ class Extents:
     largest: Any
 
     @staticmethod
-    def of(order: RowOrder, ids: jax.Array, block: int) -> "Extents":
+    def of(order: RowOrder, ids: jax.Array, block: int) -> "SegmentRanges":
         """Of ids [B, tokens] in blocks of rows; rows without a token are padding."""
         blocks = -(-order.rows // block)
         rows = order.gather(ids, blocks * block, fill=-1)
         rows = rows.reshape(len(rows), blocks, block)
         least = jnp.where(rows >= 0, rows, np.iinfo(np.int32).max).min(-1)
-        return Extents(least, rows.min(-1), rows.max(-1))
+        return SegmentRanges(least, rows.min(-1), rows.max(-1))
 
-    def at(self, index: Any) -> "Extents":
+    def at(self, index: Any) -> "SegmentRanges":
         """Those of the blocks ``index`` [LB, LH, n]: [B, LH, n]."""
         found = []
         for x in (self.least, self.smallest, self.largest):
@@ -221,7 +221,7 @@ class Extents:
                 found.append(x[:, jnp.asarray(index[0])])
             else:
                 found.append(jax.vmap(lambda own, places: own[places])(x, index))
-        return Extents(*found)
+        return SegmentRanges(*found)
 
 
 # --- masks known beforehand ------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def planned_block_pairs(
       with_tiles: whether to make mask tiles; otherwise PARTIAL ones have the number 0, and rules compute them.
 
     Returns:
-      The pairs, sorted by row and then by column, and the distinct tiles as `packed_tiles` has them.
+      The pairs, sorted by row and then by column, and the distinct tiles as `pack_tiles` has them.
     """
     return _planned_block_pairs(tuple(masks), shape, with_tiles)
 
@@ -259,7 +259,7 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
             rows, columns = grid.rows[partial], grid.columns[partial]
             first, kinds = _alike(mask, rows, columns, shape)
             tiles = masked_tiles(mask, rows[first], columns[first], *shape)
-            packed = (bits for chunk in tiles for bits in packed_tiles(chunk))
+            packed = (bits for chunk in tiles for bits in pack_tiles(chunk))
             found = [distinct.setdefault(bits.tobytes(), len(distinct)) for bits in packed]
             tile[0, head, partial] = np.asarray(found, np.int32)[kinds]
         else:
@@ -272,7 +272,7 @@ def _planned_block_pairs(masks: tuple[Reordered, ...], shape: tuple[int, int], w
 
 def _alike(mask: Reordered, rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]) -> tuple[Any, Any]:
     """(The first block of each kind, the kind of each block), where those of a kind have the same tile for certain."""
-    period = period_of(mask.mask) if mask.q_order.natural and mask.kv_order.natural else None
+    period = mask_period(mask.mask) if mask.q_order.natural and mask.kv_order.natural else None
     if period is None:
         return slice(None), slice(None)
     q, kv = rows.astype(np.int64) * shape[0], columns.astype(np.int64) * shape[1]
@@ -287,13 +287,13 @@ def grid_shape(mask: Reordered, shape: tuple[int, int]) -> tuple[int, int]:
     return -(-mask.q_order.rows // shape[0]), -(-mask.kv_order.rows // shape[1])
 
 
-def packed_tiles(tiles: np.ndarray) -> np.ndarray:
+def pack_tiles(tiles: np.ndarray) -> np.ndarray:
     """Bool tiles [n, bq, bkv] as bits, uint8 [n, bq, ceil(bkv / 8)]: bit c % 8 of byte c // 8 is key c."""
     return np.packbits(tiles, axis=-1, bitorder="little")
 
 
-def unpacked_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
-    """The inverse of `packed_tiles`: bool [n, bq, columns]."""
+def unpack_tiles(tiles: np.ndarray, columns: int) -> np.ndarray:
+    """The inverse of `pack_tiles`: bool [n, bq, columns]."""
     return np.unpackbits(tiles, axis=-1, count=columns, bitorder="little").astype(bool)
 
 
@@ -322,9 +322,9 @@ def tiled(mask: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array
 # --- blocks chosen at run time ---------------------------------------------------------------------------------------
 
 # A block of queries is cut into at most so many parts that choose for themselves: they are the bits of one word.
-MOST_PARTS = 32
+MAX_QUERY_GROUPS = 32
 # Blocks of a row up to which each is compared with all before it.
-MOST_COMPARED = 32
+MAX_COMPARED = 32
 # Cells of a table of states; where there are more, one cell stands for several blocks of queries.
 _TABLE_CELLS = 1 << 20
 # Entries of such a table that are no mask tile.
@@ -346,11 +346,11 @@ def selected_block_pairs(
       ids: int32 [B, Tq, G, k], key blocks of shape[1] keys, of which each ``granularity`` queries chose k; what is no
         number of a block is left out, and what comes twice counts once.
       granularity: queries that choose together.
-      shape: (bq, bkv) of the lists; bq is ``granularity`` times a number up to `MOST_PARTS`, or divides it.
+      shape: (bq, bkv) of the lists; bq is ``granularity`` times a number up to `MAX_QUERY_GROUPS`, or divides it.
       table: what the mask says of the blocks.
       heads: number of query heads N, of which G are 1, or a divisor.
       start: the block of queries in ``table`` that is the first one here.
-      ordered: whether blocks of a row are to be in order. If not, those of up to `MOST_COMPARED` choices are as given.
+      ordered: whether blocks of a row are to be in order. If not, those of up to `MAX_COMPARED` choices are as given.
     """
     bq, (rows, columns), classes = shape[0], table.blocks, table.states.shape[0]
     if classes > 1:  # lists differ by head in two ways
@@ -366,7 +366,7 @@ def selected_block_pairs(
     part = np.repeat(np.arange(parts, dtype=np.int32), k).reshape(1, 1, 1, parts * k)
     column: Any = ids
     live: Any
-    if parts == 1 and not ordered and k <= MOST_COMPARED:
+    if parts == 1 and not ordered and k <= MAX_COMPARED:
         live = ~_seen_before(column)
     else:
         codes = jnp.sort(ids * parts + part, axis=-1)
@@ -458,7 +458,7 @@ def state_table(masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: 
     return StateTable(states, blocks, finer), tiles
 
 
-def run_time_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
+def run_time_state_table(mask: jax.Array, shape: tuple[int, int]) -> tuple[StateTable, jax.Array]:
     """The table of a run-time mask [C, T, S], and its tiles as `run_time_block_pairs` has them."""
     found, tiles = run_time_block_pairs(mask, shape)
     entries = jnp.where(found.kind == FULL, _EVERYTHING, jnp.where(found.kind == EMPTY, _NOTHING, found.tile))

@@ -9,7 +9,7 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.states import EMPTY, FULL, PARTIAL, UNSURE
-from sparse_layers.ops.planning.views import Reordered, RowOrder
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 from tests.ops.cases import compiled
 
 ORDERS = [

@@ -1,0 +1,166 @@
+"""The ring buffers of a cache, which keep keys in the order in which a part of a pattern reads them.
+
+A `RingCache` keeps the last tokens of each residue class in a ring buffer: one ring for a window, one a residue for a
+stride. A `GatheredCache` keeps a few tokens for good: summary columns, a prefix. Arrays of both have shape [B, heads,
+pages, page size, size]; a page is a range of rows that a step reads at once.
+"""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..planning.row_orders import RowOrder
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyStore(abc.ABC):
+    """Rows that keep the keys of one part of a mask.
+
+    Attributes:
+      order: of the rows.
+      kept: rows of each residue class.
+      page_size: rows of a page.
+    """
+
+    order: RowOrder
+    kept: int
+    page_size: int
+
+    @property
+    @abc.abstractmethod
+    def classes(self) -> int:
+        """Residue classes, each with rows of its own."""
+
+    @property
+    def num_pages(self) -> int:
+        return self.classes * self.kept // self.page_size
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_pages * self.page_size
+
+    @abc.abstractmethod
+    def slot(self, token: jax.Array) -> jax.Array:
+        """Returns the row of each token; `num_rows` or more if it has none."""
+
+    @abc.abstractmethod
+    def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
+        """Returns the token in each row after token ``last`` is written; negative or above ``last`` if it has none."""
+
+    @abc.abstractmethod
+    def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Returns the ranges (first row, row behind the last) in which each class keeps tokens start to end - 1."""
+
+
+class RingCache(KeyStore):
+    """A ring buffer for each residue class, in natural or residue-major order.
+
+    Token t is element ``t // classes`` of class ``t % classes``, and in row ``(t // classes) % kept`` of its ring. A
+    ring is as long as the farthest key that a query sees, and longer by the tokens that a step adds behind the query.
+    """
+
+    @property
+    def classes(self) -> int:
+        return math.prod(self.order.shape[1:])
+
+    def slot(self, token: jax.Array) -> jax.Array:
+        index, residue = jnp.divmod(token, self.classes)
+        return residue * self.kept + index % self.kept
+
+    def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
+        residue, row = jnp.divmod(slot, self.kept)
+        newest = (last - residue) // self.classes
+        index = newest - (newest - row) % self.kept
+        return jnp.where(index < 0, -1, index * self.classes + residue)
+
+    def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        last = -(-end // self.classes)
+        count = min(last - start // self.classes, self.kept)
+        first = (last - count) % self.kept
+        wrapped = max(0, first + count - self.kept)  # rows at the beginning of the ring, where the range wraps around
+        ranges = [(first, first + count - wrapped), (0, wrapped)]
+        return [(first, last) for first, last in ranges if first < last]
+
+
+class GatheredCache(KeyStore):
+    """A row for each gathered token, which is never overwritten."""
+
+    @property
+    def classes(self) -> int:
+        return 1
+
+    def slot(self, token: jax.Array) -> jax.Array:
+        row = self.order.row(token)
+        return jnp.where(row < self.order.rows, row, self.num_rows)
+
+    def token(self, slot: jax.Array, last: jax.Array) -> jax.Array:
+        return self.order.token(slot)
+
+    def row_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        tokens = self.order.token(np.arange(self.order.rows))
+        first, last = np.searchsorted(tokens, (start, end)).tolist()
+        return [(first, last)] if first < last else []
+
+
+def fill(store: KeyStore, array: jax.Array, new: jax.Array, start: int, last: jax.Array) -> jax.Array:
+    """Returns a store's array with tokens [B, P, n, size] from ``start`` on, up to token ``last`` [B, 1].
+
+    Only the rows that tokens may take are read and written, in place if the array has no other user.
+    """
+    rows = split_classes(store, array)
+    for first, stop in store.row_ranges(start, start + new.shape[1]):
+        slot = jnp.arange(store.classes)[:, None] * store.kept + jnp.arange(first, stop)[None]
+        token = store.token(slot.reshape(1, -1), last)
+        is_new = jnp.broadcast_to((token >= start) & (token <= last), (len(last), slot.size))[:, None, :, None]
+        index = jnp.where(is_new, token[..., None, :, None] - start, 0)
+        written = jnp.take_along_axis(new.swapaxes(1, 2), index, axis=2).astype(array.dtype)
+        kept = rows[:, :, :, first:stop]
+        # Padding may hold anything, NaN too, and a weight of 0 times NaN is NaN.
+        written = jnp.where(is_new, written, kept.reshape(written.shape)).reshape(kept.shape)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, written, first, axis=3)
+    return rows.reshape(array.shape)
+
+
+def write(store: KeyStore, array: jax.Array, new: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns a store's array with the tokens of a step, [B, S, n, size] at positions [B, S]."""
+    page, row = jnp.divmod(store.slot(tokens), store.page_size)
+    put = jax.vmap(lambda x, new, page, row: x.at[:, page, row].set(new, mode="drop"))
+    return put(array, new.swapaxes(1, 2).astype(array.dtype), page, row)
+
+
+def gather_pages(array: jax.Array, heads: Sequence[int], pages: jax.Array | None) -> jax.Array:
+    """Returns pages [B, n] (None for all) of some heads of a store's array: [B, len(heads), n * page size, size]."""
+    if pages is None:
+        array = some_heads(array, heads)
+    elif list(heads) == list(range(array.shape[1])):
+        array = jax.vmap(lambda x, i: x.at[:, i].get(mode="promise_in_bounds"))(array, pages)
+    else:
+        index = np.array(heads)[:, None]
+        array = jax.vmap(lambda x, i: x.at[index, i].get(mode="promise_in_bounds"))(array, pages)
+    return join_pages(array)
+
+
+def join_pages(array: jax.Array) -> jax.Array:
+    """Returns the rows of all pages: [B, heads, pages, page size, size] -> [B, heads, rows, size]."""
+    return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+
+def split_classes(store: KeyStore, array: jax.Array) -> jax.Array:
+    """Returns a store's array by residue classes: [B, heads, classes, kept, size]."""
+    return array.reshape(*array.shape[:2], store.classes, -1, array.shape[-1])
+
+
+def some_heads(x: jax.Array, heads: Sequence[int], axis: int = 1) -> jax.Array:
+    """Returns some heads of an axis; x itself if these are all: an axis that is indexed could not stay sharded."""
+    return x if tuple(heads) == tuple(range(x.shape[axis])) else x[(slice(None),) * axis + (np.array(heads),)]
+
+
+def all_heads(outs: Sequence[jax.Array], heads: Sequence[Sequence[int]], axis: int) -> jax.Array:
+    """Returns the outputs of groups of heads in the order of all heads."""
+    order = np.argsort([head for group in heads for head in group]).tolist()
+    return some_heads(outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=axis), order, axis)

@@ -1,0 +1,86 @@
+"""A decoding step: attends by the GPU kernel where it can, else by XLA. Only this file picks one of them."""
+
+import functools
+
+import jax
+
+from . import fused, ring_cache, xla
+from .layout import CacheLayout, KVArrays, LogitOptions
+from .ring_cache import some_heads
+
+# Query, key and value of a step, [B, S, heads, size].
+Token = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend(
+    layout: CacheLayout,
+    implementation: str,
+    logit_options: LogitOptions,
+    arrays: KVArrays,
+    query: jax.Array,
+    positions: jax.Array,
+    sinks: jax.Array | None,
+    selected: tuple[jax.Array, int] | None = None,
+) -> jax.Array:
+    """Returns attention of queries over the keys of a cache.
+
+    Args:
+      layout: of the cache.
+      implementation: "xla", or "triton" for the kernel where it can.
+      logit_options: scale and soft cap.
+      arrays: keys and values of the cache.
+      query: [B, S, N, H].
+      positions: int [B, S].
+      sinks: [N] logits, or None.
+      selected: ids [B, S, G, k] of key blocks and their size, of which the keys are read; None for the pattern's row.
+
+    Returns:
+      [B, S, N, Hv].
+    """
+    ids, block = (None, None) if selected is None else selected
+    args = arrays, query, positions, sinks, ids
+    by_xla = functools.partial(xla.attend, layout, block, logit_options)
+    if implementation != "triton" or not fused.can_attend(layout, arrays, query, selected is not None):
+        return by_xla(*args)
+    return fused.with_fallback(functools.partial(fused.attend, layout, block, logit_options), by_xla, *args)
+
+
+def write(layout: CacheLayout, arrays: KVArrays, key: jax.Array, value: jax.Array, positions: jax.Array) -> KVArrays:
+    """Returns the arrays of a cache with the tokens [B, S, K, size] of a step at positions [B, S]."""
+    keys, values = (
+        tuple(
+            ring_cache.write(store, array, some_heads(new, heads, axis=2), positions)
+            for array, (store, heads) in zip(side, layout.stores, strict=True)
+        )
+        for side, new in zip(arrays, (key, value), strict=True)
+    )
+    return keys, values
+
+
+def write_and_attend(
+    layout: CacheLayout,
+    implementation: str,
+    logit_options: LogitOptions,
+    arrays: KVArrays,
+    token: Token,
+    positions: jax.Array,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, KVArrays]:
+    """Writes the tokens of a step and attends from them; other arguments as of `attend`.
+
+    Returns:
+      (out [B, S, N, Hv], the arrays with the tokens).
+    """
+
+    def in_two_steps(
+        arrays: KVArrays, token: Token, positions: jax.Array, sinks: jax.Array | None
+    ) -> tuple[jax.Array, KVArrays]:
+        query, key, value = token
+        # Without a barrier, XLA writes the token a second time for the matrix products, into a copy of the cache.
+        arrays = jax.lax.optimization_barrier(write(layout, arrays, key, value, positions))
+        return attend(layout, implementation, logit_options, arrays, query, positions, sinks), arrays
+
+    args = arrays, token, positions, sinks
+    if implementation != "triton" or not fused.can_step(layout, arrays, token[0]):
+        return in_two_steps(*args)
+    return fused.with_fallback(functools.partial(fused.step, layout, logit_options), in_two_steps, *args)
