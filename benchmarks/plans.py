@@ -13,7 +13,7 @@ import time
 
 import sparse_layers as sl
 from sparse_layers.ops.planning import block_lists as lists
-from sparse_layers.ops.planning import plan as planning
+from sparse_layers.ops.planning import planner
 from sparse_layers.ops.planning.blocks import active_blocks
 
 from .record import Record, add_option
@@ -34,7 +34,7 @@ def listed(plan: sl.Plan) -> int:
 
 def planned(name: str, seq_len: int) -> tuple[float, sl.Plan, int]:
     """CPU seconds of making a plan and its lists, the plan, and the bytes of the lists."""
-    for cache in (active_blocks, planning._make_plan, planning._make_chain, lists._planned_block_pairs):
+    for cache in (active_blocks, planner._make_plan, planner._make_chain, lists._planned_block_pairs):
         cache.cache_clear()
     needed = {"shape": SHAPES[seq_len]} if "shape" in sl.preset_options(name) else {}
     start = time.process_time()

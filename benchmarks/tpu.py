@@ -152,17 +152,17 @@ class Arithmetic:
         self.tiles = None if steps.tiles is None else within(np.asarray(steps.tiles))
         self.rows, self.masked = (round((x.sum() << 12) / words.size) for x in ((words >> 2) & 1, words & 3 == PARTIAL))
 
-    def at(self, scalars, batch, head, step):
+    def read(self, scalars, batch, head, step):
         step = jnp.int32(step)
         row = (step * self.rows) >> 12
         kind = jnp.where(((step + 1) * self.masked) >> 12 != (step * self.masked) >> 12, PARTIAL, FULL)
         first, last = ((step - 1) * self.rows) >> 12 != row, ((step + 1) * self.rows) >> 12 != row
         return Step(row, step & self.minors, kind, first.astype(jnp.int32), last.astype(jnp.int32))
 
-    def tile(self, scalars, batch, head, step):
+    def mask_tile(self, scalars, batch, head, step):
         return None if self.tiles is None else ((jnp.int32(step) * self.masked) >> 12) & self.tiles
 
-    def parts(self, scalars, batch, head, step):
+    def read_active_rows_mask(self, scalars, batch, head, step):
         return None
 
 

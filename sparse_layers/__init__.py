@@ -60,8 +60,8 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.decoding.cache import KVCache as KVCache
     from .ops.implementations import implementations as implementations
+    from .ops.planning.binding import bind as bind
     from .ops.planning.mask_info import MaskInfo as MaskInfo
-    from .ops.planning.mask_info import bind as bind
     from .ops.planning.mask_info import process_dynamic_mask as process_dynamic_mask
     from .ops.planning.mask_info import process_dynamic_mask_dkv as process_dynamic_mask_dkv
     from .ops.planning.mask_info import process_mask as process_mask
@@ -69,7 +69,7 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .ops.planning.params import BwdParams as BwdParams
     from .ops.planning.params import FwdParams as FwdParams
     from .ops.planning.plan import Plan as Plan
-    from .ops.planning.plan import make_plan as make_plan
+    from .ops.planning.planner import make_plan as make_plan
     from .ops.planning.selection import Selection as Selection
     from .ops.planning.selection import mean_pool_blocks as mean_pool_blocks
     from .ops.planning.selection import top_k_blocks as top_k_blocks
@@ -113,16 +113,17 @@ _AT_FIRST_USE = {
     "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
     "ops.implementations": ("implementations",),
+    "ops.planning.binding": ("bind",),
     "ops.planning.mask_info": (
         "MaskInfo",
-        "bind",
         "process_dynamic_mask",
         "process_dynamic_mask_dkv",
         "process_mask",
         "process_mask_dkv",
     ),
     "ops.planning.params": ("BwdParams", "FwdParams"),
-    "ops.planning.plan": ("Plan", "make_plan"),
+    "ops.planning.plan": ("Plan",),
+    "ops.planning.planner": ("make_plan",),
     "ops.planning.selection": ("Selection", "mean_pool_blocks", "top_k_blocks"),
     "scorers": ("MSA", "NSA", "InfLLM", "MoBA", "Scorer"),
     "tools.describe": ("describe",),

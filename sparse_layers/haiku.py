@@ -1,4 +1,4 @@
-"""Haiku versions of `SparseSelfAttention` and `SparseTransformerBlock`: Haiku's parameters, the same numbers."""
+"""An attention layer and the residual block for Haiku, with Haiku's parameters and the numbers of those for NNX."""
 
 import functools
 from collections.abc import Callable
@@ -14,11 +14,14 @@ except ImportError as error:
 
 from .arguments.checks import strict_kwargs
 from .masks.algebra import Mask
-from .modules.attention_fn import Pattern, padded
+from .modules.activations import GATED_ACTIVATIONS
+from .modules.attention_fn import Pattern, ids_from_padding
 from .modules.block import check_input, forward
+from .modules.core import AttentionCore
+from .modules.options import ComputeOptions
 from .modules.rope import Rope
-from .modules.settings import GATED, Computation, check_array, check_order, check_settings
-from .modules.step import CallInputs, attention_step, check_inputs
+from .modules.settings import check_array, check_order, check_settings
+from .modules.step import attention_step, check_inputs
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 from .scorers import Scorer
@@ -26,8 +29,8 @@ from .scorers import Scorer
 _Initializer = hk.initializers.Initializer
 
 
-class _AttentionOptions(Computation, total=False):
-    """What the block hands on to its attention."""
+class _AttentionOptions(ComputeOptions, total=False):
+    """Options that the block passes to its attention layer."""
 
     num_kv_heads: int | None
     value_size: int | None
@@ -40,47 +43,35 @@ class _AttentionOptions(Computation, total=False):
 class SparseSelfAttention(hk.MultiHeadAttention):
     """Self-attention over a sparsity pattern, with the parameters of ``hk.MultiHeadAttention``.
 
-    The linear maps are Haiku's and so are their names (query, key, value, linear): parameters of a dense
-    ``hk.MultiHeadAttention`` of the same ``name`` apply unchanged. Only the attention step differs: softmax over the
-    keys that the pattern allows, ``out_i = sum_j softmax_j(scale * q_i . k_j) v_j``. As everywhere in Haiku, numbers
-    are of the input's dtype unless ``hk.mixed_precision`` says otherwise; logits and sums are float32 at least.
+    The linear maps and their names (query, key, value, linear) are Haiku's: parameters of a dense
+    ``hk.MultiHeadAttention`` with the same ``name`` apply unchanged. Only the attention step differs: a softmax over
+    the keys that the pattern allows. As everywhere in Haiku, the dtype is that of the input unless
+    ``hk.mixed_precision`` sets another; logits and sums are float32 at least.
 
     Args:
       num_heads: number of query heads N.
       key_size: features of one head of queries and keys.
       w_init_scale: deprecated by Haiku, use w_init.
       w_init: initial weights of the four linear maps; defaults to ``hk.initializers.VarianceScaling(1.0)``.
-      with_bias: whether the linear maps have biases.
+      with_bias: True if the linear maps have biases.
       b_init: initial biases; defaults to zeros.
       value_size: features of one head of values; defaults to key_size.
       model_size: features of the output; defaults to key_size * num_heads.
-      name: of the module.
-      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
-        sequence of those that the heads take in turn (head h uses entry h % len; len must divide num_heads), or a numpy
-        bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
-      seq_len: the longest input, in tokens; shorter ones see the pattern's upper left corner.
-      num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
-      rope: rotary position embeddings of q and k after QK norm, by position or by coordinates on a grid, see `Rope`;
-        None for none.
-      rope_theta: short for ``rope=Rope(rope_theta)``.
-      normalize_qk: norms of q and k (``query_ln``, ``key_ln``): True or "layer", "rms", or "rms_joint", see
-        `sparse_layers.SparseSelfAttention`.
-      norm_epsilon: added to the variance in these norms.
+      name: name of the module.
+      pattern, seq_len, num_kv_heads: see `sparse_layers.SparseSelfAttention`.
+      rope, rope_theta, normalize_qk, norm_epsilon: see there.
       out_w_init: initial weights of the last linear map; None for w_init.
-      **options: how the pattern is computed, see `sparse_layers.SparseSelfAttention`: use_sinks (parameter ``sinks``
-        [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params, query_sharding, selection.
+      **options: use_sinks (parameter ``sinks`` [N]), scale, logits_soft_cap, implementation, fwd_params, bwd_params,
+        query_sharding, selection: see there.
 
     Attributes:
-      pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
-      plan: the compiled block lists for seq_len tokens.
+      pattern: the name or mask; a sequence or an array becomes its tuple of masks.
+      plan: the plan of the pattern for seq_len tokens.
 
     Raises:
-      TypeError: an unknown argument, an initializer that cannot be called, a pattern that is none.
-      ValueError: an unknown preset or option of it; a number of patterns or key-value heads that does not divide
-        num_heads; an array whose lengths are not seq_len; sizes that are no integers >= 1, flags that are no bools;
-        a rope whose axes cannot share key_size, or both rope and rope_theta; whatever `block_sparse_attention` refuses
-        (an unknown implementation, ...).
-      NotImplementedError: an implementation that cannot serve the layer.
+      TypeError: an unknown argument, an initializer that is not callable, a pattern of another type.
+      ValueError: a w_init_scale that is not a number > 0, and other errors of `sparse_layers.SparseSelfAttention`.
+      NotImplementedError: an implementation that does not support the layer.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
@@ -116,7 +107,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         normalize_qk: bool | str = False,
         norm_epsilon: float = 1e-6,
         out_w_init: _Initializer | None = None,
-        **options: Unpack[Computation],
+        **options: Unpack[ComputeOptions],
     ):
         check_settings(
             num_heads=num_heads,
@@ -152,7 +143,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.use_sinks, self.normalize_qk = options.pop("use_sinks", False), normalize_qk
         self.norm_epsilon = norm_epsilon
-        # The dtype is that of inputs to come. Every implementation serves bfloat16; the op looks again at the call.
+        # The inputs set the dtype later. All implementations support bfloat16; the op checks again in the call.
         self.attention_step = attention_step(
             pattern,
             {"seq_len": seq_len},
@@ -171,7 +162,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
 
     @property
     def plan(self) -> Plan:
-        """The compiled pattern for ``seq_len`` tokens (cached)."""
+        """The plan of the pattern for ``seq_len`` tokens (cached)."""
         return self.attention_step.fn.plan(self.seq_len)
 
     @strict_kwargs
@@ -189,32 +180,27 @@ class SparseSelfAttention(hk.MultiHeadAttention):
         """Applies attention; ``layer(x)`` is ``layer(x, x, x)``.
 
         Args:
-          query: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
-          key, value: of the same tokens as query, [..., T, any features]; key None for query, value None for key.
-          mask: key padding, bool [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query that is left without
-            any key gets 0, where ``hk.MultiHeadAttention`` gives the mean of all values.
-          segment_ids: int [..., T]; tokens attend within their own id only (packed documents). Negative ids are
-            padding, which attends to nothing.
-          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
-            leading axes of the query.
-          positions: int [..., T] or [T] for the rotary embeddings, see `sparse_layers.SparseSelfAttention`.
+          query: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
+          key, value: inputs for the same tokens, [..., T, any features]; key None for query, value None for key.
+          mask: key padding, bool [..., 1, 1, T]: keys where it is False (or 0) are hidden. A query without any key gets
+            0, where ``hk.MultiHeadAttention`` gives the mean of all values.
+          segment_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
 
         Returns:
           [..., T, model_size].
 
         Raises:
-          TypeError: what is no array, or a selection that is none.
-          ValueError: inputs that are no floats, without a token axis or longer than seq_len; keys or values of other
-            tokens than the queries' (cross-attention); a mask that differs by query or head; segment_ids of another
-            shape than the tokens'; a selection of other axes or blocks than the query's.
-          NotImplementedError: the named implementation cannot serve arrays of this dtype.
+          TypeError: an argument that is not an array, or a selection of another type.
+          ValueError: inputs that are not floats, without a token axis or longer than seq_len; keys or values of another
+            sequence (cross-attention); a mask that differs by query or head; segment_ids whose shape is not that of the
+            tokens; a selection whose axes or blocks do not fit the query.
+          NotImplementedError: the named implementation does not support the dtype.
         """
         key = query if key is None else key
         value = key if value is None else value
         check_array("query", query, "[..., T, features]")
         size = (0, *query.shape)[-1]
-        given = segment_ids, selection, False, positions
-        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, *given)
+        check_inputs({"query": query}, [size], {"seq_len": self.seq_len}, segment_ids, selection, positions=positions)
         tokens = query.shape[:-1]
         for what, x in (("key", key), ("value", value)):
             check_array(what, x, f"{(*tokens, 'features')}")
@@ -224,27 +210,40 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                     "says which tokens of one sequence attend to each other, so there is no cross-attention; NNX and "
                     "Linen have a SparseCrossAttention"
                 )
-        ids = segment_ids if mask is None else padded(mask, tokens, segment_ids)
+        ids = segment_ids if mask is None else ids_from_padding(mask, tokens, segment_ids)
         linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)
 
-        def heads(x, name, count, size):
-            return linear(count * size, w_init=self.w_init, name=name)(x).reshape(*tokens, count, size)
+        def projection(name: str, count: int, size: int) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: linear(count * size, w_init=self.w_init, name=name)(x).reshape(*tokens, count, size)
 
-        def normed(x, name):
+        def norm(name: str) -> Callable[[jax.Array], jax.Array] | None:
+            if not self.normalize_qk:
+                return None
             if self.normalize_qk in (True, "layer"):
-                return hk.LayerNorm(-1, True, False, self.norm_epsilon, name=name)(x)
-            joint = x.reshape(*tokens, -1) if self.normalize_qk == "rms_joint" else x
-            return hk.RMSNorm(-1, self.norm_epsilon, name=name)(joint).reshape(x.shape)
+                return lambda x: hk.LayerNorm(-1, True, False, self.norm_epsilon, name=name)(x)
+            shape = (*tokens, -1) if self.normalize_qk == "rms_joint" else (*tokens, -1, self.key_size)
+            return lambda x: hk.RMSNorm(-1, self.norm_epsilon, name=name)(x.reshape(shape)).reshape(x.shape)
 
-        q = heads(query, "query", self.num_heads, self.key_size)
-        k = heads(key, "key", self.num_kv_heads, self.key_size)
-        v = heads(value, "value", self.num_kv_heads, self.value_size)
-        if self.normalize_qk:
-            q, k = normed(q, "query_ln"), normed(k, "key_ln")
-        sinks = hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None
-        out = self.attention_step(q, k, v, mask=CallInputs(ids, sinks, selection, positions=positions))
-        out = out.reshape(*tokens, self.num_heads * self.value_size)
-        return linear(self.model_size, w_init=self.out_w_init, name="linear")(out)
+        def out(x: jax.Array) -> jax.Array:
+            return linear(self.model_size, w_init=self.out_w_init, name="linear")(x.reshape(*tokens, -1))
+
+        core = AttentionCore(
+            step=self.attention_step,
+            lengths={"seq_len": self.seq_len},
+            in_features=size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.key_size,
+            dtype=None,
+            query=projection("query", self.num_heads, self.key_size),
+            key=projection("key", self.num_kv_heads, self.key_size),
+            value=projection("value", self.num_kv_heads, self.value_size),
+            out=out,
+            query_ln=norm("query_ln"),
+            key_ln=norm("key_ln"),
+            sinks=hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None,
+        )
+        return core.attend(query, key, value, ids, selection, positions)
 
 
 class SparseTransformerBlock(hk.Module):
@@ -257,26 +256,21 @@ class SparseTransformerBlock(hk.Module):
       num_heads: number of query heads.
       features: features F of the residual stream.
       pattern, seq_len: see `SparseSelfAttention`.
-      num_layers: blocks in the whole stack (scales the initial output projections).
-      mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: the function between the MLP's linear maps, or the name of one, see `sparse_layers.SparseTransformerBlock`.
-      make_mlp: makes another MLP, ``lambda: Experts(...)``, a module or function that maps [..., F] to [..., F].
-      norm: "layer" or "rms".
-      norm_epsilon: added to the variance in all norms.
-      norm_placement, parallel: see `sparse_layers.SparseTransformerBlock`.
-      normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
-      dropout_rate: share of values dropped at the branches' ends; needs a key in ``apply``.
-      with_bias: whether attention and MLP have biases.
-      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
+      num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`.
+      norm_placement, parallel, remat, normalize_qk: see there.
+      make_mlp: a function that makes another MLP, ``lambda: Experts(...)``, a module or function that maps [..., F] to
+        [..., F].
+      dropout_rate: share of values to drop at the ends of the branches; needs a key in ``apply``.
+      with_bias: True if attention and MLP have biases.
       key_size: features of one head; defaults to features / num_heads.
-      name: of the module.
+      name: name of the module.
       **options: arguments of `SparseSelfAttention`: num_kv_heads, value_size, rope, rope_theta, w_init
-        and b_init (of attention only), use_sinks, scale, ...
+        and b_init (for attention only), use_sinks, scale, ...
 
     Raises:
-      TypeError: an unknown argument, and `SparseSelfAttention`'s.
-      ValueError: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools, dropout_rate outside
-        [0, 1), features that num_heads does not divide, and `SparseSelfAttention`'s.
+      TypeError: an unknown argument, and errors of `SparseSelfAttention`.
+      ValueError: an unknown mlp or norm, sizes that are not integers >= 1, flags that are not bools, dropout_rate
+        outside [0, 1), features that num_heads does not divide, and errors of `SparseSelfAttention`.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
@@ -344,7 +338,7 @@ class SparseTransformerBlock(hk.Module):
             "rms": functools.partial(hk.RMSNorm, -1, norm_epsilon),
         }[norm]
         hidden = 4 * features if mlp_features is None else mlp_features
-        # The names are those of the NNX block: its forward function, which all blocks share, goes by them.
+        # The forward function of the NNX block, which all blocks share, reads these attributes by name.
         pre, post = (norm_placement in (placement, "sandwich") for placement in ("pre", "post"))
         self.attention_norm = make_norm(name="attention_norm") if pre else None
         self.attention_out_norm = make_norm(name="attention_out_norm") if post else None
@@ -367,11 +361,11 @@ class SparseTransformerBlock(hk.Module):
         self.mlp_module = None if make_mlp is None else make_mlp()
         if make_mlp is None:
             self.mlp_in = hk.Linear(hidden, with_bias, init, name="mlp_in")
-            self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp in GATED else None
+            self.mlp_gate = hk.Linear(hidden, with_bias, init, name="mlp_gate") if mlp in GATED_ACTIVATIONS else None
             self.mlp_out = hk.Linear(features, with_bias, out_init, name="mlp_out")
         self.features, self.mlp, self.parallel = features, mlp, parallel
         self.dropout_rate, self.remat = dropout_rate, remat
-        # No method: Haiku would apply a policy of mixed precision to what it returns, in the middle of the block.
+        # Not a method: Haiku would apply a policy of mixed precision to its result, inside the block.
         self.dropout = functools.partial(_dropout, dropout_rate)
 
     @strict_kwargs
@@ -388,18 +382,16 @@ class SparseTransformerBlock(hk.Module):
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids: int [..., T], see `SparseSelfAttention`.
-          selection: a `Selection`, see `SparseSelfAttention`.
-          positions: int [..., T] or [T], see `SparseSelfAttention`.
+          segment_ids, selection, positions: see `SparseSelfAttention`.
           deterministic: True switches dropout off, False on; needed with a dropout_rate only.
 
         Returns:
           [..., T, features].
 
         Raises:
-          TypeError: x that is no array.
+          TypeError: an x that is not an array.
           ValueError: x of other features, dropout that is neither switched on nor off, or without a key in ``apply``;
-            `SparseSelfAttention`'s.
+            errors of `SparseSelfAttention`.
         """
         check_input(self.features, x, deterministic)
         if self.dropout_rate and deterministic is None:

@@ -13,7 +13,7 @@ from gallery import BACKEND, of_dense
 import sparse_layers as sl
 from sparse_layers.masks.counting import count
 from sparse_layers.masks.pictures import cells
-from sparse_layers.ops.planning.plan import make_plan
+from sparse_layers.ops.planning.planner import make_plan
 
 SIDE = 64
 LENGTHS, BLOCKS = (1024, 4096, 16384), (64, 128)

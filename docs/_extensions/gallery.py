@@ -12,7 +12,7 @@ import sparse_layers as sl
 from sparse_layers.masks.counting import count
 from sparse_layers.masks.pictures import cells, svg
 from sparse_layers.ops.planning.blocks import active_blocks
-from sparse_layers.ops.planning.plan import make_plan
+from sparse_layers.ops.planning.planner import make_plan
 from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 
 LENGTHS = 4096, 65536

@@ -1,8 +1,8 @@
-"""Linen versions of the attention layers and of `SparseTransformerBlock`: same attributes, parameters and numbers."""
+"""Attention layers and the residual block for Linen, with the parameters and numbers of those for NNX."""
 
-# Classes of their own, not `flax.nnx.bridge.to_linen` of the NNX ones: the bridge's module lacks the attributes that
-# were not given, wants in_features, cannot be hashed or compared when the pattern is an array, wants a dropout key even
-# to initialise a deterministic block, and draws new parameters at every apply only to replace them.
+# These classes do not use `flax.nnx.bridge.to_linen`. The bridge's module lacks attributes that were not given, needs
+# in_features, cannot be hashed or compared with an array as pattern, needs a dropout key even to initialize a
+# deterministic block, and initializes new parameters at every apply only to replace them.
 
 from .attention import SparseCrossAttention as SparseCrossAttention
 from .attention import SparseSelfAttention as SparseSelfAttention

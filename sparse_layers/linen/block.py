@@ -1,65 +1,57 @@
-"""`SparseTransformerBlock` for Linen."""
+"""`SparseTransformerBlock` for Linen: a residual block of attention and an MLP."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from flax import linen as nn
 
 from ..arguments.checks import strict_kwargs
-from ..modules.block import IN_BLOCK, check_input, forward
-from ..modules.block import SparseTransformerBlock as NNXBlock
-from ..modules.settings import GATED, PROJECTIONS, biased, check_order
+from ..modules.activations import GATED_ACTIVATIONS
+from ..modules.block import BLOCK_PROJECTIONS, check_input, decode_step, forward, prefill
+from ..modules.options import PrefillOptions
+from ..modules.settings import PROJECTIONS, check_order, projections_with_bias
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from ..scorers import as_nsa
 from .attention import SparseSelfAttention
 from .native_sparse_attention import NativeSparseAttention
-from .settings import OfOneSequence, OverPattern
+from .settings import PatternSettings, SelfAttentionSettings
 
 
 @strict_kwargs
-class SparseTransformerBlock(OfOneSequence, OverPattern):
+class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
     """The residual block, for Linen; parameters are those of `sparse_layers.SparseTransformerBlock`.
 
     ``x + dropout(attention(norm(x)))``, then ``+ dropout(mlp(norm(.)))``. The last projections of both branches start
-    1/sqrt(2 * num_layers) times smaller than Flax's default. Names, shapes and numbers are those of the NNX block, but
-    for the roundings of Flax's norms in half precision.
+    1/sqrt(2 * num_layers) times smaller than Flax's default. Names, shapes and numbers are those of the NNX block,
+    except that Flax's norms round differently in half precision.
 
     Args:
       num_heads: number of query heads.
       features: features F of the residual stream.
-      num_layers: blocks in the whole stack (scales the initial output projections).
-      mlp_features: hidden features of the MLP; defaults to 4 * features.
-      mlp: the function between the MLP's matrices, or the name of one, see `sparse_layers.SparseTransformerBlock`.
-      make_mlp: makes another MLP, ``lambda: Experts(...)``: a Linen module that maps [..., F] to [..., F].
-      norm: "layer" or "rms".
-      norm_epsilon: added to the variance in all norms.
-      norm_placement: "pre", "post" or "sandwich", see there.
-      parallel: whether the MLP reads what attention reads.
-      dropout_rate: share of values dropped at the branches' ends; uses the ``"dropout"`` rng collection.
+      num_layers, mlp_features, mlp, norm, norm_epsilon: see `sparse_layers.SparseTransformerBlock`.
+      norm_placement, parallel, remat, use_bias, normalize_qk: see there.
+      kernel_init, bias_init, out_kernel_init: see there.
+      make_mlp: a function that makes another MLP, ``lambda: Experts(...)``, a Linen module that maps [..., F] to
+        [..., F].
+      dropout_rate: share of values to drop at the ends of the branches, with the ``"dropout"`` rng collection.
       deterministic: True switches dropout off, False on; here or in the call. Needed with a dropout_rate only. The
-        call takes it by keyword only, so a ``flax.linen.remat`` of your own would trace it, and dropout cannot be
-        switched by a traced value: set the attribute there, or use remat=True, which takes both.
-      remat: recompute the block in the backward pass instead of keeping its activations: same numbers, less memory.
-      use_bias: whether the projections of attention and MLP have biases, or the names of those that do: "query", "key",
-        "value", "out" and "mlp".
-      kernel_init, bias_init: initializers of all projections but the last ones of both branches.
-      out_kernel_init: that of the last ones; None for the scaled default.
-      normalize_qk: see `SparseSelfAttention`; True stands for norms as the block's own, "layer" or "rms".
-      pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, makes the attention `NativeSparseAttention`.
+        call has it as a keyword, which a ``flax.linen.remat`` around the block traces, and a traced value cannot switch
+        dropout. Set the attribute there, or use remat=True, which accepts both.
+      pattern, seq_len: see `SparseSelfAttention`; `NSA`, or its name, selects `NativeSparseAttention`.
       qkv_features, num_kv_heads, head_dim, rope, rope_theta: see `SparseSelfAttention`.
       use_sinks, scale, logits_soft_cap, selection, query_sharding: see there.
       implementation, fwd_params, bwd_params: see there.
-      dtype, param_dtype: see there, those of the whole block.
-      precision, out_bias_init: see there, attention's alone.
+      dtype, param_dtype: see there; for the whole block.
+      precision, out_bias_init: see there; for attention only.
 
     Raises:
-      ValueError: at construction: an unknown mlp or norm, sizes that are no integers >= 1, flags that are no bools,
+      ValueError: at construction: an unknown mlp or norm, sizes that are not integers >= 1, flags that are not bools,
         dropout_rate outside [0, 1), more heads than features without head_dim, a bad pattern; at ``init`` and
-        ``apply``: `SparseSelfAttention`'s.
+        ``apply``: errors of `SparseSelfAttention`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -70,7 +62,7 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
       ...     def __call__(self, x):
       ...         block = linen.SparseTransformerBlock(2, 8, pattern=sl.Causal(), seq_len=16, num_layers=3)
       ...         step = lambda block, x, _: (block(x), None)
-      ...         names = {nn.PARTITION_NAME: None}  # of the layers' axis, where initializers are partitioned
+      ...         names = {nn.PARTITION_NAME: None}  # the name of the layer axis, for partitioned initializers
       ...         scan = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "metadata_params": names}
       ...         stack = nn.scan(step, length=3, **scan)
       ...         return stack(block, x, None)[0]
@@ -98,7 +90,7 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
     deterministic: bool | None = dataclasses.field(default=None, kw_only=True)
     remat: bool = dataclasses.field(default=False, kw_only=True)
 
-    _with_biases = IN_BLOCK
+    _bias_names = BLOCK_PROJECTIONS
 
     @nn.nowrap
     def _resolve_pattern(self) -> None:
@@ -117,32 +109,36 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
         out_init = self.out_kernel_init
         if out_init is None:
             out_init = nn.initializers.variance_scaling(1 / (2 * self.num_layers), "fan_in", "truncated_normal")
-        biases = biased(self.use_bias, IN_BLOCK)
-        fields = {field.name: field for kind in (OfOneSequence, OverPattern) for field in dataclasses.fields(kind)}
+        biases = projections_with_bias(self.use_bias, BLOCK_PROJECTIONS)
+        fields = {
+            field.name: field for kind in (SelfAttentionSettings, PatternSettings) for field in dataclasses.fields(kind)
+        }
         settings: dict[str, Any] = {name: getattr(self, name) for name in fields.keys() - {"parent", "name"}}
         layer: Any = SparseSelfAttention
         if as_nsa(self.pattern) is not None:
             layer = NativeSparseAttention
-            # What it has no use for, it is given to refuse, unless nobody said so or it is for the block's own norms.
-            known = {field.name for field in dataclasses.fields(layer)}
-            unsaid = {name for name, value in settings.items() if value == fields[name].default} | {"norm_epsilon"}
-            settings = {name: settings[name] for name in settings.keys() - (unsaid - known)}
+            # It refuses settings that it lacks, so those left at their defaults, and the epsilon of norms, are dropped.
+            layer_fields = {field.name for field in dataclasses.fields(layer)}
+            unset = {name for name, value in settings.items() if value == fields[name].default} | {"norm_epsilon"}
+            settings = {name: settings[name] for name in settings.keys() - (unset - layer_fields)}
         settings["out_kernel_init"] = out_init
         if not isinstance(self.use_bias, bool):
             settings["use_bias"] = tuple(name for name in PROJECTIONS if name in biases)
         if self.normalize_qk is True:
             settings["normalize_qk"] = self.norm
         pre, post = (self.norm_placement in (name, "sandwich") for name in ("pre", "post"))
-        # The names are those of the NNX block: its forward function, which both share, and its parameters go by them.
+        # The forward function of the NNX block, which all blocks share, reads these attributes by name.
         self.attention_norm, self.attention_out_norm = norm() if pre else None, norm() if post else None
         self.attention = layer(self.num_heads, **settings)
         self.mlp_norm, self.mlp_out_norm = norm() if pre else None, norm() if post else None
-        own = self.make_mlp is None
+        has_builtin_mlp = self.make_mlp is None
         hidden = 4 * self.features if self.mlp_features is None else self.mlp_features
         dense = functools.partial(nn.Dense, use_bias="mlp" in biases, bias_init=self.bias_init, **shared)
-        self.mlp_in = dense(hidden, kernel_init=self.kernel_init) if own else None
-        self.mlp_gate = dense(hidden, kernel_init=self.kernel_init) if own and self.mlp in GATED else None
-        self.mlp_out = dense(self.features, kernel_init=out_init) if own else None
+        self.mlp_in = dense(hidden, kernel_init=self.kernel_init) if has_builtin_mlp else None
+        self.mlp_gate = (
+            dense(hidden, kernel_init=self.kernel_init) if has_builtin_mlp and self.mlp in GATED_ACTIVATIONS else None
+        )
+        self.mlp_out = dense(self.features, kernel_init=out_init) if has_builtin_mlp else None
         self.mlp_module = None if self.make_mlp is None else self.make_mlp()
         self.dropout = nn.Dropout(self.dropout_rate)
 
@@ -160,33 +156,41 @@ class SparseTransformerBlock(OfOneSequence, OverPattern):
 
         Args:
           x: [..., T, features] with T <= seq_len.
-          segment_ids: int [..., T], see `SparseSelfAttention`.
-          selection: a `Selection`, see `SparseSelfAttention`.
-          positions: int [..., T] or [T], see `SparseSelfAttention`.
-          deterministic: True switches dropout off, False on; None: as the module's attribute says.
+          segment_ids, selection, positions: see `SparseSelfAttention`.
+          deterministic: True switches dropout off, False on; None for the module's attribute.
 
         Returns:
           [..., T, features].
 
         Raises:
-          TypeError: what is no array.
-          ValueError: x of other features, or dropout that is neither switched on nor off; `SparseSelfAttention`'s.
+          TypeError: an argument that is not an array.
+          ValueError: x of other features, or dropout that is neither switched on nor off; errors of
+            `SparseSelfAttention`.
         """
         check_input(self.features, x, deterministic)
-        # Without dropout there is nothing to switch, and Flax's layer would ask all the same.
+        # Flax's layer needs the flag even without dropout.
         off = not self.dropout_rate or nn.merge_param("deterministic", self.deterministic, deterministic)
         return (_rematerialized if self.remat else forward)(self, x, segment_ids, off, selection, positions)
 
-    def prefill(self, x: jax.Array, lengths: jax.Array | None = None, **options: Any) -> tuple[jax.Array, KVCache]:
-        """`SparseSelfAttention.prefill` for the block: [B, T, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.prefill(self, x, lengths, **options)
-
-    def decode_step(
-        self, x: jax.Array, cache: KVCache, position: jax.Array, **options: Any
+    @strict_kwargs
+    def prefill(
+        self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
-        """`SparseSelfAttention.decode_step` for the block: [B, features] -> the same and the cache; no dropout."""
-        return _NNX_BLOCK.decode_step(self, x, cache, position, **options)
+        """Applies `SparseSelfAttention.prefill` and the MLP to [B, T, features]; returns (out, cache). No dropout."""
+        return prefill(self, x, lengths, **options)
+
+    @strict_kwargs
+    def decode_step(
+        self,
+        x: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies `SparseSelfAttention.decode_step` and the MLP to [B, features]; returns (out, cache). No dropout."""
+        return decode_step(self, x, cache, position, selection, positions)
 
 
-_NNX_BLOCK: Any = NNXBlock  # its methods need no more of a block than its layers, which have the same names
 _rematerialized: Any = nn.remat(forward, static_argnums=(3,))

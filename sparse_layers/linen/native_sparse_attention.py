@@ -1,7 +1,7 @@
-"""`NativeSparseAttention` for Linen."""
+"""`NativeSparseAttention` for Linen: an attention layer whose gates merge three branches."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +9,18 @@ from flax import linen as nn
 from flax.typing import Dtype, PrecisionLike
 
 from ..arguments.checks import strict_kwargs
-from ..modules.native_sparse_attention import NativeSparseAttention as NNXNativeSparseAttention
-from ..modules.native_sparse_attention import branches, checked_nsa, fixed_parts
 from ..modules.native_sparse_cache import NSACache
-from ..modules.settings import PROJECTIONS, biased, check_features
+from ..modules.native_sparse_core import NativeSparseCore, branch_plans, checked_nsa, make_attributes, make_branches
+from ..modules.options import PrefillOptions
+from ..modules.settings import PROJECTIONS, check_features, projections_with_bias
 from ..ops.planning.plan import Plan
 from ..ops.planning.selection import Selection
 from ..scorers import NSA
-from .settings import OfOneSequence, around
+from .settings import SelfAttentionSettings
 
 
 class Compression(nn.Module):
-    """The MLP that makes one key (or value) of each window, see that of NNX."""
+    """The MLP that compresses each window of keys (or values) to one; that of NNX documents it."""
 
     window: tuple[int, int]
     features: int
@@ -30,7 +30,7 @@ class Compression(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, K, H], at least a window of tokens -> [B, windows, K, H]."""
+        """Returns compressed windows, [B, windows, K, H], of keys [B, T, K, H] with T >= size."""
         size, stride = self.window
         shared: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "precision": self.precision}
         inner = nn.Conv(self.features, (size,), stride, padding="VALID", name="inner", **shared)(x.swapaxes(1, 2))
@@ -38,24 +38,24 @@ class Compression(nn.Module):
 
 
 @strict_kwargs
-class NativeSparseAttention(OfOneSequence):
-    """Native sparse attention, for Linen; parameters are those of `sparse_layers.NativeSparseAttention`.
+class NativeSparseAttention(SelfAttentionSettings):
+    """The layer of native sparse attention, for Linen; parameters are those of `sparse_layers.NativeSparseAttention`.
 
-    Compressed, selected and near keys, in three branches that gates merge. Names, shapes and numbers are those of the
-    NNX layer; the features F of the input are those that it comes with.
+    Gates merge three branches: compressed keys, selected keys and a sliding window. Names, shapes and numbers are those
+    of the NNX layer; the input sets its features F.
 
     Args:
       num_heads: number of query heads N.
-      pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``; it is kept as `NSA`.
+      pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``, which becomes `NSA`.
       seq_len: the longest input, in tokens.
-      use_bias: whether projections have biases, or the names of those that do, "gate" among them.
+      use_bias: True if projections have biases, or the names of those that do, including "gate".
       out_features, qkv_features, num_kv_heads, head_dim: see `sparse_layers.NativeSparseAttention`.
       rope, rope_theta, scale, dtype, param_dtype, precision: see there.
       implementation, fwd_params, bwd_params, query_sharding: see there.
       kernel_init, bias_init, out_kernel_init: see there.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as `SparseSelfAttention`; a pattern that is not `NSA`.
+      ValueError, TypeError, NotImplementedError: errors of `SparseSelfAttention`; a pattern that is not `NSA`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -77,7 +77,7 @@ class NativeSparseAttention(OfOneSequence):
     pattern: NSA | str = dataclasses.field(default="nsa", kw_only=True)
     out_features: int | None = dataclasses.field(default=None, kw_only=True)
 
-    _with_biases = (*PROJECTIONS, "gate")
+    _bias_names = (*PROJECTIONS, "gate")
 
     @nn.nowrap
     def _resolve_pattern(self) -> None:
@@ -85,10 +85,10 @@ class NativeSparseAttention(OfOneSequence):
 
     @property
     def plans(self) -> dict[str, Plan]:
-        """The compiled patterns of the branches for the longest input (cached); within "selected", `NSA` chooses."""
+        """The plans of the branches for the longest input (cached); `NSA` selects within that of "selected"."""
         pattern = checked_nsa(self.pattern)
-        fns: dict[str, Any] = branches(pattern, self.seq_len, **self._of(_KERNELS))
-        return around(NNXNativeSparseAttention, pattern=pattern, seq_len=self.seq_len, **fns).plans
+        fns: dict[str, Any] = make_branches(pattern, self.seq_len, **self._attributes(_KERNELS))
+        return branch_plans(pattern, self.seq_len, **fns)
 
     @strict_kwargs
     def __call__(
@@ -102,59 +102,64 @@ class NativeSparseAttention(OfOneSequence):
         """Applies attention to the inputs, see `sparse_layers.NativeSparseAttention`.
 
         Args:
-          inputs: [..., T, F] with T <= seq_len; any number of leading batch dimensions, also none.
-          segment_ids: int [..., T]; tokens attend within their own id only. Negative ids are padding.
-          selection: the key blocks of the selected branch; None for the choice of `NSA`.
-          positions: int [..., T] or [T], see `sparse_layers.SparseSelfAttention`.
+          inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
+          segment_ids, selection, positions: see there.
 
         Returns:
           [..., T, out_features] in the layer's dtype.
 
         Raises:
-          ValueError, TypeError: as `SparseSelfAttention`'s.
+          ValueError, TypeError: errors of `SparseSelfAttention`.
         """
-        return self._nnx_layer(inputs)(inputs, segment_ids=segment_ids, selection=selection, positions=positions)
+        return self._core(inputs).attend(inputs, segment_ids, selection, positions)
 
+    @strict_kwargs
     def prefill(
-        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Any
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, NSACache]:
-        """`SparseSelfAttention.prefill`: [B, T, F] -> ([B, T, out_features], the cache); lengths int [B]."""
-        return self._nnx_layer(inputs).prefill(inputs, lengths, **options)
+        """Applies attention to prompts [B, T, F] of these lengths, and returns (out, cache)."""
+        return self._core(inputs).prefill(inputs, lengths, **options)
 
+    @strict_kwargs
     def decode_step(
-        self, inputs: jax.Array, cache: NSACache, position: jax.Array, **options: Any
+        self,
+        inputs: jax.Array,
+        cache: NSACache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
     ) -> tuple[jax.Array, NSACache]:
-        """`SparseSelfAttention.decode_step`: [B, F] -> ([B, out_features], the cache); position int [B]."""
-        return self._nnx_layer(inputs).decode_step(inputs, cache, position, **options)
+        """Applies attention to one new token [B, F] of each sequence, and returns (out, cache)."""
+        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
 
     @nn.nowrap
-    def _of(self, names: tuple[str, ...]) -> dict[str, Any]:
+    def _attributes(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
 
     @nn.compact
-    def _nnx_layer(self, inputs: jax.Array) -> NNXNativeSparseAttention:
+    def _core(self, inputs: jax.Array) -> NativeSparseCore:
         features = (0, *jnp.shape(inputs))[-1]
         check_features("inputs", inputs, "[..., T, features]", features)
-        fixed = fixed_parts(in_features=features, **self._of(_SIZES + _KERNELS))
-        heads, size, window = fixed["num_heads"], fixed["head_dim"], fixed["pattern"].window
-        of_keys, biases = (3, fixed["num_kv_heads"], size), biased(self.use_bias, self._with_biases)
-        shared = self._of(("dtype", "param_dtype", "precision"))
+        attributes = make_attributes(in_features=features, **self._attributes(_SIZES + _KERNELS))
+        heads, size, window = attributes["num_heads"], attributes["head_dim"], attributes["pattern"].window
+        kv_shape, biases = (3, attributes["num_kv_heads"], size), projections_with_bias(self.use_bias, self._bias_names)
+        shared = self._attributes(("dtype", "param_dtype", "precision"))
 
         def projection(name: str, out: Any, **options: Any) -> nn.Module:
             options = {"kernel_init": self.kernel_init, "bias_init": self.bias_init} | shared | options
             return nn.DenseGeneral(out, name=name, use_bias=name in biases, **options)
 
-        return around(
-            NNXNativeSparseAttention,
-            **fixed,
+        return NativeSparseCore(
+            **attributes,
             query=projection("query", (heads, size)),
-            key=projection("key", of_keys),
-            value=projection("value", of_keys),
+            key=projection("key", kv_shape),
+            value=projection("value", kv_shape),
             compress_key=Compression(window, size, name="compress_key", **shared),
             compress_value=Compression(window, size, name="compress_value", **shared),
             gate=projection("gate", (3, heads)),
             out=projection(
-                "out", fixed["out_features"], axis=(-2, -1), kernel_init=self.out_kernel_init or self.kernel_init
+                "out", attributes["out_features"], axis=(-2, -1), kernel_init=self.out_kernel_init or self.kernel_init
             ),
         )
 

@@ -1,8 +1,7 @@
-"""What the layers for Linen have in common: their attributes, and the rules for them."""
+"""The common attributes of attention layers for Linen, and their checks."""
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,14 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from ..masks.algebra import Mask
 from ..modules.attention_fn import AttentionFn, Pattern
 from ..modules.rope import Rope
-from ..modules.settings import PROJECTIONS, biased, check_settings
+from ..modules.settings import PROJECTIONS, check_settings, projections_with_bias
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..scorers import Scorer, masks_and_scorer
 
-_Layer = TypeVar("_Layer")
 
-
-class Settings(nn.Module, kw_only=True):
-    """Attributes of all layers, see `SparseSelfAttention`."""
+class LayerSettings(nn.Module, kw_only=True):
+    """Attributes of all layers; `SparseSelfAttention` documents them."""
 
     pattern: Pattern
     qkv_features: int | None = None
@@ -48,27 +45,27 @@ class Settings(nn.Module, kw_only=True):
                 "further sizes are given by name; attention takes its features from its inputs"
             )
         check_settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        biases = biased(self.use_bias, self._with_biases)
-        if not isinstance(self.use_bias, bool):  # in one order and hashable
-            self.use_bias = tuple(name for name in self._with_biases if name in biases)
+        biases = projections_with_bias(self.use_bias, self._bias_names)
+        if not isinstance(self.use_bias, bool):  # hashable, in one order
+            self.use_bias = tuple(name for name in self._bias_names if name in biases)
         self._resolve_pattern()
         super().__post_init__()
 
-    _with_biases = PROJECTIONS
+    _bias_names = PROJECTIONS
 
     @property
     def lengths(self) -> dict[str, int]:
-        """The most tokens of each input, by the names of the attributes that say them."""
+        """The longest length of each input, by the name of its attribute."""
         raise NotImplementedError
 
     @nn.nowrap
     def _resolve_pattern(self) -> None:
-        """Refuses what is no pattern of this layer, and makes it a value."""
+        """Refuses a pattern of another type, and replaces an array or a sequence by masks."""
         raise NotImplementedError
 
 
-class OfOneSequence(Settings, kw_only=True):
-    """Those of self-attention and of the block around it."""
+class SelfAttentionSettings(LayerSettings, kw_only=True):
+    """Attributes of self-attention layers and of the residual block."""
 
     seq_len: int
     rope: Rope | None = None
@@ -79,8 +76,8 @@ class OfOneSequence(Settings, kw_only=True):
         return {"seq_len": self.seq_len}
 
 
-class OverPattern(Settings, kw_only=True):
-    """Those of attention over one pattern."""
+class PatternSettings(LayerSettings, kw_only=True):
+    """Attributes of attention layers with one pattern."""
 
     use_sinks: bool = False
     logits_soft_cap: float | None = None
@@ -92,20 +89,13 @@ class OverPattern(Settings, kw_only=True):
     @nn.nowrap
     def _resolve_pattern(self) -> None:
         masks, _ = masks_and_scorer(self.pattern, self.selection, list(self.lengths.values()))
-        # An array is kept as masks: by itself it could be neither hashed nor compared, and so neither could the module.
+        # Arrays are kept as masks: a module with an array could be neither hashed nor compared.
         if not isinstance(self.pattern, str | Mask | Scorer):
             self.pattern = masks
 
     @property
     def plan(self) -> Plan:
-        """The compiled pattern for the longest inputs (cached)."""
+        """The plan of the pattern for the longest inputs (cached)."""
         settings = {"fwd_params": self.fwd_params, "bwd_params": self.bwd_params, "implementation": self.implementation}
         lengths = list(self.lengths.values())
         return AttentionFn(masks_and_scorer(self.pattern, None, lengths)[0], lengths[0], **settings).plan(*lengths)
-
-
-def around(kind: type[_Layer], **parts: Any) -> _Layer:
-    """A layer of NNX around layers of Linen, for one call: what it does with them is written once, with NNX."""
-    layer = object.__new__(kind)
-    vars(layer).update(parts)
-    return layer

@@ -1,6 +1,5 @@
 """Flax NNX layers, and sparse attention for layers of others."""
 
-from .attention import IndexLoss as IndexLoss
 from .attention import SparseSelfAttention as SparseSelfAttention
 from .attention_fn import AttentionFn as AttentionFn
 from .attention_fn import make_attention_fn as make_attention_fn
@@ -8,6 +7,7 @@ from .block import SparseTransformerBlock as SparseTransformerBlock
 from .cross_attention import SparseCrossAttention as SparseCrossAttention
 from .decoder import Decoder as Decoder
 from .generate import generate as generate
+from .index import IndexLoss as IndexLoss
 from .loading.dense import from_linen as from_linen
 from .loading.dense import from_nnx as from_nnx
 from .loading.huggingface import from_gpt2 as from_gpt2

@@ -1,10 +1,10 @@
-"""`make_attention_fn`: sparse attention as the ``attention_fn`` of somebody else's multi-head attention."""
+"""`make_attention_fn`: sparse attention as an attention function, the ``attention_fn=`` of another library's layer."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,63 +23,34 @@ from ..ops.decoding.ring_cache import join_pages
 from ..ops.layouts import warn_of_heads
 from ..ops.planning.causality import is_causal
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import default_implementation
 from ..ops.planning.selection import Selection
 from ..ops.select import select_blocks
 from ..scorers import Scorer, masks_and_scorer
-from .settings import FnOptions, check_array, check_settings
+from .index import IndexProjections, index_loss
+from .options import FnOptions
+from .settings import check_array, check_settings
 
-# No model has so many: if the heads are as many as seq_len, and that is more, they are the tokens.
+# No model has more heads. An axis of heads that is as long as seq_len, and longer than this, holds the tokens.
 _MOST_HEADS = 256
 
-# Who attends to whom in one layer; a sequence is taken in turn by its heads.
+# The pattern of one layer. A sequence has one entry a head, and is repeated over the heads.
 Pattern: TypeAlias = MaskLike | Scorer
-# The same for the layers of a model, which take them in turn.
+# The patterns of a model. A sequence has one entry a layer, and is repeated over the layers.
 Patterns: TypeAlias = "Pattern | Sequence[Pattern]"
-
-
-class Index(NamedTuple):
-    """What a scorer like `MSA` scores, and where the loss goes by which it learns.
-
-    Attributes:
-      query: [..., T, K, size].
-      key: [..., T, 1, size].
-      losses: to which the loss of a call is added, a float32 scalar; None for no loss.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    losses: list[jax.Array] | None = None
-
-    def arrays(self, rows: int) -> tuple[jax.Array, jax.Array]:
-        """The arrays with one axis in the place of all leading ones."""
-        return self.query.reshape(rows, *self.query.shape[-3:]), self.key.reshape(rows, *self.key.shape[-3:])
-
-
-def _index_loss(query, key, index_query, index_key, plan, scale, options) -> jax.Array:
-    """The loss of `MSA`: its two sums over keys are attention with index keys as values, and a log-sum-exp."""
-    query, key = jax.lax.stop_gradient((query, key))
-    (*_, heads, _), kv_heads, size = query.shape, key.shape[2], index_key.shape[3]
-    values = jnp.broadcast_to(index_key, (*index_key.shape[:2], kv_heads, size))
-    expected = block_sparse_attention(query, key, values, plan, scale=scale, **options)
-    expected = expected.reshape(*expected.shape[:2], kv_heads, heads // kv_heads, size).mean(3)
-    wanted = (expected.astype(jnp.float32) * index_query.astype(jnp.float32)).sum(-1) * size**-0.5
-    options = options | {"logits_soft_cap": None}
-    _, lse = block_sparse_attention(index_query, index_key, index_key[..., :8], plan, return_lse=True, **options)
-    alive = lse > -jnp.inf
-    return jnp.where(alive, lse - wanted, 0).sum() / jnp.maximum(alive.sum(dtype=lse.dtype), 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
-    """What `make_attention_fn` returns: attention over a pattern, with the parameters of Flax's own.
+    """An attention function over a pattern, with the arguments of Flax's own; `make_attention_fn` makes one.
 
-    A value and not a closure: equal settings are equal functions, so layers that hold them share one trace.
+    It is a value, not a closure: equal settings give equal functions, so layers with equal functions share a trace.
 
     Attributes:
-      masks: the masks that the heads take in turn.
-      seq_len: the longest input, in tokens; that of the queries, where keys are those of another sequence.
+      masks: one mask a head, repeated over the heads.
+      seq_len: the longest input, in tokens; for cross-attention, the longest input of queries.
       recompute, implementation, scale, logits_soft_cap, fwd_params, bwd_params: see `make_attention_fn`.
       query_sharding, selection: see `make_attention_fn`.
     """
@@ -104,9 +75,13 @@ class AttentionFn:
         dtype: Any = None,
         head_size: int | None = None,
     ) -> Plan:
-        """The compiled pattern for so many queries and keys (cached), keys of another sequence if ``kv_len`` is given.
+        """Returns the plan of the pattern for these lengths (cached).
 
-        With ``causal``, without what lies in the future; with ``dtype`` and ``head_size``, for such arrays.
+        Args:
+          q_len: number of queries.
+          kv_len: number of keys of another sequence; None for self-attention.
+          causal: True also hides keys after the query.
+          dtype, head_size: those of the arrays, where they decide the implementation.
         """
         masks = self.masks
         if causal:
@@ -129,19 +104,19 @@ class AttentionFn:
         segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
-        index: Index | None = None,
+        index: IndexProjections | None = None,
         causal: bool = False,
     ) -> jax.Array:
-        """The op on arrays [..., T, heads, size] with any leading axes.
+        """Applies the op to arrays [..., T, heads, size] with any leading axes.
 
         Args:
-          query, key, value: of one dtype; as in `block_sparse_attention` but for the leading axes, which are equal.
-          segment_ids: int [..., T] where keys are as many as queries, or a pair of those for queries and keys.
-          selection: the key blocks that queries look at, with the leading axes of query; None for what the function's
-            own scorer chooses, if it has one.
+          query, key, value: as in `block_sparse_attention`, of one dtype, with equal leading axes.
+          segment_ids: int [..., T] for self-attention, or a pair of arrays for queries and keys.
+          selection: the key blocks of each query, with the leading axes of query; None for the selection of the
+            function's own scorer, if it has one.
           sinks: [N] logits.
-          index: what a scorer scores in place of query and key, with their leading axes.
-          causal: also hide what lies in the future.
+          index: projections that a scorer scores instead of query and key, with their leading axes.
+          causal: True also hides keys after the query.
 
         Returns:
           An array like query, its last axis that of value.
@@ -171,7 +146,7 @@ class AttentionFn:
             "query_sharding": self.query_sharding,
         }
         if index is not None and index.losses is not None:
-            index.losses.append(_index_loss(query, key, *index.arrays(rows), plan, self.scale, options))
+            index.losses.append(index_loss(query, key, *index.arrays(rows), plan, self.scale, options))
 
         # Without the ids as a parameter: jax.checkpoint would cut 64-bit ids off before the op could refuse them.
         def op(query, key, value, sinks):
@@ -199,27 +174,30 @@ class AttentionFn:
         *,
         selection: Selection | None = None,
         sinks: jax.Array | None = None,
-        index: Index | None = None,
+        index: IndexProjections | None = None,
     ) -> jax.Array:
-        """`attend` for a piece of prompts.
+        """Applies the op to a chunk of prompts, whose earlier keys are in a cache.
 
         Args:
-          caches: before and after it was filled in.
+          caches: the caches before and after the chunk was written.
           query, key, value: [B, C, heads, size], of tokens start to start + C - 1.
-          start: tokens before the piece.
-          total: tokens of the prompts, which say whether a scorer chooses.
-          selection, sinks, index: as of `attend`.
+          start: number of tokens before the chunk.
+          total: number of tokens of the prompts, which decides whether a scorer selects.
+          selection, sinks, index: see `attend`.
+
+        Returns:
+          [B, C, N, Hv].
         """
         self._check_selection(selection)
         scorer, pooled, end = self.selection, caches[1].pooled, start + query.shape[1]
-        # Where there are no more blocks than are chosen, everyone looks at all.
+        # With no more blocks than a scorer selects, every query attends to all.
         if scorer is not None and pooled is not None and scorer.selects(total) and end > scorer.count * scorer.block:
             keys = join_pages(caches[1].keys[caches[1].layout.full_store_index()])
             shared: Any = {"scale": self.scale, "pooled": pooled[:, : scorer.windows(end)], "first": jnp.int32(start)}
             scored = query if index is None else index.query
             selection = scorer.select_blocks(scored, keys[:, :, :end].swapaxes(1, 2), **shared)
         query_sharding = self.query_sharding
-        if query_sharding is not None:  # devices cannot share its tokens, whose rows are in another order
+        if query_sharding is not None:  # a chunk's tokens are not sharded: its row order differs from the sequence's
             query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
         return attend_chunk(
             *caches,
@@ -240,7 +218,7 @@ class AttentionFn:
         if self.selection is not None and selection is not None:
             raise ValueError(f"selection must be None, for {self.selection} chooses the blocks, got {selection!r}")
 
-    # Every parameter by its name: Linen hands over those that it finds in the signature and drops the others silently.
+    # Each parameter is named: Linen passes those in the signature and drops all others silently.
     @strict_kwargs
     def __call__(
         self,
@@ -263,7 +241,7 @@ class AttentionFn:
         input_positions: jax.Array | None = None,
         segment_ids: jax.Array | np.ndarray | None = None,
     ) -> jax.Array:
-        """Attention as `flax.nnx.dot_product_attention` and Linen's compute it, over the pattern.
+        """Applies attention over the pattern, with the arguments of `flax.nnx.dot_product_attention` and Linen's.
 
         Args:
           query: [..., T, N, H].
@@ -272,9 +250,9 @@ class AttentionFn:
           mask: key padding, whose last axis is T and whose other axes broadcast to [..., 1, 1, T]: keys where it is
             False (or 0) are hidden. A query that is left without any key gets 0.
           dtype: of the computation; None for that of the arrays together.
-          is_causal: also hide what lies in the future, whatever the pattern says.
+          is_causal: True also hides keys after the query.
           segment_ids: int [..., T], see `block_sparse_attention`.
-          deterministic, dropout_rate: dropout is refused unless one of them switches it off.
+          deterministic, dropout_rate: one of them must switch dropout off.
           broadcast_dropout, dropout_rng, precision, force_fp32_for_softmax: without effect: nothing is dropped, and
             logits, softmax and sums are float32 at least.
           bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions: refused, see Raises.
@@ -283,11 +261,11 @@ class AttentionFn:
           [..., T, N, Hv] in the dtype of the computation.
 
         Raises:
-          ValueError: what cannot be honoured, with the reason: a bias, dropout while training, weights to be sown, an
-            einsum of one's own, positions, a mask that differs by query or head, queries and keys of different
-            lengths, more tokens than ``seq_len``, axes of tokens and heads that look swapped; and what
-            `block_sparse_attention` refuses.
-          TypeError: what is no array.
+          ValueError: an argument that the kernels cannot follow, with the reason: a bias, dropout while training,
+            weights to sow, an einsum, positions, a mask that differs by query or head, queries and keys of different
+            lengths, more tokens than ``seq_len``, axes of tokens and heads that look swapped; and errors of
+            `block_sparse_attention`.
+          TypeError: an argument that is not an array.
         """
         never = "block-sparse attention never forms the attention weights"
         if bias is not None:
@@ -338,12 +316,12 @@ class AttentionFn:
                 raise ValueError(f"segment_ids must have one id a token, {query.shape[:-2]}, got shape {ids.shape}")
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        ids = ids if mask is None else padded(mask, query.shape[:-2], ids)
+        ids = ids if mask is None else ids_from_padding(mask, query.shape[:-2], ids)
         return self.attend(query, key, value, segment_ids=ids, causal=is_causal)
 
 
-def padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
-    """Segment ids of queries and keys [..., T] from a key padding mask [..., 1, 1, T].
+def ids_from_padding(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[Any, jax.Array]:
+    """Returns segment ids of queries and of keys [..., T] that follow a key padding mask [..., 1, 1, T].
 
     Raises:
       ValueError: a mask of another shape.
@@ -358,10 +336,10 @@ def padded(mask: jax.Array, tokens: tuple[int, ...], segment_ids: Any) -> tuple[
             f"got {jnp.shape(mask)}: who attends to whom is said by the pattern (causality, too), documents by "
             "segment_ids; of tokens that are valid [..., T], pass valid[..., None, None, :]"
         )
-    keep = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
+    valid = jnp.broadcast_to(jnp.asarray(mask).reshape(*batch, keys) != 0, tokens)
     ids = jnp.zeros(tokens, jnp.int32) if segment_ids is None else segment_ids
-    # Those of the queries stay as they are, for the op to check: cut off to 32 bits, two documents could become one.
-    return ids, jnp.where(keep, jnp.asarray(ids).astype(jnp.int32), -1)
+    # The ids of queries keep their dtype for the op to check: two documents could have equal ids in 32 bits.
+    return ids, jnp.where(valid, jnp.asarray(ids).astype(jnp.int32), -1)
 
 
 @overload
@@ -399,44 +377,39 @@ def make_attention_fn(
     selection: Scorer | str | None = None,
     segment_ids: jax.Array | np.ndarray | None = None,
 ) -> AttentionFn | functools.partial[jax.Array]:
-    """Sparse attention for an existing model: the ``attention_fn=`` of Flax's layers, NNX or Linen.
+    """Makes the attention function of a pattern, the ``attention_fn=`` of Flax's layers, NNX or Linen.
 
-    The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs see
-    the pattern's upper left corner. Models that write attention by hand call it as ``attention_fn(q, k, v)`` on arrays
-    [..., T, heads, size]. Its derivatives are those of `block_sparse_attention`.
+    The pattern is compiled here, for ``seq_len`` tokens; equal arguments return the same function. Shorter inputs use
+    the upper left corner of the pattern. Models with attention of their own call it as ``attention_fn(q, k, v)`` on
+    arrays [..., T, heads, size]. Its derivatives are those of `block_sparse_attention`.
 
     Args:
-      pattern: who attends to whom: a preset's name (``"sparse_transformer_strided:stride=64"``), a mask, a
-        sequence of those that the heads take in turn (head h uses entry h % len; len must divide the heads), or a numpy
-        bool array [seq_len, seq_len] or [entries, seq_len, seq_len].
+      pattern, selection: as in `SparseSelfAttention`; the number of masks must divide the number of heads.
       seq_len: the longest input, in tokens.
-      recompute: compute the attention again in the backward pass (`jax.checkpoint`) instead of keeping its output and
-        log-sum-exp. A projection that follows keeps the output for its own gradient, so inside Flax's layers this costs
-        time and saves the log-sum-exp only. What saves memory is `jax.checkpoint` around whole layers, and there the
-        attention need not be computed twice: whatever recompute is, the two are named "sparse_attention_out" and
-        "sparse_attention_lse", and ``policy=jax.checkpoint_policies.save_only_these_names(...)`` keeps them (the
-        implementation "cudnn" names nothing). Leave recompute False there: without that policy, the attention would
-        be computed three times.
-      implementation: None for the best that the platform offers, or the name of one.
+      recompute: True computes attention again in the backward pass (`jax.checkpoint`) instead of keeping its output and
+        log-sum-exp. Inside Flax's layers this saves the log-sum-exp only, as the next projection keeps the output for
+        its own gradient. `jax.checkpoint` around whole layers saves more. There leave recompute False, and keep the
+        names "sparse_attention_out" and "sparse_attention_lse", which each implementation but "cudnn" gives, with
+        ``policy=jax.checkpoint_policies.save_only_these_names(...)``. Without that policy attention is computed again,
+        and with recompute a third time.
+      implementation: None for the best on the platform, or a name.
       scale: factor of the logits; None for head size ** -0.5.
       logits_soft_cap: None, or c > 0: logits become c * tanh(logits / c).
       fwd_params, bwd_params: settings of the kernels; None for the library's choice.
-      query_sharding: how queries [B, T, N, H] lie on a mesh of Auto axes, as in `block_sparse_attention`; B are all
-        leading axes together.
-      selection: how queries choose key blocks within a causal pattern: a scorer or its name, as `SparseSelfAttention`
-        takes them; None for no choice. A scorer may also be the pattern.
-      segment_ids: int [..., T]: documents and padding of the batch at hand, see `block_sparse_attention`. The function
-        is then one for this batch: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps
-        its function, so give it to a copy of the layer (``copy = nnx.clone(layer)``), lest a traced array stay behind.
+      query_sharding: sharding of queries [B, T, N, H] on a mesh of Auto axes, as in `block_sparse_attention`; B stands
+        for all leading axes together.
+      segment_ids: int [..., T], documents and padding of one batch, see `block_sparse_attention`. The function is then
+        for this batch alone: make it inside the model's ``__call__``, which costs a look-up. An NNX layer keeps its
+        function, so set it on a copy (``copy = nnx.clone(layer)``); otherwise the layer would keep a traced array.
 
     Returns:
       An `AttentionFn`; with ``segment_ids``, a `functools.partial` of it.
 
     Raises:
       ValueError: an unknown preset, option or implementation; an array whose lengths are not seq_len; a seq_len that is
-        no integer >= 1, a recompute that is no bool, a scale or cap that is no finite Python number.
-      TypeError: pattern is none of the above; segment_ids are no array.
-      NotImplementedError: the named implementation cannot serve the pattern here; says why.
+        not an integer >= 1, a recompute that is not a bool, a scale or cap that is not a finite Python number.
+      TypeError: a pattern of another type; segment_ids that are not an array.
+      NotImplementedError: the named implementation does not support the pattern here, with the reason.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -461,7 +434,7 @@ def make_attention_fn(
 @bounded_cache()
 def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     fn = AttentionFn(masks, seq_len, *settings)
-    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
+    # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
     like = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
     jax.eval_shape(fn, like, like, like)
     return fn

@@ -1,4 +1,4 @@
-"""`Compression`: windows of keys or values become one each, by a learnt MLP."""
+"""`Compression`: the MLP of native sparse attention layers that compresses each window of keys or values to one."""
 
 from typing import Any
 
@@ -7,16 +7,15 @@ from flax import nnx
 
 
 class Compression(nnx.Module):
-    """The paper's phi, an MLP that makes one key (or value) of each window: ``V gelu(b + sum_s U[s] x[s])``.
+    """The paper's phi, an MLP that compresses each window of keys (or values) to one: ``V gelu(b + sum_s U[s] x[s])``.
 
-    All key heads share it. A strided convolution is the smallest MLP of all keys of a window: a layer of H hidden
-    features that knows the keys' places, and one of H features. An embedding e[s] of places within the window, added
-    to the keys, would change nothing but b, by ``sum_s U[s] e[s]``: b is that embedding.
+    All key heads share it. The first layer, a strided convolution, has one matrix U[s] for each position s of the
+    window. An embedding e[s] of positions, added to the keys, would only add ``sum_s U[s] e[s]`` to b.
 
     Args:
-      window: keys of a window, and keys between the beginnings of two.
-      features: of a head, H.
-      **options: dtype, param_dtype, precision and rngs of Flax's layers.
+      window: (size, stride) of windows, in keys.
+      features: features H of a head.
+      **options: dtype, param_dtype, precision and rngs, as in Flax's layers.
     """
 
     def __init__(self, window: tuple[int, int], features: int, **options: Any):
@@ -26,5 +25,5 @@ class Compression(nnx.Module):
         self.outer = nnx.Linear(features, features, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, K, H], at least a window of tokens -> [B, windows, K, H]."""
+        """Returns compressed windows, [B, windows, K, H], of keys [B, T, K, H] with T >= size."""
         return self.outer(nnx.gelu(self.inner(x.swapaxes(1, 2)))).swapaxes(1, 2)

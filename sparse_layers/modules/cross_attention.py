@@ -1,4 +1,4 @@
-"""`SparseCrossAttention`: queries of one sequence attend to keys of another by a sparsity pattern."""
+"""`SparseCrossAttention`: attention of one sequence to another over a sparsity pattern."""
 
 from typing import Any, Unpack
 
@@ -7,23 +7,23 @@ from flax import nnx
 
 from ..arguments.checks import strict_kwargs
 from ..ops.planning.selection import Selection
-from .attention import SparseAttention
 from .attention_fn import Pattern
-from .settings import CrossOptions
+from .options import CrossOptions
+from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
 
 
 class SparseCrossAttention(SparseAttention):
     """Cross-attention over a sparsity pattern, with the parameters of ``flax.nnx.MultiHeadAttention``.
 
-    Queries come from one sequence, keys and values from another, of its own length and features. All else is that of
-    `SparseSelfAttention`: names and initial values of parameters are Flax's, so that the state of a dense layer loads
-    unchanged, and the pattern is compiled at construction. Query t and key s are at positions t and s of the pattern:
-    a mask of distances, as `Window`, fits sequences that count alike; `from_mask_mod` or an array says any other rule.
-    Nothing is causal unless the pattern is.
+    Queries come from one sequence, keys and values from another with its own length and features. As in
+    `SparseSelfAttention`, names and initial values of parameters are Flax's, the state of a dense layer loads
+    unchanged, and the pattern is compiled at construction. Query t and key s have positions t and s in the pattern.
+    A mask of distances, such as `Window`, fits sequences with common positions; `from_mask_mod` or an array makes any
+    other mask. Attention is causal only if the pattern is.
 
-    There are no rotary embeddings, since positions of two sequences have no distance. Where they have one, turn arrays
-    of your own by a `Rope` and call `block_sparse_attention`. There is no cache for decoding.
+    The layer has no rotary position embeddings, since positions of two sequences have no common origin. Where they
+    do, rotate arrays with a `Rope` and call `block_sparse_attention`. The layer has no cache for decoding.
 
     Args:
       num_heads: number of query heads N.
@@ -33,27 +33,26 @@ class SparseCrossAttention(SparseAttention):
       num_kv_heads: number of key and value heads, a divisor of num_heads; defaults to num_heads.
       in_kv_features: features of the input of keys and values; defaults to in_features.
       head_dim: features of a head, instead of qkv_features.
-      pattern: who attends to whom, as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or
-        [entries, q_len, kv_len].
-      q_len, kv_len: the longest input of queries and of keys, in tokens; shorter ones see the pattern's upper left
-        corner.
+      pattern: as in `SparseSelfAttention`; a numpy bool array is [q_len, kv_len] or [entries, q_len, kv_len].
+      q_len, kv_len: the longest inputs of queries and of keys, in tokens; shorter ones use the upper left corner of the
+        pattern.
       dropout_rate: must be 0, as in `SparseSelfAttention`.
       rngs: random number generators of the initial parameters.
       **options: use_sinks, scale, logits_soft_cap, implementation, fwd_params, bwd_params and query_sharding as in
-        `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` but for ``attention_fn`` and
+        `SparseSelfAttention`, and all other arguments of ``flax.nnx.MultiHeadAttention`` except ``attention_fn`` and
         ``decode``.
 
     Attributes:
-      pattern: the name or mask as given; sequences and arrays as the tuple of masks that they stand for.
-      plan: the compiled block lists for q_len queries and kv_len keys.
+      pattern: the name or mask; a sequence or an array becomes its tuple of masks.
+      plan: the plan of the pattern for q_len queries and kv_len keys.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: as `SparseSelfAttention`.
+      ValueError, TypeError, NotImplementedError: errors of `SparseSelfAttention`.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
       >>> from flax import nnx
-      >>> near = sl.Window(3, 3)  # audio and the text beside it, token by token, say
+      >>> near = sl.Window(3, 3)  # audio and its transcript, aligned by token
       >>> layer = sl.SparseCrossAttention(2, 8, in_kv_features=12, pattern=near, q_len=16, kv_len=20, rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((1, 16, 8)), jnp.ones((1, 20, 12))).shape
       (1, 16, 8)
@@ -111,23 +110,23 @@ class SparseCrossAttention(SparseAttention):
         """Applies attention of one input to the other.
 
         Args:
-          inputs_q: [..., T, F] with T <= q_len; any number of leading batch dimensions, also none.
-          inputs_kv: [..., S, in_kv_features] with S <= kv_len and the same leading dimensions.
+          inputs_q: [..., T, F] with T <= q_len and any number of leading batch axes, including none.
+          inputs_kv: [..., S, in_kv_features] with S <= kv_len and the same leading axes.
           segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; queries attend to keys of their own id
-            only. Negative ids are padding, which attends to nothing and is attended by nothing.
-          selection: the key blocks that queries look at, chosen at run time, within the pattern: a `Selection` with the
+            only. Negative ids are padding: such queries attend to nothing, and nothing attends to such keys.
+          selection: the key blocks of each query within the pattern, selected at run time: a `Selection` with the
             leading axes of the inputs.
           sow_weights: must be False, see Raises.
-          out_sharding, qkv_sharding: handed to Flax's projections.
+          out_sharding, qkv_sharding: passed to Flax's projections.
 
         Returns:
           [..., T, out_features] in the layer's dtype. A query without any key gets the output bias.
 
         Raises:
-          ValueError: inputs that are no floats or of another shape, longer than q_len or kv_len among them; segment_ids
-            of another shape than the tokens'; a selection of other axes or blocks than the inputs'; sow_weights=True
-            (the probabilities are never formed).
-          TypeError: what is no array; segment_ids that are no pair; a selection that is none.
+          ValueError: inputs that are not floats, are longer than q_len or kv_len, or have another shape; segment_ids
+            whose shape is not that of the tokens; a selection whose axes or blocks do not fit the inputs;
+            sow_weights=True (the probabilities are never formed).
+          TypeError: an input that is not an array; segment_ids that are not a pair; a selection of another type.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         features = [self.in_features, self.in_kv_features]

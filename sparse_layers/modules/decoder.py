@@ -1,4 +1,4 @@
-"""`Decoder`: what `generate` asks of a model, and how models of any kind become arguments of a compiled program."""
+"""`Decoder`: the interface of a model that `generate` decodes with, and how it is passed to compiled programs."""
 
 import types
 from collections.abc import Hashable, Iterable
@@ -13,17 +13,16 @@ from ..arguments.foreign import one_line
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A model that `generate` can sample from: any object with these two methods, by their position's arguments.
+    """A model that `generate` can sample from: any object with these two methods, whose arguments are positional.
 
-    An NNX module, a Linen module that is bound to its variables (``module.bind(variables)``), a pytree (an Equinox
-    module, a registered dataclass) or an object of a plain class. Both methods are traced by `jax.jit`. The arrays that
-    are found in the model, in its attributes and theirs, are arguments of the compiled program and may change from call
-    to call; all else in it is compared by value, or by identity where it has none, and compiled in: closures and
-    hashable objects with arrays inside are not to be changed. Caches are a pytree of the model's own.
+    The object is an NNX module, a Linen module bound to its variables (``module.bind(variables)``), a pytree (an
+    Equinox module, a registered dataclass) or an instance of a plain class. `jax.jit` traces both methods. Arrays in
+    the model, its attributes and theirs are arguments of the compiled program and may change from call to call. All
+    other attributes are static: compared by value, or by identity if they have no hash. Do not change closures, or
+    hashable objects with arrays inside. Caches are any pytree.
 
-    Three more names are used where the model has them: ``seq_len``, the most tokens that a sequence may have,
-    ``unrolled()``, which returns a model that is quicker step by step, and an argument ``chunk`` of ``prefill``, the
-    tokens that are read at a time.
+    A model may have three more names: ``seq_len``, the longest sequence in tokens; ``unrolled()``, which returns a
+    model with faster decoding steps; and an argument ``chunk`` of ``prefill``, the number of tokens to read at a time.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -44,7 +43,7 @@ class Decoder(Protocol):
 
         Args:
           tokens: int [B, P].
-          lengths: int32 [B] in 1..P, tokens of each prompt; what follows is padding.
+          lengths: int32 [B] in 1..P, tokens of each prompt, followed by padding.
 
         Returns:
           (logits [B, V] of the token after each prompt; the caches).
@@ -56,17 +55,17 @@ class Decoder(Protocol):
 
         Args:
           tokens: int32 [B].
-          caches: of `prefill` or an earlier step.
+          caches: the caches of `prefill` or of the previous step.
           position: int32 [B], the number of tokens before it.
 
         Returns:
-          (logits [B, V] of the token after these; caches of the same structure, shapes and dtypes).
+          (logits [B, V] of the next token; caches of the same structure, shapes and dtypes).
         """
         ...
 
 
-class _Value:
-    """What is compiled in: equal by type and value, and only to itself if it has no hash."""
+class _Static:
+    """A static value of a program: equal by type and value, or by identity if it has no hash."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -79,23 +78,23 @@ class _Value:
         return self.hash
 
     def __eq__(self, other):
-        if not isinstance(other, _Value) or self.hash != other.hash:
+        if not isinstance(other, _Static) or self.hash != other.hash:
             return False
         mine, theirs = self.value, other.value
         return mine is theirs or (self.by_value and type(mine) is type(theirs) and bool(mine == theirs))
 
 
 def split(model: Any) -> tuple[Hashable, list[Any]]:
-    """(a model without its arrays, hashable; its arrays), for `merge`.
+    """Splits a model into (its static part, hashable; its arrays), as ``nnx.split`` does for modules.
 
     Raises:
       ValueError: a module of Linen that is not bound to variables.
 
     Example:
       >>> import types, jax.numpy as jnp
-      >>> how, arrays = split(types.SimpleNamespace(parts=[jnp.ones(3)], size=3))
-      >>> merge(how, [2 * array for array in arrays])
-      namespace(parts=[Array([2., 2., 2.], dtype=float32)], size=3)
+      >>> static, arrays = split(types.SimpleNamespace(kernels=[jnp.ones(3)], size=3))
+      >>> merge(static, [2 * array for array in arrays])
+      namespace(kernels=[Array([2., 2., 2.], dtype=float32)], size=3)
     """
     arrays: list[Any] = []
 
@@ -109,7 +108,7 @@ def split(model: Any) -> tuple[Hashable, list[Any]]:
             return None
         if id(x) not in above and _is_plain(x):
             return type(x), *tree(vars(x), above | {id(x)})
-        return _Value(x)
+        return _Static(x)
 
     graph = None
     if isinstance(model, nnx.Module):
@@ -118,12 +117,12 @@ def split(model: Any) -> tuple[Hashable, list[Any]]:
         if model.scope is None:
             raise ValueError(f"model: a module of Linen must be bound, model.bind(variables), got {one_line(model)}")
         module, model = model.unbind()
-        graph = _Value(module)
+        graph = _Static(module)
     return (graph, *tree(model, frozenset())), arrays
 
 
-def merge(how: Any, arrays: Iterable[Any]) -> Any:
-    """The model with these arrays; see `split`."""
+def merge(static: Any, arrays: Iterable[Any]) -> Any:
+    """Returns the model with these arrays; undoes `split`."""
     arrays = iter(arrays)
 
     def tree(structure: Any, *leaves: Any) -> Any:
@@ -132,21 +131,21 @@ def merge(how: Any, arrays: Iterable[Any]) -> Any:
     def leaf(x: Any) -> Any:
         if x is None:
             return next(arrays)
-        if isinstance(x, _Value):
+        if isinstance(x, _Static):
             return x.value
-        kind, *attributes = x
-        made = kind.__new__(kind)
-        vars(made).update(tree(*attributes))
-        return made
+        cls, *attributes = x
+        instance = cls.__new__(cls)
+        vars(instance).update(tree(*attributes))
+        return instance
 
-    graph, *model = how
-    if isinstance(graph, _Value):
+    graph, *model = static
+    if isinstance(graph, _Static):
         return graph.value.bind(tree(*model))
     return tree(*model) if graph is None else nnx.merge(graph, tree(*model))
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an object is its attributes, and no more: made by a class statement, and no value that can be hashed."""
+    """True if an object consists of its attributes: an instance of a plain class without a hash of its own."""
     if type(x).__new__ not in (object.__new__, types.SimpleNamespace.__new__) or not hasattr(x, "__dict__"):
         return False
-    return type(x).__hash__ in (None, object.__hash__) or not _Value(x).by_value
+    return type(x).__hash__ in (None, object.__hash__) or not _Static(x).by_value

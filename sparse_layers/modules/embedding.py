@@ -1,4 +1,4 @@
-"""`Embed`: Flax's embedding with a gradient that is fast and exact for small tables."""
+"""`Embed`: the token embedding of a model, Flax's with a gradient that is fast and exact for small tables."""
 
 import functools
 from typing import Any
@@ -9,16 +9,17 @@ from flax import nnx
 
 from ..ops.kernels.numerics import accumulator_dtype
 
-# Above, a product with one-hot rows costs more than adding up rows one by one.
+# With more embeddings, a product with one-hot rows costs more than a scatter.
 _FEW = 1024
 
 
 class Embed(nnx.Embed):
     """``flax.nnx.Embed`` whose gradient, with up to 1024 embeddings, is a matrix product and not a scatter.
 
-    Where many tokens are alike, as bytes are, a GPU adds their gradients into one row one after the other, in no
-    certain order and, in bfloat16, with its rounding at each: 50 of 120 ms of a training step of 65,536 bytes on an
-    H200, and another result each time. The product sums in float32 at least, and takes memory for tokens x embeddings.
+    With few distinct tokens, such as bytes, the scatter of a GPU adds many gradients into one row, one by one, in
+    undefined order, and rounds each sum to bfloat16. That took 50 of 120 ms of a training step of 65,536 bytes on an
+    H200, and results differed between runs. The product sums in float32 at least, and needs memory for tokens x
+    embeddings.
 
     Example:
       >>> import jax.numpy as jnp
@@ -28,9 +29,9 @@ class Embed(nnx.Embed):
     """
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The rows of ``inputs``, int [...]: an array [..., features] in the layer's dtype, sharded as inputs are."""
+        """Returns embeddings [..., features] of inputs, int [...], in the layer's dtype, sharded like inputs."""
         axes = jax.typeof(inputs).sharding.spec
-        # Where shardings are part of types, JAX asks how the result of a look-up by what is sharded lies.
+        # On a mesh with explicit axes, JAX asks for the sharding of a look-up by sharded indices.
         out = jax.sharding.PartitionSpec(*axes, None) if any(axes) else None
         if not (1 < self.num_embeddings <= _FEW and jnp.issubdtype(inputs.dtype, jnp.integer)):
             return super().__call__(inputs, out_sharding=out)
@@ -46,17 +47,17 @@ def _rows(dtype: Any, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _rows_fwd(dtype, table, tokens):
-    # Not `_rows` itself, which has no derivative forward.
+    # `_rows` itself has no forward derivative.
     return jnp.take(table.astype(dtype), tokens, axis=0), (table, tokens)
 
 
 def _rows_bwd(dtype, residuals, gradient):
     table, tokens = residuals
-    # As `jnp.take` reads them: negative ones count from the end. Small types cannot hold the number of rows.
+    # Negative tokens count from the end, as in `jnp.take`. Small dtypes cannot hold the number of rows.
     tokens = tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
     hot = jax.nn.one_hot(jnp.where(tokens < 0, tokens + len(table), tokens), len(table), dtype=gradient.dtype)
     over = tuple(range(tokens.ndim))
-    # Zeros and ones times bfloat16 are exact; those times float32 are with the highest precision only.
+    # Products of zeros and ones are exact with bfloat16, and with float32 at the highest precision.
     sums = jax.lax.dot_general(
         hot,
         gradient,

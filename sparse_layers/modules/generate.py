@@ -1,4 +1,4 @@
-"""`generate`: samples from a `SparseTransformer` or another `Decoder`, a batch of prompts at once."""
+"""`generate`: decoding with a `SparseTransformer` or another `Decoder`, for a batch of prompts."""
 
 import functools
 import inspect
@@ -34,40 +34,40 @@ def generate(
     key: jax.Array | None = None,
     on_tokens: Callable[[np.ndarray], object] | None = None,
 ) -> jax.Array:
-    """Goes on from prompts, token by token; each token costs what the patterns' rows cost.
+    """Generates tokens after prompts by decoding; each token costs one row of the patterns.
 
-    The prompts are read at once by the sparse kernels, whose keys and values go to a `KVCache` for each layer. Compiled
-    once for a kind of model, a shape of prompts, a number of tokens, ``chunk``, ``top_k``, the number of stop tokens,
-    and whether there is a temperature and a ``top_p``. Inside of jit, prompts, lengths and key may be traced, without
+    The sparse kernels read the prompts, and a `KVCache` of each layer keeps their keys and values. It is compiled
+    once for each model type, shape of prompts, number of tokens, ``chunk``, ``top_k``, number of stop tokens, and
+    use of a temperature and a ``top_p``. Inside of jit, prompts, lengths and key may be traced, without
     ``on_tokens``.
 
     Args:
       model: a `SparseTransformer`, causal in all layers, or any other `Decoder`.
-      prompts: int [B, P], or a sequence of B sequences of tokens, of any lengths from 1 on. Text is encoded first.
-      num_tokens: how many to generate for each prompt, >= 1; the longest prompt and they must fit model.seq_len, where
-        the model has it.
-      lengths: int [B] in 1..P, where an array of prompts is padded; None for P, if padding_side is "right".
-      padding_side: at which end it is, "right" or "left"; what is generated is the same.
-      chunk: tokens of the prompts that are read at a time, >= 1, for less memory, where the model's ``prefill`` has an
-        argument of this name: see `SparseTransformer.prefill`. None for all.
-      temperature: 0 takes the likeliest token each time; else logits are divided by it and sampled from.
-      top_k: sample from the k likeliest tokens only; of equally likely ones, from those of lower number.
-      top_p: sample from the fewest likeliest tokens only whose probabilities, after the temperature and top_k, add up
-        to at least so much (nucleus sampling, Holtzman et al. 2020).
-      stop_token: 0..V-1, or several of these; each ends a sequence, which goes on with this very token in the result.
-        Once all sequences have ended, no more steps are computed, or one with on_tokens.
+      prompts: int [B, P], or a sequence of B token sequences of any length >= 1. Text must be encoded first.
+      num_tokens: number of tokens to generate for each prompt, >= 1; model.seq_len, if the model has one, limits the
+        longest prompt plus num_tokens.
+      lengths: int [B] in 1..P, the tokens of each prompt in a padded array; None for P, if padding_side is "right".
+      padding_side: the side of the padding, "right" or "left"; the result is the same.
+      chunk: number of prompt tokens to read at a time, >= 1, for less memory, if the model's ``prefill`` has this
+        argument, see `SparseTransformer.prefill`. None for all.
+      temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
+      top_k: sample from the k likeliest tokens; among equally likely ones, lower token ids come first.
+      top_p: sample from the smallest set of likeliest tokens whose probabilities, after the temperature and top_k, add
+        up to at least top_p (nucleus sampling, Holtzman et al. 2020).
+      stop_token: a token in 0..V-1, or several; each ends a sequence, whose remaining results repeat it. Once all
+        sequences have ended, no more steps are computed, or one with on_tokens.
       key: a `jax.random.key`, needed when temperature > 0.
-      on_tokens: called with the tokens of each step, numpy int32 [B], as soon as they are known and until all sequences
-        have ended; those that have ended before others go on as in the result. What it raises comes out of `generate`.
+      on_tokens: called with the tokens of each step, numpy int32 [B], as soon as they are known, until all sequences
+        have ended. Sequences that ended earlier repeat their stop token. Its exceptions are raised by `generate`.
 
     Returns:
       int32 [B, num_tokens], the tokens after each prompt.
 
     Raises:
-      ValueError: one of the above does not hold, a pattern is not causal, or what the model's methods return is not as
-        `Decoder` says; on_tokens inside of jit.
-      TypeError: the model is no `Decoder`, one of its methods returns no pair, prompts are text or no array, or
-        on_tokens cannot be called.
+      ValueError: an argument outside of its range, a pattern that is not causal, a method of the model that breaks the
+        rules of `Decoder`, or on_tokens inside of jit.
+      TypeError: a model that is not a `Decoder`, a method of it that does not return a pair, prompts that are text or
+        not an array, or an on_tokens that is not callable.
 
     Example:
       >>> import sparse_layers as sl
@@ -87,11 +87,11 @@ def generate(
     check_settings(num_tokens=num_tokens, padding_side=padding_side, on_tokens=on_tokens)
     _check_chunk(model, chunk)
     if isinstance(prompts, Sequence):
-        padding_side = "right"  # they are padded here
+        padding_side = "right"  # `_parse_prompts` pads them
     elif padding_side == "left" and lengths is None:
         raise ValueError("lengths must say how many tokens each prompt has where padding_side='left', got None")
-    told = not isinstance(lengths, jax.core.Tracer)  # which tokens are padding, and may be anything
-    tokens, lengths, known = _prompts(prompts, lengths)
+    has_known_lengths = not isinstance(lengths, jax.core.Tracer)
+    tokens, lengths, known = _parse_prompts(prompts, lengths)
     longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:
         raise ValueError(
@@ -99,11 +99,11 @@ def generate(
         )
     unrolled = getattr(model, "unrolled", None)
     if on_tokens is not None and unrolled is not None:
-        model = unrolled()  # once, and not in each step
-    graph, arrays = split(model)
-    vocab_size = _vocab_size(graph, chunk, arrays, _on_device(tokens), lengths)
-    # As given: cut off to 32 bits, a wrong token could become a right one.
-    if told:
+        model = unrolled()  # here, as each step would do it again
+    static_model, arrays = split(model)
+    vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths)
+    # Checked in their own dtype: a wrong token could be a valid one in 32 bits.
+    if has_known_lengths:
         _check_tokens(tokens, known, vocab_size, padding_side)
     tokens = _on_device(tokens)
     if top_k is not None:
@@ -119,15 +119,15 @@ def generate(
         sampling["top_p"] = np.float32(top_p)
     sampling = _on_device(sampling)
     if padding_side == "left":
-        tokens = _to_the_left(tokens, lengths)
-    how = _How(graph, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
+        tokens = _padded_right(tokens, lengths)
+    static_args = _StaticArgs(static_model, chunk, vocab_size, int(num_tokens), top_k if sampling else None)
     if on_tokens is None:
-        return _generate(how, arrays, tokens, lengths, _on_device(stops), sampling)
-    return _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens)
+        return _generate(static_args, arrays, tokens, lengths, _on_device(stops), sampling)
+    return _generate_streaming(static_args, arrays, tokens, lengths, stops, sampling, on_tokens)
 
 
 def _on_device(values: Any) -> Any:
-    """Arrays of numpy in a tree as JAX's, put on the device explicitly, which `jax.transfer_guard` allows."""
+    """Returns a tree with its numpy arrays on the device, by the explicit transfer that `jax.transfer_guard` allows."""
     return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray | np.generic) else x, values)
 
 
@@ -135,13 +135,15 @@ def _check_chunk(model: Decoder, chunk: Any) -> None:
     if chunk is None:
         return
     checked("chunk", chunk, Positive)
-    taken = inspect.signature(model.prefill).parameters
-    if "chunk" not in taken and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
+    parameters = inspect.signature(model.prefill).parameters
+    if "chunk" not in parameters and not any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         raise ValueError(f"chunk must be None for a model whose prefill has no argument chunk, got {chunk}")
 
 
-def _prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
-    """Prompts as an array [B, P] of the type that was given, their lengths, and these as far as they are known."""
+def _parse_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, jax.Array, np.ndarray]:
+    """Returns prompts [B, P] in their own dtype, lengths, and numpy lengths (P where lengths are unknown)."""
     texts = prompts if isinstance(prompts, list | tuple) else [prompts]
     if any(isinstance(text, str | bytes) for text in texts):
         raise TypeError(
@@ -185,60 +187,68 @@ def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_siz
 
 
 def _stops(stop_token: Any, vocab_size: int) -> np.ndarray | None:
-    """The stop tokens, int32 [n], or None for none."""
-    one = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be a number, too
+    """Returns the stop tokens, int32 [n], or None without any."""
+    one = isinstance(stop_token, str | bytes) or getattr(stop_token, "ndim", 1) == 0  # an array may be a scalar
     several = isinstance(stop_token, Collection) and not one
-    given = list(stop_token) if several else [] if stop_token is None else [stop_token]
-    stops = [checked("stop_token", token, Annotated[int, 0, vocab_size - 1]) for token in given]
+    tokens = list(stop_token) if several else [] if stop_token is None else [stop_token]
+    stops = [checked("stop_token", token, Annotated[int, 0, vocab_size - 1]) for token in tokens]
     return np.array(stops, np.int32) if stops else None
 
 
 @jax.jit
-def _to_the_left(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Prompts that are padded at their beginning, padded at their end."""
+def _padded_right(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Moves the padding of left-padded prompts to the right."""
     return jax.vmap(jnp.roll)(tokens, lengths)
 
 
-def _vocab_size(graph: Hashable, chunk: int | None, arrays: list[Any], tokens: jax.Array, lengths: jax.Array) -> int:
-    """Number of logits, by a trace that the program then shares."""
-    return _checked("prefill", _prefill.eval_shape(graph, chunk, arrays, tokens, lengths), len(tokens))[0].shape[1]
+def _vocab_size(
+    static_model: Hashable, chunk: int | None, arrays: list[Any], tokens: jax.Array, lengths: jax.Array
+) -> int:
+    """Returns the number of logits, by an abstract trace that the program then reuses."""
+    return _check_result("prefill", _prefill.eval_shape(static_model, chunk, arrays, tokens, lengths), len(tokens))[
+        0
+    ].shape[1]
 
 
-def _checked(method: str, made: Any, batch: int, vocab_size: int | None = None, caches: Any = None) -> tuple[Any, Any]:
-    """What a method of the model has returned, (logits, caches), if these are what they must be; see `Decoder`.
+def _check_result(
+    method: str, result: Any, batch: int, vocab_size: int | None = None, caches: Any = None
+) -> tuple[Any, Any]:
+    """Returns the (logits, caches) of a model's method if they follow the rules of `Decoder`.
 
-    ``vocab_size`` and ``caches`` are those of `prefill`, for `decode_step`.
+    For `decode_step`, ``vocab_size`` and ``caches`` are those of `prefill`.
     """
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise TypeError(f"model: {method} must return (logits, caches), got {type(made).__name__}: {one_line(made)}")
-    shape, dtype = jnp.shape(made[0]), jnp.result_type(made[0])
-    right = len(shape) == 2 and shape[0] == batch and vocab_size in (None, shape[1])
-    if not right or not jnp.issubdtype(dtype, jnp.floating):
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"model: {method} must return (logits, caches), got {type(result).__name__}: {one_line(result)}"
+        )
+    shape, dtype = jnp.shape(result[0]), jnp.result_type(result[0])
+    is_valid = len(shape) == 2 and shape[0] == batch and vocab_size in (None, shape[1])
+    if not is_valid or not jnp.issubdtype(dtype, jnp.floating):
         rule = f"logits [{batch}, {vocab_size or 'V'}], floats"
         raise ValueError(f"model: {method} must return {rule}, got {dtype} of shape {shape}")
     if vocab_size is not None:
-        for before, after in zip(_looks(caches), _looks(made[1]), strict=False):
+        for before, after in zip(_array_types(caches), _array_types(result[1]), strict=False):
             if before != after:
                 raise ValueError(f"model: {method} must return caches like those it takes, {before}, got {after}")
-    return made
+    return result
 
 
-def _looks(caches: Any) -> list[str]:
-    """The structure of caches, then dtype and shape of each array in it."""
+def _array_types(caches: Any) -> list[str]:
+    """Returns the structure of caches, then dtype and shape of each array, as text."""
     arrays = jax.tree_util.tree_leaves_with_path(caches)
     named = [f"caches{jax.tree_util.keystr(path)}: {jax.typeof(x).str_short()}" for path, x in arrays]
     return [str(jax.tree.structure(caches)), *named]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _prefill(graph, chunk, arrays, tokens, lengths):
-    return merge(graph, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
+def _prefill(static_model, chunk, arrays, tokens, lengths):
+    return merge(static_model, arrays).prefill(tokens, lengths, **({} if chunk is None else {"chunk": chunk}))
 
 
-class _How(NamedTuple):
-    """What programs are compiled for, beside shapes."""
+class _StaticArgs(NamedTuple):
+    """The static arguments of a program."""
 
-    graph: Hashable  # of the model, without its arrays
+    model: Hashable  # the static part of `split`
     chunk: int | None
     vocab_size: int
     num_tokens: int
@@ -246,102 +256,103 @@ class _How(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _generate(how, arrays, tokens, lengths, stops, sampling):
-    """``sampling``: the arguments of `sample` but top_k, or None for the likeliest tokens."""
-    token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
-    model = merge(how.graph, arrays)
+def _generate(static, arrays, tokens, lengths, stops, sampling):
+    """Generates tokens in one program; ``sampling`` has the arguments of `sample` except top_k, None for argmax."""
+    token, caches, keys = _prefill_and_pick(static, arrays, tokens, lengths, sampling)
+    model = merge(static.model, arrays)
     if hasattr(model, "unrolled"):
         model = model.unrolled()
 
-    def goes_on(state):
+    def is_running(state):
         count, token, *_ = state
-        if stops is None:  # so that the compiler knows how often, and a GPU does not wait for the host in each step
-            return count < how.num_tokens
-        return (count < how.num_tokens) & ~_ended(token, stops).all()
+        if stops is None:  # a fixed number of steps, so that a GPU does not wait for the host in each
+            return count < static.num_tokens
+        return (count < static.num_tokens) & ~_has_ended(token, stops).all()
 
     def step(state):
-        count, token, caches, made = state
-        token, caches = _next(how, model, count, token, caches, lengths, stops, sampling, keys)
-        return count + 1, token, caches, made.at[count].set(token)
+        count, token, caches, generated = state
+        token, caches = _decode_and_pick(static, model, count, token, caches, lengths, stops, sampling, keys)
+        return count + 1, token, caches, generated.at[count].set(token)
 
-    made = jnp.zeros((how.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
-    count, token, _, made = jax.lax.while_loop(goes_on, step, (1, token, caches, made))
-    return jnp.where(jnp.arange(how.num_tokens)[:, None] < count, made, token[None]).T
+    generated = jnp.zeros((static.num_tokens, len(tokens)), jnp.int32).at[0].set(token)
+    count, token, _, generated = jax.lax.while_loop(is_running, step, (1, token, caches, generated))
+    return jnp.where(jnp.arange(static.num_tokens)[:, None] < count, generated, token[None]).T
 
 
-def _streamed(how, arrays, tokens, lengths, stops, sampling, on_tokens):
-    """`_generate` by a loop of Python, which hands over the tokens of each step."""
-    # An ordered callback of JAX's within the compiled loop would work under jit, too. But each function would have a
-    # program compiled, for one device only; what it raises would come out as an error of JAX's, after the last step,
-    # and so would Ctrl-C.
-    token, caches, keys = _first(how, arrays, tokens, lengths, sampling)
+def _generate_streaming(static, arrays, tokens, lengths, stops, sampling, on_tokens):
+    """Generates tokens in a Python loop, which passes the tokens of each step to ``on_tokens``."""
+    # An ordered callback in the compiled loop would work under jit too. But each function would need a program of its
+    # own, for one device only, and its exceptions, and Ctrl-C, would arrive as errors of JAX after the last step.
+    token, caches, keys = _prefill_and_pick(static, arrays, tokens, lengths, sampling)
     if isinstance(token, jax.core.Tracer):
         raise ValueError(f"on_tokens must be None inside of jit, which computes nothing yet, got {one_line(on_tokens)}")
-    step, made, stops_on_device = _step(how), [], _on_device(stops)
-    for count in range(1, how.num_tokens + 1):
-        now = token
-        if count < how.num_tokens:  # the device computes the next step while the host deals with this one
+    step, generated, stops_on_device = _compiled_step(static), [], _on_device(stops)
+    for count in range(1, static.num_tokens + 1):
+        current = token
+        if count < static.num_tokens:  # the device computes the next step while the host handles this one
             number = _on_device(np.int32(count))
             token, caches = step(arrays, number, token, caches, lengths, stops_on_device, sampling, keys)
-        made.append(jax.device_get(now))
-        on_tokens(made[-1])
-        if stops is not None and np.isin(made[-1], stops).all():
+        generated.append(jax.device_get(current))
+        on_tokens(generated[-1])
+        if stops is not None and np.isin(generated[-1], stops).all():
             break
-    return jax.device_put(np.pad(made, ((0, how.num_tokens - len(made)), (0, 0)), mode="edge").T)
+    return jax.device_put(np.pad(generated, ((0, static.num_tokens - len(generated)), (0, 0)), mode="edge").T)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first(how, arrays, tokens, lengths, sampling):
-    """(the first token of each sequence; the caches; the keys of all steps)."""
-    logits, caches = _prefill(how.graph, how.chunk, arrays, tokens, lengths)
-    keys = None if sampling is None else jax.random.split(sampling["key"], how.num_tokens)
-    return _chosen(how, logits, 0, sampling, keys), caches, keys
+def _prefill_and_pick(static, arrays, tokens, lengths, sampling):
+    """Returns (the first token of each sequence; the caches; the random keys of all steps)."""
+    logits, caches = _prefill(static.model, static.chunk, arrays, tokens, lengths)
+    keys = None if sampling is None else jax.random.split(sampling["key"], static.num_tokens)
+    return _pick_token(static, logits, 0, sampling, keys), caches, keys
 
 
 @bounded_cache(extra_bytes=PROGRAM_BYTES)
-def _step(how):
-    """`_next` compiled: looked up once, since a model's graph takes as long to hash as a step to compute."""
+def _compiled_step(static):
+    """Returns the compiled `_decode_and_pick`, so that one look-up, which hashes the model, serves all steps."""
 
     @functools.partial(jax.jit, donate_argnames="caches")
     def step(arrays, count, token, caches, lengths, stops, sampling, keys):
-        return _next(how, merge(how.graph, arrays), count, token, caches, lengths, stops, sampling, keys)
+        return _decode_and_pick(
+            static, merge(static.model, arrays), count, token, caches, lengths, stops, sampling, keys
+        )
 
     return step
 
 
-def _next(how, model, count, token, caches, lengths, stops, sampling, keys):
-    """(the tokens after ``token``, which are the ``count``-th ones; the caches)."""
-    made = model.decode_step(token, caches, lengths + count - 1)
-    logits, caches = _checked("decode_step", made, len(token), how.vocab_size, caches)
-    new = _chosen(how, logits, count, sampling, keys)
-    return new if stops is None else jnp.where(_ended(token, stops), token, new), caches
+def _decode_and_pick(static, model, count, token, caches, lengths, stops, sampling, keys):
+    """Returns (the tokens after ``token``, number ``count`` of each sequence; the caches)."""
+    result = model.decode_step(token, caches, lengths + count - 1)
+    logits, caches = _check_result("decode_step", result, len(token), static.vocab_size, caches)
+    new = _pick_token(static, logits, count, sampling, keys)
+    return new if stops is None else jnp.where(_has_ended(token, stops), token, new), caches
 
 
-def _chosen(how, logits, count, sampling, keys):
+def _pick_token(static, logits, count, sampling, keys):
     if sampling is None:
         return logits.argmax(-1).astype(jnp.int32)
-    return sample(logits, **{**sampling, "key": keys[count]}, top_k=how.top_k).astype(jnp.int32)
+    return sample(logits, **{**sampling, "key": keys[count]}, top_k=static.top_k).astype(jnp.int32)
 
 
-def _ended(token, stops):
+def _has_ended(token, stops):
     return (token[:, None] == stops[None]).any(-1)
 
 
 def sample(
     logits: jax.Array, key: jax.Array, temperature: Any, top_k: int | None = None, top_p: Any = None
 ) -> jax.Array:
-    """Samples tokens from logits [..., V]: int [...]; see `generate` for the other arguments, temperature > 0.
+    """Samples tokens, int [...], from logits [..., V]; `generate` documents the other arguments, temperature > 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> sample(jnp.array([0.0, 3.0, 1.0]), jax.random.key(0), 1.0, top_k=1).item()
       1
     """
-    # The likeliest becomes 0, so that no temperature makes it infinite.
+    # The largest logit becomes 0, so that no temperature makes it infinite.
     logits = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
     if top_k is None and top_p is None:
         return jax.random.categorical(key, logits, axis=-1)
-    # In order of likelihood, equal ones by their number: exactly so many are left as were asked for.
+    # Sorted by likelihood, ties by token id, so that exactly top_k remain.
     ordered, tokens = jax.lax.top_k(logits, logits.shape[-1] if top_k is None else top_k)
     if top_p is not None:
         probabilities = jax.nn.softmax(ordered, axis=-1)

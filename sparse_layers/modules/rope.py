@@ -1,4 +1,4 @@
-"""`Rope`: rotary position embeddings, of positions in a sequence or of coordinates on a grid, and their scalings."""
+"""`Rope`: rotary position embeddings by position in a sequence or by coordinates on a grid, and their scalings."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ from ..ops.layouts import warn_of_heads
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: all pairs of a `Rope` turn ``factor`` times slower, as positions divided by it.
+    """Position interpolation: a rotary position embedding with all frequencies divided by ``factor``.
 
     Args:
       factor: a number > 0.
 
     Raises:
-      ValueError: factor is none.
+      ValueError: factor is not a number > 0.
 
     Example:
       >>> import sparse_layers as sl
@@ -36,31 +36,31 @@ class LinearScaling:
 
     factor: float
 
-    # What cosines and sines are multiplied by.
+    # The factor of cosines and sines.
     attention_factor: ClassVar[float] = 1.0
 
     def __post_init__(self):
         _check_numbers(self, factor=0.0)
 
     def frequencies(self, theta: float, pairs: int) -> np.ndarray:
-        """Radians a token of each pair, float64 [pairs]."""
+        """Returns the radians per token of each pair, float64 [pairs]."""
         return _frequencies(theta, pairs) / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """The scaling of Llama 3.1: pairs with long wavelengths turn ``factor`` times slower, those with short ones do not.
+    """Llama 3.1's scaling of a rotary position embedding: it divides low frequencies by ``factor``, not high ones.
 
-    With n turns of a pair within ``original_length`` tokens, a share ``(n - low) / (high - low)``, in [0, 1], of its
-    frequency stays, and the rest is divided by the factor.
+    A pair that rotates n times within ``original_length`` tokens keeps a share ``(n - low) / (high - low)``, clipped to
+    [0, 1], of its frequency. The rest is divided by the factor.
 
     Args:
       factor: a number > 0.
-      original_length: tokens that the model was trained with first, >= 1.
-      low, high: numbers of turns, low < high.
+      original_length: longest sequence of the original training, in tokens, >= 1.
+      low, high: numbers of rotations, low < high.
 
     Raises:
-      ValueError: numbers out of their range.
+      ValueError: numbers outside of their range.
 
     Example:
       >>> import sparse_layers as sl
@@ -69,7 +69,7 @@ class Llama3Scaling:
       [1.0, 0.6437, 0.125]
 
     References:
-      Grattafiori et al. 2024, "The Llama 3 Herd of Models", and the code that Llama 3.1 came with.
+      Grattafiori et al. 2024, "The Llama 3 Herd of Models", and the code released with Llama 3.1.
     """
 
     factor: float
@@ -86,30 +86,31 @@ class Llama3Scaling:
             raise ValueError(f"Llama3Scaling: low must be less than high={self.high}, got {self.low}")
 
     def frequencies(self, theta: float, pairs: int) -> np.ndarray:
-        """Radians a token of each pair, float64 [pairs]."""
+        """Returns the radians per token of each pair, float64 [pairs]."""
         plain = _frequencies(theta, pairs)
-        turns = self.original_length * plain / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
+        rotations = self.original_length * plain / (2 * math.pi)
+        kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
         return plain * (kept + (1 - kept) / self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: as `Llama3Scaling`, but the share that stays falls linearly with a pair's number; logits grow a little.
+    """YaRN's scaling of a rotary position embedding: it divides low frequencies by ``factor`` and raises the logits.
 
-    Pairs that turn more than ``fast`` times within ``original_length`` tokens stay, those that turn less than ``slow``
-    times become ``factor`` times slower. Between them, the share falls from pair to pair.
+    Pairs that rotate more than ``fast`` times within ``original_length`` tokens keep their frequency. Pairs that rotate
+    less than ``slow`` times have theirs divided by ``factor``. Between them the share falls linearly with the pair's
+    index.
 
     Args:
       factor: a number > 0.
-      original_length: tokens that the model was trained with first, >= 1.
-      fast, slow: numbers of turns, slow < fast.
-      attention_factor: what cosines and sines are multiplied by, so that logits grow by its square; None for the
-        paper's ``0.1 * log(factor) + 1``, and 1 for factors up to 1.
-      rounded: whether the first and the last pair between the two are rounded to whole numbers, outwards.
+      original_length: longest sequence of the original training, in tokens, >= 1.
+      fast, slow: numbers of rotations, slow < fast.
+      attention_factor: factor of cosines and sines, whose square multiplies the logits; None for the paper's
+        ``0.1 * log(factor) + 1``, and 1 for factors up to 1.
+      rounded: True rounds the indices of the first and the last pair between the two outwards.
 
     Raises:
-      ValueError: numbers out of their range, flags that are no bools.
+      ValueError: numbers outside of their range, flags that are not bools.
 
     Example:
       >>> import sparse_layers as sl
@@ -139,11 +140,12 @@ class YarnScaling:
             raise ValueError(f"YarnScaling: slow must be less than fast={self.fast}, got {self.slow}")
 
     def frequencies(self, theta: float, pairs: int) -> np.ndarray:
-        """Radians a token of each pair, float64 [pairs]."""
+        """Returns the radians per token of each pair, float64 [pairs]."""
         plain = _frequencies(theta, pairs)
-        # The pair, counted from 0 and in fractions, that turns so many times within original_length tokens.
+        # The fractional index of the pair that rotates fast, or slow, times within original_length tokens.
         first, last = (
-            pairs * math.log(self.original_length / (2 * math.pi * turns), theta) for turns in (self.fast, self.slow)
+            pairs * math.log(self.original_length / (2 * math.pi * rotations), theta)
+            for rotations in (self.fast, self.slow)
         )
         if self.rounded:
             first, last = math.floor(first), math.ceil(last)
@@ -170,42 +172,41 @@ def _check_numbers(scaling: Scaling, **above: float) -> None:
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings: pairs of features turn with the position, so that logits know distances only.
+    """Rotary position embeddings: pairs of features rotate with the position, so that logits depend on distances.
 
-    Pair i of a head of H features is (i, i + H/2). Without a shape, it turns by ``position * theta**(-2i/H)`` radians.
-    With a shape, the pairs are divided among the axes in order, the first pairs to the first axis, and each axis turns
-    its own by its coordinate as if they were a whole head (axial RoPE): pair i of an axis with s features by
-    ``coordinate * theta**(-2i/s)``. Token ``offset + p`` has the row-major coordinates of p in ``shape``, as in `Grid`.
-    Tokens before ``offset`` and beyond the grid are not turned, as if all their coordinates were 0.
+    Pair i of a head of H features is (i, i + H/2). Without a shape, it rotates by ``position * theta**(-2i/H)``
+    radians. With a shape, the axes share the pairs in order, the first axis the first pairs (axial RoPE): pair i of an
+    axis with s features rotates by ``coordinate * theta**(-2i/s)``. Token ``offset + p`` has the row-major coordinates
+    of p in ``shape``, as in `Grid`. Tokens before ``offset`` and after the grid are not rotated.
 
-    Equal shares ask for a head size that ``2 * len(shape)`` divides; ``sizes`` says others. Projects that pair
-    neighbouring features (2i, 2i + 1), as most image and video models do, have the same logits once the features of
-    their query and key heads are put in this order. Called on an array, the value turns it, for layers of your own.
+    Equal shares need a head size that ``2 * len(shape)`` divides; ``sizes`` sets other shares. Models that pair
+    neighbouring features (2i, 2i + 1), as most image and video models do, give the same logits after a permutation of
+    their query and key features. Calling the value on an array rotates it, for layers of your own.
 
     Args:
       theta: base of the wavelengths, which run from 2*pi to about 2*pi*theta tokens, or steps on an axis.
       shape: lengths of the grid's axes, the slowest first; None for positions in the sequence.
       offset: position of the grid's first token.
-      sizes: features of a head for each axis, even numbers that add up to the head size; None for equal shares.
-      rotary_dim: features of a head that turn, the first ones; None for all.
-      scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`; None for none.
+      sizes: features of each axis, even numbers that add up to the head size; None for equal shares.
+      rotary_dim: number of features to rotate, the first ones of a head; None for all.
+      scaling: `LinearScaling`, `Llama3Scaling` or `YarnScaling`, or None.
 
     Raises:
-      ValueError: theta is no number > 0, or > 1 with `YarnScaling`; lengths, an offset, sizes or rotary_dim that are no
-        integers of their range; sizes that are odd or not one for each axis; offset or sizes without a shape.
-      TypeError: shape or sizes are no sequences, scaling is none.
+      ValueError: theta is not a number > 0, or > 1 with `YarnScaling`; lengths, an offset, sizes or rotary_dim are not
+        integers in their range; sizes are odd or not one for each axis; offset or sizes are given without a shape.
+      TypeError: shape or sizes are not sequences, or scaling has another type.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
-      >>> turned = sl.Rope()(jnp.ones((2, 1, 2)))[1].ravel()  # the second token: turned by one radian
-      >>> [round(float(x), 2) for x in turned]
+      >>> second = sl.Rope()(jnp.ones((2, 1, 2)))[1].ravel()  # rotated by one radian
+      >>> [round(float(x), 2) for x in second]
       [-0.3, 1.38]
       >>> pixels = sl.Rope(theta=100.0, shape=(3, 4))(jnp.ones((12, 1, 4)))
-      >>> [round(float(x), 2) for x in pixels[4].ravel()]  # row 1, column 0: the first of two pairs turned
+      >>> [round(float(x), 2) for x in pixels[4].ravel()]  # row 1, column 0: the first of two pairs rotated
       [-0.3, 1.0, 1.38, 1.0]
       >>> video = sl.Rope(theta=256.0, shape=(33, 45, 80), sizes=(16, 56, 56))  # HunyuanVideo's shares of 128 features
       >>> llama = sl.Rope(theta=500000.0, scaling=sl.Llama3Scaling(8.0))  # Llama 3.1
-      >>> half = sl.Rope(rotary_dim=2)(jnp.ones((2, 1, 4)))[1].ravel()  # GPT-J and GPT-NeoX turn a part of a head
+      >>> half = sl.Rope(rotary_dim=2)(jnp.ones((2, 1, 4)))[1].ravel()  # GPT-J and GPT-NeoX rotate a part of a head
       >>> [round(float(x), 2) for x in half]
       [-0.3, 1.38, 1.0, 1.0]
 
@@ -234,8 +235,8 @@ class Rope:
         base = as_float(theta)
         if base is None or base <= 0:
             raise ValueError(f"Rope: theta must be a number > 0, got {theta!r}")
-        place = checked("Rope: offset", offset, Natural)
-        if shape is None and (place != 0 or sizes is not None):
+        first_token = checked("Rope: offset", offset, Natural)
+        if shape is None and (first_token != 0 or sizes is not None):
             raise ValueError(f"Rope: offset and sizes need a shape, got offset={offset!r}, sizes={sizes!r}")
         lengths = None if shape is None else grid_shape("Rope", shape)
         shares = None
@@ -247,20 +248,20 @@ class Rope:
                 raise ValueError(
                     f"Rope: sizes must be even integers >= 2, one for each of the {len(lengths)} axes, got {sizes!r}"
                 )
-        turned = None if rotary_dim is None else checked("Rope: rotary_dim", rotary_dim, Positive)
+        num_rotated = None if rotary_dim is None else checked("Rope: rotary_dim", rotary_dim, Positive)
         if not isinstance(scaling, Scaling | None):
             raise TypeError(f"Rope: scaling must be one, as sl.LinearScaling(8.0), or None, got {scaling!r}")
         if isinstance(scaling, YarnScaling) and base <= 1:
             raise ValueError(f"Rope: theta must be > 1 with YarnScaling, got {theta!r}")
-        fields = {"theta": base, "shape": lengths, "offset": place, "sizes": shares}
-        for name, value in (fields | {"rotary_dim": turned, "scaling": scaling}).items():
+        fields = {"theta": base, "shape": lengths, "offset": first_token, "sizes": shares}
+        for name, value in (fields | {"rotary_dim": num_rotated, "scaling": scaling}).items():
             object.__setattr__(self, name, value)
 
     def pairs(self, head_size: int, name: str = "head size") -> tuple[int, ...]:
-        """Pairs of features that turn with each axis, of a head with so many features.
+        """Returns the number of pairs of each axis, of a head with head_size features.
 
         Raises:
-          ValueError: they cannot be divided so; ``name`` is what the error calls the head size.
+          ValueError: the axes cannot share the head size, which the error calls ``name``.
         """
         if self.rotary_dim is not None:
             if self.rotary_dim > head_size:
@@ -273,42 +274,41 @@ class Rope:
         axes = 1 if self.shape is None else len(self.shape)
         if head_size % (2 * axes):
             raise ValueError(
-                f"rope={self} turns equally many pairs of features with each axis, so {2 * axes} must divide {name}, "
+                f"rope={self} rotates equally many pairs of features with each axis, so {2 * axes} must divide {name}, "
                 f"got {head_size}; sizes= says other shares"
             )
         return (head_size // (2 * axes),) * axes
 
     def frequencies(self, pairs: int) -> np.ndarray:
-        """Radians by which each of an axis's pairs turns with each step on it, float64 [pairs]."""
+        """Returns the radians per step on an axis of each of its pairs, float64 [pairs]."""
         return _frequencies(self.theta, pairs) if self.scaling is None else self.scaling.frequencies(self.theta, pairs)
 
     def coordinates(self, positions: jax.Array) -> list[jax.Array]:
-        """The coordinate of each token on each axis, arrays like ``positions``, integers of any shape."""
+        """Returns the coordinates on each axis of tokens at these positions, arrays like positions."""
         if self.shape is None:
             return [positions]
-        place, stride = positions - self.offset, math.prod(self.shape)
-        place = jnp.where((place >= 0) & (place < stride), place, 0)
-        found = []
+        index, stride = positions - self.offset, math.prod(self.shape)
+        index = jnp.where((index >= 0) & (index < stride), index, 0)
+        coordinates = []
         for length in self.shape:
             stride //= length
-            found.append(place // stride % length)
-        return found
+            coordinates.append(index // stride % length)
+        return coordinates
 
     @strict_kwargs
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Queries or keys, turned.
+        """Rotates queries or keys.
 
         Args:
           x: [..., T, N, H].
-          positions: int [..., T] or [T] of the tokens in their sequence; None for the index along T.
+          positions: int [..., T] or [T]; None for 0, 1, ...
 
         Returns:
           An array like x. Angles and products are float32 at least.
 
         Raises:
-          ValueError: x has fewer than 3 axes, positions have another shape than x without its last two, or H cannot be
-            divided among the axes.
-          TypeError: x is not of floats, or positions not of integers.
+          ValueError: x has fewer than 3 axes, positions have another shape than tokens, or the axes cannot share H.
+          TypeError: x are not floats, or positions not integers.
         """
         if x.ndim < 3 or (positions is not None and jnp.shape(positions) not in (x.shape[:-2], x.shape[-3:-2])):
             got = x.shape if positions is None else f"{x.shape} and {jnp.shape(positions)}"
@@ -319,7 +319,7 @@ class Rope:
         if not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(f"Rope: x must be floats and positions integers, got {x.dtype} and {positions.dtype}")
         dtype, pairs = accumulator_dtype(x.dtype), self.pairs(x.shape[-1])
-        # Ranks and dtypes are made equal here: JAX promotes neither where users forbid it.
+        # Ranks and dtypes are made equal explicitly, for users who forbid JAX's promotion.
         positions = jnp.expand_dims(positions, tuple(range(x.ndim - 2 - positions.ndim)))
 
         def axis_angles(coordinate: jax.Array, pairs: int) -> jax.Array:
@@ -330,12 +330,12 @@ class Rope:
         factor = 1.0 if self.scaling is None else self.scaling.attention_factor
         cosines, sines = factor * jnp.cos(angles), factor * jnp.sin(angles)
         first, second, rest = jnp.split(x.astype(dtype), (sum(pairs), 2 * sum(pairs)), axis=-1)
-        turned = (first * cosines - second * sines, second * cosines + first * sines, rest)
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+        rotated = (first * cosines - second * sines, second * cosines + first * sines, rest)
+        return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def resolved(rope: Any, rope_theta: float | None) -> Rope | None:
-    """The embeddings that two arguments of a layer say: ``rope_theta=x`` is short for ``rope=Rope(x)``.
+def resolve_rope(rope: Any, rope_theta: float | None) -> Rope | None:
+    """Returns the rotary position embeddings of a layer, whose ``rope_theta=x`` is short for ``rope=Rope(x)``.
 
     Raises:
       ValueError: both are given.

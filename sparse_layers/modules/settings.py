@@ -1,166 +1,28 @@
-"""What layers of all libraries are told: options that one layer hands on to the next, and the rules for all."""
+"""The rules that settings of layers must follow, in NNX, Linen and Haiku alike."""
 
-import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from ..arguments.checks import Length, Positive, as_float, checked
 from ..arguments.foreign import one_line
 from ..ops.kernels.validation import is_floating
-from ..ops.planning.params import BwdParams, FwdParams
-from ..scorers import Scorer
+from .activations import ACTIVATIONS, GATED_ACTIVATIONS
+from .options import FlaxOptions
 from .rope import Rope
 
-# --- options that are handed on --------------------------------------------------------------------------------------
-
-
-PROJECTIONS = "query", "key", "value", "out"  # of attention, by the names of their parameters
-
-
-class Kernels(TypedDict, total=False):
-    """How `block_sparse_attention` computes a pattern; see there."""
-
-    scale: float | None
-    logits_soft_cap: float | None
-    implementation: str | None
-    fwd_params: FwdParams | None
-    bwd_params: BwdParams | None
-    query_sharding: jax.sharding.PartitionSpec | None
-    selection: Scorer | str | None
-
-
-class Computation(Kernels, total=False):
-    """How a layer computes a pattern; see `SparseSelfAttention`."""
-
-    use_sinks: bool
-
-
-class FnOptions(Kernels, total=False):
-    """What `make_attention_fn` takes beside pattern, length and segment ids; see there."""
-
-    recompute: bool
-
-
-class FlaxOptions(TypedDict, total=False):
-    """Arguments of ``flax.nnx.MultiHeadAttention`` that go to it unchanged; see there.
-
-    ``precision`` is that of the four projections. ``deterministic``, ``broadcast_dropout`` and ``keep_rngs`` have no
-    effect, as the attention weights are never dropped.
-    """
-
-    precision: PrecisionLike
-    out_bias_init: Initializer | None
-    qkv_promote_dtype: PromoteDtypeFn
-    out_promote_dtype: PromoteDtypeFn
-    ln_promote_dtype: PromoteDtypeFn
-    qkv_dot_general: Callable[..., jax.Array] | None
-    out_dot_general: Callable[..., jax.Array] | None
-    qkv_dot_general_cls: Any
-    out_dot_general_cls: Any
-    kernel_metadata: Mapping[str, Any]
-    out_kernel_metadata: Mapping[str, Any]
-    bias_metadata: Mapping[str, Any]
-    out_bias_metadata: Mapping[str, Any]
-    query_ln_scale_metadata: Mapping[str, Any]
-    key_ln_scale_metadata: Mapping[str, Any]
-    deterministic: bool | None
-    broadcast_dropout: bool
-    keep_rngs: bool
-
-
-class InitialValues(TypedDict, total=False):
-    """Initializers of projections; see `SparseTransformerBlock`."""
-
-    kernel_init: Initializer
-    bias_init: Initializer
-    out_kernel_init: Initializer | None
-
-
-class LayerOptions(FlaxOptions, InitialValues, total=False):
-    """What `SparseSelfAttention` hands on to ``flax.nnx.MultiHeadAttention``."""
-
-    dtype: Dtype | None
-    param_dtype: Dtype
-
-
-class CrossOptions(Computation, LayerOptions, total=False):
-    """What `SparseCrossAttention` takes beside sizes, pattern and lengths."""
-
-    normalize_qk: bool | str
-    norm_epsilon: float
-    use_bias: bool | Collection[str]
-
-
-class AttentionOptions(Computation, FlaxOptions, total=False):
-    """What `SparseTransformerBlock` hands on to `SparseSelfAttention`."""
-
-    num_kv_heads: int | None
-    qkv_features: int | None
-    head_dim: int | None
-
-
-class BlockOptions(AttentionOptions, InitialValues, total=False):
-    """What `SparseTransformer` hands on to `SparseTransformerBlock`."""
-
-    normalize_qk: bool | str
-
-    mlp: str | Callable[[jax.Array], jax.Array]
-    mlp_features: int | None
-    make_mlp: Callable[[nnx.Rngs], Callable[[jax.Array], jax.Array]] | None
-    norm_placement: str
-    parallel: bool
-    dropout_rate: float
-    use_bias: bool | Collection[str]
-    remat: bool
-
-
-class LoadedLayerOptions(Computation, LayerOptions, total=False):
-    """What `from_nnx` and `from_linen` hand on to `SparseSelfAttention`."""
-
-    rope: Rope | None
-    rope_theta: float | None
-    normalize_qk: bool | str
-    norm_epsilon: float
-
-
-class LoadedModelOptions(Computation, FlaxOptions, total=False):
-    """What `from_huggingface` hands on to `SparseTransformer`."""
-
-    causal: bool
-    dropout_rate: float
-    remat: bool
-    scan_layers: bool
-    residual_sharding: jax.sharding.PartitionSpec | None
-
-
-# --- activations -----------------------------------------------------------------------------------------------------
-
-# Of an MLP ``out(f(in(x)))``.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-# Of an MLP ``out(f(gate(x)) * in(x))``.
-GATED: dict[str, Callable[[jax.Array], jax.Array]] = {"geglu": ACTIVATIONS["gelu_tanh"], "swiglu": jax.nn.silu}
-
-
-# --- rules -----------------------------------------------------------------------------------------------------------
+PROJECTIONS = "query", "key", "value", "out"  # of an attention layer, by their parameter names
 
 
 def check_settings(**settings: Any) -> None:
-    """Refuses settings against their rules: a name means the same in every layer. Names without a rule pass.
+    """Refuses settings that break the rule of their name. Names without a rule pass.
 
     Raises:
       ValueError: a value of another type or range.
-      TypeError: rngs that are no ``nnx.Rngs``, an initializer that cannot be called.
+      TypeError: rngs that are not ``nnx.Rngs``, an initializer that is not callable.
 
     Example:
       >>> check_settings(num_heads=4, dropout_rate=1)
@@ -173,13 +35,15 @@ def check_settings(**settings: Any) -> None:
 
 
 def check_array(name: str, value: Any, shape: str) -> None:
-    """Raises TypeError for what is no array, JAX's or numpy's."""
+    """Raises TypeError unless the value is an array of JAX or numpy."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"{name} must be an array {shape}, got {type(value).__name__}: {one_line(value)}")
 
 
 def check_features(name: str, value: Any, shape: str, features: int) -> None:
-    """Refuses what is no array of floats whose last axis has so many features; ``shape`` is how errors write its shape.
+    """Refuses a value that is not an array of floats with ``features`` features on its last axis.
+
+    ``shape`` is the shape to name in errors.
 
     Raises:
       ValueError, TypeError: see above.
@@ -192,10 +56,10 @@ def check_features(name: str, value: Any, shape: str, features: int) -> None:
 
 
 def check_order(num_heads: int, features: int, head_dim: int | None = None) -> None:
-    """Refuses more heads than features: in all likelihood the two were given in the other order.
+    """Refuses more heads than features, as the two were probably swapped.
 
     Raises:
-      ValueError: see above, unless the size of a head is said.
+      ValueError: see above, unless head_dim is given.
     """
     if features < num_heads and head_dim is None:
         raise ValueError(
@@ -204,7 +68,7 @@ def check_order(num_heads: int, features: int, head_dim: int | None = None) -> N
 
 
 def check_stream(rngs: nnx.Rngs, stream: str, use: str) -> None:
-    """Refuses rngs without a stream, for what needs it.
+    """Refuses rngs without the stream that ``use`` needs.
 
     Raises:
       ValueError: see above.
@@ -214,7 +78,7 @@ def check_stream(rngs: nnx.Rngs, stream: str, use: str) -> None:
 
 
 def query_features(num_heads: int, features: int, qkv_features: int | None, head_dim: int | None) -> int:
-    """Features of all query heads together, a multiple of num_heads.
+    """Returns the features of all query heads together, a multiple of num_heads.
 
     Raises:
       ValueError: num_heads does not divide them, or qkv_features and head_dim contradict each other.
@@ -237,15 +101,15 @@ def query_features(num_heads: int, features: int, qkv_features: int | None, head
     return size
 
 
-def biased(use_bias: bool | Collection[str], names: Collection[str] = PROJECTIONS) -> frozenset[str]:
-    """The maps among ``names`` that have biases: all, none, or those that ``use_bias`` names.
+def projections_with_bias(use_bias: bool | Collection[str], names: Collection[str] = PROJECTIONS) -> frozenset[str]:
+    """Returns the projections among ``names`` that have biases.
 
     Raises:
-      ValueError: use_bias is neither a bool nor names of these.
+      ValueError: use_bias is neither a bool nor a collection of these names.
 
     Example:
-      >>> sorted(biased(("query", "key", "value"))), sorted(biased(False))  # those of Qwen 2.5, and none
-      (['key', 'query', 'value'], [])
+      >>> sorted(projections_with_bias(("query", "key", "value")))  # Qwen 2.5
+      ['key', 'query', 'value']
     """
     if isinstance(use_bias, bool):
         return frozenset(names if use_bias else ())
@@ -258,7 +122,7 @@ def biased(use_bias: bool | Collection[str], names: Collection[str] = PROJECTION
 Rule = Callable[[str, Any], object]
 
 
-def _of(hint: Any) -> Rule:
+def _has_type(hint: Any) -> Rule:
     return lambda name, value: checked(name, value, hint)
 
 
@@ -292,7 +156,7 @@ def _qk_norm(name: str, value: Any) -> None:
 
 def _mlp(name: str, value: Any) -> None:
     if not callable(value):
-        _one_of(*ACTIVATIONS, *GATED)(name, value)
+        _one_of(*ACTIVATIONS, *GATED_ACTIVATIONS)(name, value)
 
 
 def _dtype(name: str, value: Any) -> None:
@@ -347,23 +211,25 @@ def _rngs(name: str, value: Any) -> None:
 
 _INITIALIZER = _callable("an initializer, called with (key, shape, dtype)")
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _of(Positive)),
+    **dict.fromkeys(
+        ("num_heads", "features", "in_features", "num_layers", "vocab_size", "num_tokens"), _has_type(Positive)
+    ),
     **dict.fromkeys(
         (
             *("qkv_features", "out_features", "num_kv_heads", "in_kv_features", "head_dim"),
             *("mlp_features", "position_stride"),
         ),
-        _optional(_of(Positive)),
+        _optional(_has_type(Positive)),
     ),
     **dict.fromkeys(
         (
             *("use_sinks", "parallel", "remat", "tie_embeddings", "scan_layers"),
             *("recompute", "causal", "is_causal", "broadcast_dropout", "keep_rngs"),
         ),
-        _of(bool),
+        _has_type(bool),
     ),
-    **dict.fromkeys(("seq_len", "q_len", "kv_len"), _of(Length)),
-    "deterministic": _optional(_of(bool)),
+    **dict.fromkeys(("seq_len", "q_len", "kv_len"), _has_type(Length)),
+    "deterministic": _optional(_has_type(bool)),
     "dropout_rate": _number(" in [0, 1)", lambda x: 0 <= x < 1),
     "norm_epsilon": _number(" >= 0", lambda x: x >= 0),
     "norm_placement": _one_of("pre", "post", "sandwich"),
@@ -395,10 +261,10 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys((name for name in FlaxOptions.__optional_keys__ if name.endswith("_metadata")), _mapping),
     "key": _key,
     "rngs": _rngs,
-    # Haiku's names.
-    "key_size": _of(Positive),
-    **dict.fromkeys(("value_size", "model_size"), _optional(_of(Positive))),
-    "with_bias": _of(bool),
+    # Names of Haiku.
+    "key_size": _has_type(Positive),
+    **dict.fromkeys(("value_size", "model_size"), _optional(_has_type(Positive))),
+    "with_bias": _has_type(bool),
     "w_init_scale": _optional(_number(" > 0", lambda x: x > 0)),
     "name": _optional(_name),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The attention step of layers of all libraries: rotary embeddings, then the pattern; and what calls are refused."""
+"""The attention step of all layers: rotary position embeddings, then attention over the pattern; checks of calls."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,48 +15,49 @@ from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
 from ..scorers import Scorer, masks_and_scorer
-from .attention_fn import AttentionFn, Index, Pattern
-from .rope import Rope, resolved
+from .attention_fn import AttentionFn, Pattern
+from .index import IndexProjections
+from .rope import Rope, resolve_rope
 from .settings import check_array, check_features, check_settings
 
 
 class CallInputs(NamedTuple):
-    """What one call adds to the fixed attention step; travels through the ``mask`` argument of Flax's layer."""
+    """The inputs of one call besides query, key and value; Flax's layer passes them on as its ``mask``."""
 
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair: of queries and keys
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None  # a pair is for queries and keys
     sinks: jax.Array | None
     selection: Selection | None = None
-    index: Index | None = None
+    index: IndexProjections | None = None
     positions: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionStep:
-    """The attention step of a layer: rotary embeddings, then the pattern.
+    """The attention step of a layer: rotary position embeddings, then attention over the pattern.
 
     Attributes:
       fn: attention over the pattern.
-      rope: rotary embeddings of queries and keys, or None.
+      rope: rotary position embeddings of queries and keys, or None.
     """
 
     fn: AttentionFn
     rope: Rope | None
 
     def __call__(self, query, key, value, *, mask: CallInputs, dtype=None, **_):
-        # What else Flax passes (dropout, is_causal, precision of the weights) is refused or left unset by the layer.
+        # The layer refuses or never sets the other arguments that Flax passes (dropout, is_causal, precision).
         ids, sinks, selection, index, positions = mask
         if index is not None:
             index = self.apply_rope_to_index(index, dtype, positions)
         query, key, value = self.apply_rope(query, key, value, dtype, positions)
         return self.fn.attend(query, key, value, segment_ids=ids, sinks=sinks, selection=selection, index=index)
 
-    def apply_rope_to_index(self, index: Index, dtype, positions=None) -> Index:
-        """The same of an index."""
+    def apply_rope_to_index(self, index: IndexProjections, dtype, positions=None) -> IndexProjections:
+        """Returns the index with rotated query and key."""
         query, key, _ = self.apply_rope(index.query, index.key, index.key, dtype, positions)
         return index._replace(query=query, key=key)
 
     def apply_rope(self, query, key, value, dtype, positions=None):
-        """The arrays as attention takes them: query and key turned by their positions, all in one dtype."""
+        """Returns query and key rotated by their positions, and value, all in one dtype."""
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         if self.rope is not None:
             query, key = (self.rope(x, positions) for x in (query, key))
@@ -78,13 +79,13 @@ def attention_step(
     size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
-    """The attention step of `SparseSelfAttention` or `SparseCrossAttention` of any library, its settings checked.
+    """Makes the attention step of a self-attention or cross-attention layer of any library, and checks its settings.
 
     Args:
       pattern, dropout_rate, rope, rope_theta, selection: see `SparseSelfAttention`.
-      lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} where keys are those of another sequence.
-      num_heads, num_kv_heads, head_size, dtype: of the arrays to come; dtype None stands for float32.
-      size_name: the argument that says head_size, in errors.
+      lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} for cross-attention.
+      num_heads, num_kv_heads, head_size, dtype: those of later calls; dtype None stands for float32.
+      size_name: the name of head_size in errors.
       **settings: the other fields of `AttentionFn`.
 
     Raises:
@@ -104,7 +105,7 @@ def attention_step(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    rope = resolved(rope, rope_theta)
+    rope = resolve_rope(rope, rope_theta)
     index_size = scorer.index_features(head_size) if scorer is not None else 0
     if rope is not None:
         rope.pairs(head_size, size_name)
@@ -113,7 +114,7 @@ def attention_step(
     q_len, *others = map(int, lengths.values())
     kv_len = others[0] if others else q_len
     step = AttentionStep(AttentionFn(masks, q_len, selection=scorer, **settings), rope)
-    # Traced once, without data: a bad block size, soft cap or implementation shows up now, not in the first step.
+    # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
     query, key = (
         jax.ShapeDtypeStruct((1, length, heads, head_size), dtype or jnp.float32)
         for length, heads in ((q_len, num_heads), (kv_len, num_kv_heads))
@@ -121,7 +122,7 @@ def attention_step(
     index: Any = None
     if index_size:
         like = (jax.ShapeDtypeStruct((1, q_len, heads, index_size), query.dtype) for heads in (num_kv_heads, 1))
-        index = Index(*like)  # pyright: ignore[reportArgumentType] (shapes in the place of arrays)
+        index = IndexProjections(*like)  # pyright: ignore[reportArgumentType] (shapes instead of arrays)
     jax.eval_shape(lambda q, k, i: step(q, k, k, mask=CallInputs(None, None, index=i)), query, key, index)
     return step
 
@@ -135,12 +136,12 @@ def check_inputs(
     sow_weights: bool = False,
     positions: Any = None,
 ) -> None:
-    """Refuses a call that a layer of any library cannot serve.
+    """Refuses wrong inputs of a layer of any library.
 
     Args:
-      inputs: one array by the name of the argument, or two, of queries and of keys.
-      features: of each, its last axis.
-      lengths: the most tokens of each, see `attention_step`.
+      inputs: one array by argument name, or two: of queries and of keys.
+      features: the last axis of each.
+      lengths: the longest length of each, see `attention_step`.
       segment_ids, selection, sow_weights, positions: see `SparseSelfAttention.__call__`, and
         `SparseCrossAttention.__call__`.
 
@@ -193,7 +194,7 @@ def check_inputs(
 
 
 def check_positions(positions: Any, tokens: tuple[int, ...]) -> None:
-    """Refuses positions that are not integers [..., T] or [T] of tokens [..., T].
+    """Refuses positions that are not integers [..., T] or [T] for tokens [..., T].
 
     Raises:
       ValueError, TypeError: see above.

@@ -1,4 +1,4 @@
-"""`SparseTransformer`: a language model out of sparse blocks."""
+"""`SparseTransformer`: a language model of sparse residual blocks."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
 
-from ..arguments.checks import Natural, Positive, checked, strict_kwargs
+from ..arguments.checks import Positive, checked, strict_kwargs
 from ..ops.decoding.cache import KVCache
 from ..ops.decoding.checks import checked_lengths, checked_positions
 from ..ops.planning.causality import check_causal
@@ -21,32 +21,34 @@ from ..ops.sharding import check_sharding, constrained
 from ..scorers import as_nsa, masks_and_scorer
 from .attention_fn import Patterns
 from .block import SparseTransformerBlock, make_norm
+from .cache_checks import checked_chunk
 from .embedding import Embed
-from .rope import Rope, resolved
-from .settings import BlockOptions, check_array, check_order, check_settings, check_stream
+from .options import BlockOptions
+from .rope import Rope, resolve_rope
+from .settings import check_array, check_order, check_settings, check_stream
 from .step import check_positions
 
 
-def _in_turn(name: str, given: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
-    """The patterns or ropes that the layers take in turn."""
-    layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else (given,)
-    if not 1 <= len(layers) <= num_layers:
+def _layer_cycle(name: str, value: Any, num_layers: int, scan_layers: bool) -> tuple[Any, ...]:
+    """Returns the patterns or ropes of a cycle of layers."""
+    entries = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else (value,)
+    if not 1 <= len(entries) <= num_layers:
         raise ValueError(
             f"{name}: a tuple is cycled over the layers, so it must have 1 to num_layers={num_layers} entries, "
-            f"got {len(layers)}{'; for heads that differ, nest it: patterns=((head0, head1),)' * (name == 'patterns')}"
+            f"got {len(entries)}{'; for heads that differ, nest it: patterns=((head0, head1),)' * (name == 'patterns')}"
         )
-    if scan_layers and num_layers % len(layers):
+    if scan_layers and num_layers % len(entries):
         raise ValueError(
-            f"scan_layers: the number of {name} must divide num_layers={num_layers}, got {len(layers)} {name}"
+            f"scan_layers: the number of {name} must divide num_layers={num_layers}, got {len(entries)} {name}"
         )
-    return layers
+    return entries
 
 
-def _check_patterns(of_layers: tuple[Any, ...], selection: Any, seq_len: int, causal: bool) -> None:
-    """Refuses patterns that are none, and with ``causal`` those that look ahead."""
-    for layer, pattern in enumerate(of_layers):
-        if as_nsa(pattern) is None:  # which is causal
-            name = "patterns" if len(of_layers) == 1 else f"patterns[{layer}]"
+def _check_patterns(layer_patterns: tuple[Any, ...], selection: Any, seq_len: int, causal: bool) -> None:
+    """Refuses patterns of another type and, with ``causal``, patterns that look ahead."""
+    for layer, pattern in enumerate(layer_patterns):
+        if as_nsa(pattern) is None:  # NSA is causal
+            name = "patterns" if len(layer_patterns) == 1 else f"patterns[{layer}]"
             masks, _ = masks_and_scorer(pattern, selection, [seq_len], "patterns")
             for mask in masks if causal else ():
                 check_causal(
@@ -59,25 +61,26 @@ def _check_patterns(of_layers: tuple[Any, ...], selection: Any, seq_len: int, ca
 
 
 def _layer_state(stacked: nnx.State, index: int) -> nnx.State:
-    """The state of one layer out of that of stacked layers; names of axes lose the first one, too."""
+    """Returns the state of one of several stacked layers, without the layer axis and its name."""
 
     def layer_variable(variable: nnx.Variable) -> nnx.Variable:
         variable = jax.tree.map(operator.itemgetter(index), variable)
         names = variable.get_metadata().get("out_sharding")
         if names:
             variable.set_metadata(out_sharding=tuple(names[1:]))
-        variable.remove_axis(0, None)  # the hooks of a user's variable
+        variable.remove_axis(0, None)  # calls the hooks of a user's variable
         return variable
 
     return jax.tree.map(layer_variable, stacked, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 class SparseTransformer(nnx.Module):
-    """Tokens to logits: embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
+    """A language model: token embedding, positions, a stack of `SparseTransformerBlock`, final norm, output head.
 
-    ``patterns`` covers the three ways in which Child et al. 2019 (section 4.2) factorise attention: *interleaved*, a
-    tuple that is cycled over the layers; *merged*, one mask that is a union; *per head*, an entry that is itself a
-    tuple. A bare tuple always means layers: to give one per-head tuple to all of them, write ``(preset("fixed"),)``.
+    ``patterns`` covers the three ways in which Child et al. 2019 (section 4.2) factorize attention: *interleaved*, a
+    tuple that is repeated over the layers; *merged*, one mask that is a union; *per head*, an entry that is itself a
+    tuple. A bare tuple always has one entry a layer: for one per-head tuple in all layers, write
+    ``(preset("fixed"),)``.
 
     Args:
       vocab_size: number of tokens V.
@@ -87,42 +90,43 @@ class SparseTransformer(nnx.Module):
       patterns: a pattern as in `SparseSelfAttention`, or a tuple of patterns: layer i uses entry i % len.
       seq_len: the longest input, in tokens.
       causal: True for a language model, whose patterns must not look ahead: it would learn to copy the next token.
-        False for an encoder or a prefix LM, whose patterns may.
-      positions: "row_column": two learned tables, added, for the row t // position_stride and the column
-        t % position_stride of token t; "learned": one learned table (GPT-2); "rope": rotary embeddings in every layer;
-        "none".
-      position_stride: width of that matrix in tokens, normally the pattern's stride; defaults to ceil(sqrt(seq_len)).
-      rope: the rotary embeddings, with positions="rope" only, see `Rope`; None for ``Rope()``. Of a tuple, layer i uses
-        entry i % len: Gemma 3's ``(sl.Rope(1e4),) * 5 + (sl.Rope(1e6),)``; None in it for a layer without (Llama 4).
+        False for an encoder or a prefix LM.
+      positions: "row_column", the sum of two learned tables, for the row t // position_stride and the column
+        t % position_stride of token t; "learned", one learned table (GPT-2); "rope", rotary position embeddings in
+        every layer; or "none".
+      position_stride: tokens in a row, usually the pattern's stride; defaults to ceil(sqrt(seq_len)).
+      rope: the rotary position embeddings, with positions="rope" only, see `Rope`; None for ``Rope()``. With a tuple,
+        layer i uses entry i % len: Gemma 3's ``(sl.Rope(1e4),) * 5 + (sl.Rope(1e6),)``. An entry None is a layer
+        without (Llama 4).
       rope_theta: short for ``rope=Rope(rope_theta)``.
-      embedding_scale: what the tokens' embeddings are multiplied by (Gemma: the square root of features); None for 1.
-        A tied head is not.
+      embedding_scale: factor of the token embeddings, not of a tied head (Gemma: the square root of features); None
+        for 1.
       final_soft_cap: None, or c > 0: the logits of tokens become c * tanh(logits / c) (Gemma 2).
-      embedding_init, head_init: initializers of the tables, and of a head of its own; None for the defaults.
-      tie_embeddings: use the token embedding as the output head. Otherwise the head is a matrix of its own that
-        starts at zero (as in the paper), so that the first loss is log(V).
-      norm: "layer" or "rms", of the blocks and before the head.
+      embedding_init, head_init: initializers of the tables, and of a separate head; None for the defaults.
+      tie_embeddings: True uses the token embedding as the output head. Otherwise the head is a separate matrix,
+        initially zero (as in the paper), so that the first loss is log(V).
+      norm: "layer" or "rms", in the blocks and before the head.
       norm_epsilon: added to the variance in all norms.
-      scan_layers: compile one layer (one turn of ``patterns``) and scan over the others, whose parameters are stacked
-        along a first axis: compile time and program size do not grow with the depth. The numbers of
-        patterns and of ropes must divide num_layers. Partitioned initializers name the axes of one layer, as
-        ("model", None); stacked parameters and their moments get (None, "model", None).
-      residual_sharding: how the residual stream [..., T, features] lies on the mesh in force if its axes are Auto, told
-        to the partitioner after the embedding and after each block; axes that do not divide are left out. Weights that
-        are split along features (FSDP) need it, ``PartitionSpec("data")``, say: left alone, the partitioner may split
-        and gather activations instead.
-      dtype: of the computation; None: from the parameters.
-      param_dtype: of the parameters.
+      scan_layers: True compiles one cycle of ``patterns`` and scans over the others, whose parameters are stacked along
+        a first axis: compile time and program size do not grow with the depth. The numbers of patterns and of ropes
+        must divide num_layers. Partitioned initializers name the axes of one layer, as ("model", None); stacked
+        parameters and their moments get (None, "model", None).
+      residual_sharding: sharding of the residual stream [..., T, features] on the current mesh, if its axes are Auto,
+        as a constraint after the embedding and after each block. Axes that do not divide are left out. Weights that
+        are sharded along features (FSDP) need it, for example ``PartitionSpec("data")``: the partitioner may otherwise
+        shard and gather activations.
+      dtype: dtype of the computation; None for that of the parameters.
+      param_dtype: dtype of the parameters.
       rngs: random number generators of parameters and dropout.
       **options: all other arguments of `SparseTransformerBlock` (dropout_rate, mlp, mlp_features, remat, ...) and of
         `SparseSelfAttention` (num_kv_heads, head_dim, use_sinks, ...).
 
     Raises:
       ValueError: an unknown value of positions; a position_stride outside 1..seq_len or without "row_column"; sizes
-        that are no integers >= 1; a residual_sharding that is no PartitionSpec; an empty tuple of patterns or one
+        that are not integers >= 1; a residual_sharding that is not a PartitionSpec; an empty tuple of patterns or one
         longer than num_layers, or with scan_layers one whose length does not divide num_layers; with causal, a pattern
-        that looks ahead; and the layers' own.
-      TypeError: an unknown argument, patterns that are none, and the layers' own.
+        that looks ahead; and errors of the layers.
+      TypeError: an unknown argument, patterns of another type, and errors of the layers.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -189,11 +193,11 @@ class SparseTransformer(nnx.Module):
         check_order(num_heads, features, options.get("head_dim"))
         check_stream(rngs, "params", "the parameters")
         check_sharding(residual_sharding, "residual_sharding")
-        of_layers = _in_turn("patterns", patterns, num_layers, scan_layers)
-        _check_patterns(of_layers, options.get("selection"), seq_len, causal)
-        ropes = _in_turn("rope", rope, num_layers, scan_layers)
-        for each in ropes:
-            check_settings(rope=each)
+        layer_patterns = _layer_cycle("patterns", patterns, num_layers, scan_layers)
+        _check_patterns(layer_patterns, options.get("selection"), seq_len, causal)
+        layer_ropes = _layer_cycle("rope", rope, num_layers, scan_layers)
+        for layer_rope in layer_ropes:
+            check_settings(rope=layer_rope)
         if position_stride is not None and positions != "row_column":
             raise ValueError(
                 f"position_stride={position_stride} needs positions='row_column', got positions={positions!r}"
@@ -204,7 +208,7 @@ class SparseTransformer(nnx.Module):
             if value is not None and positions != "rope":
                 raise ValueError(f"{name}={value} needs positions='rope', got positions={positions!r}")
         if positions == "rope" and (rope is None or rope_theta is not None):
-            ropes = (resolved(rope, rope_theta) or Rope(),)
+            layer_ropes = (resolve_rope(rope, rope_theta) or Rope(),)
         shared: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
         def table(size: int, variance: float) -> Embed:
@@ -216,7 +220,7 @@ class SparseTransformer(nnx.Module):
         self.row_embedding = self.column_embedding = nnx.data(None)
         if positions == "row_column":
             stride = math.ceil(math.sqrt(seq_len)) if position_stride is None else position_stride
-            # Both tables together add as much variance as the tokens do.
+            # Both tables together have the variance of the token embedding.
             self.row_embedding = table(-(-seq_len // stride), 1 / (2 * features))
             self.column_embedding = table(stride, 1 / (2 * features))
 
@@ -239,15 +243,19 @@ class SparseTransformer(nnx.Module):
         self.num_layers, self.seq_len, self.scan_layers = num_layers, seq_len, scan_layers
         self.residual_sharding = residual_sharding
         self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
-        turn = math.lcm(len(of_layers), len(ropes))
-        layers = tuple((of_layers[i % len(of_layers)], ropes[i % len(ropes)]) for i in range(turn))
+        cycle_length = math.lcm(len(layer_patterns), len(layer_ropes))
+        cycle = tuple(
+            (layer_patterns[i % len(layer_patterns)], layer_ropes[i % len(layer_ropes)]) for i in range(cycle_length)
+        )
         if scan_layers:
-            turns = num_layers // len(layers)
-            # The layers' axis goes before all names of a partitioned initializer.
+            num_cycles = num_layers // len(cycle)
+            # The layer axis goes before all axis names of a partitioned initializer.
             stacked = functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None})
-            self.blocks = nnx.List(stacked(functools.partial(block, *each))(rngs.split(turns)) for each in layers)
+            self.blocks = nnx.List(
+                stacked(functools.partial(block, *settings))(rngs.split(num_cycles)) for settings in cycle
+            )
         else:
-            self.blocks = nnx.List(block(*layers[layer % len(layers)], rngs) for layer in range(num_layers))
+            self.blocks = nnx.List(block(*cycle[layer % len(cycle)], rngs) for layer in range(num_layers))
         self.final_norm = make_norm(norm, features, epsilon=norm_epsilon, **shared)
         self.head = (
             nnx.data(None)
@@ -270,43 +278,43 @@ class SparseTransformer(nnx.Module):
 
         Args:
           tokens: int [..., T] in 0..V-1 with T <= seq_len.
-          segment_ids: int [..., T], see `SparseSelfAttention`. Positions still count from the input's first token.
-          positions: int [..., T] or [T], where they shall count otherwise: what `Rope` turns by, and the rows of
-            learned tables, 0..seq_len - 1 (beyond these is no row, and the result no number). The patterns go by the
-            places of the tokens in the input all the same.
-          deterministic: True switches dropout off, False on; None: as ``train()`` / ``eval()`` set it (on at first).
+          segment_ids: int [..., T], see `SparseSelfAttention`. They do not change positions.
+          positions: int [..., T] or [T], the positions for `Rope` and for learned tables; None for 0, 1, ... Learned
+            tables have rows 0..seq_len - 1, and other positions give NaN. The patterns always count from the first
+            token of the input.
+          deterministic: True switches dropout off, False on; None follows ``train()`` and ``eval()`` (initially on).
 
         Returns:
           Logits [..., T, V], float32.
 
         Raises:
-          ValueError: tokens are no integers, more than seq_len of them, or numpy's and beyond what JAX keeps of them
-            (int32); segment_ids or positions of another shape, or positions that are no integers.
-          TypeError: what is no array.
+          ValueError: tokens that are not integers, more than seq_len of them, or numpy's outside of JAX's integers
+            (int32); segment_ids or positions of another shape, or positions that are not integers.
+          TypeError: an argument that is not an array.
         """
         self._check_tokens(tokens, "[..., T]")
         if positions is not None:
             check_positions(positions, tokens.shape)
         x = self._constrain(self._embed(tokens, jnp.arange(tokens.shape[-1]) if positions is None else positions))
 
-        def turn(blocks: nnx.List, x: jax.Array) -> jax.Array:
+        def apply_blocks(blocks: nnx.List, x: jax.Array) -> jax.Array:
             for block in blocks:
-                made = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
-                x = self._constrain(made)
+                out = block(x, segment_ids=segment_ids, positions=positions, deterministic=deterministic)
+                x = self._constrain(out)
             return x
 
         if self.scan_layers:
-            turn = nnx.scan(turn, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        return self._logits(turn(self.blocks, x))
+            apply_blocks = nnx.scan(apply_blocks, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self._logits(apply_blocks(self.blocks, x))
 
     @property
     def layers(self) -> list[SparseTransformerBlock]:
-        """The blocks one by one, also where they are scanned over (then as copies)."""
+        """The blocks, one a layer; with scan_layers, copies of them."""
         if not self.scan_layers:
             return list(self.blocks)
         split = [nnx.split(block) for block in self.blocks]
-        turns = range(self.num_layers // len(split))
-        return [nnx.merge(graph, _layer_state(state, turn)) for turn in turns for graph, state in split]
+        cycles = range(self.num_layers // len(split))
+        return [nnx.merge(graph, _layer_state(state, cycle)) for cycle in cycles for graph, state in split]
 
     @strict_kwargs
     def prefill(
@@ -321,45 +329,40 @@ class SparseTransformer(nnx.Module):
         start: int = 0,
         total: int | None = None,
     ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """Reads prompts, or a piece of them: the logits after each, and the caches for `decode_step`. No dropout.
+        """Reads prompts, or a chunk of them, and returns the next logits and the caches for decoding. No dropout.
 
         Args:
           tokens: int [B, T] with 1 <= T <= seq_len - start.
-          lengths: int [B] in 0..start + T, tokens of each prompt so far, what follows is padding and not read; None for
-            start + T.
-          chunk: tokens that are read at a time, >= 1, or None for all. Beside the caches, and the keys and values that
-            one layer reads, memory then grows with them and not with T; programs grow with the number of chunks. The
-            result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
-          positions: int [B, T] or [T], as of a call; None for start, start + 1, ... The caches go by places in the
-            sequence.
-          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`; of later pieces, that of caches.
-          caches: those of the piece before; None for the first one. Give them away to `jax.jit` (``donate_argnames``),
-            and they are changed in place.
-          start: an int, the tokens before the piece: those of the pieces before.
-          total: an int, the tokens of all pieces; None for start + T. Only ``dense_below`` of a scorer asks for it.
+          lengths: int [B] in 0..start + T, tokens of each prompt so far, followed by padding; None for start + T.
+          chunk: number of tokens to read at a time, >= 1, or None for all. Activations then need memory for a chunk
+            instead of T tokens; caches, and the keys and values of one layer, stay. Programs grow with the number of
+            chunks. The result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
+          positions: int [B, T] or [T], as in a call; None for start, start + 1, ... The caches do not depend on them.
+          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`; for later chunks, that of caches.
+          caches: the caches of the previous chunk; None for the first chunk. Donated to `jax.jit`
+            (``donate_argnames``), they are updated in place.
+          start: an int, the number of tokens in previous chunks.
+          total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
+            reads it.
 
         Returns:
-          (logits [B, V], float32, of the token after each prompt, meaningless after one that does not end among these
-          tokens; one cache for each layer).
+          (logits [B, V], float32, of the token after each prompt, undefined after one that does not end in this chunk;
+          one cache for each layer).
 
         Raises:
-          ValueError, TypeError: as `SparseSelfAttention.prefill`; a chunk that is no integer >= 1; caches that are not
-            one for each layer.
-          NotImplementedError: pieces or positions for `NSA`.
+          ValueError, TypeError: see `SparseSelfAttention.prefill`; a chunk that is not an integer >= 1; caches that are
+            not one for each layer.
+          NotImplementedError: chunks or positions for `NSA`.
         """
         self._check_tokens(tokens, "[B, T]", 2)
-        start = checked("start", start, Natural)
+        start, total = checked_chunk(start, tokens.shape[1], total, self.seq_len)
         end = start + tokens.shape[1]
-        total = end if total is None else checked("total", total, Positive)
-        if not end <= total <= self.seq_len:
-            raise ValueError(
-                f"start={start} and T={tokens.shape[1]} tokens must end by total={total}, and that by "
-                f"seq_len={self.seq_len}"
-            )
         chunk = end if chunk is None else checked("chunk", chunk, Positive)
         lengths = checked_lengths(lengths, len(tokens), end)
         if start and caches is None:
-            raise TypeError(f"caches must be those of the piece before where start is above 0, got None, start={start}")
+            raise TypeError(
+                f"caches must be those of the previous chunk where start is above 0, got None, start={start}"
+            )
         earlier: Sequence[Any] = [None] * self.num_layers if caches is None else caches
         self._check_caches(earlier)
         if positions is not None:
@@ -367,33 +370,36 @@ class SparseTransformer(nnx.Module):
         blocks = self.layers
 
         def read(first: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
-            piece = slice(first - start, first - start + chunk)
-            at = None if positions is None else positions[..., piece]
-            x = self._embed(tokens[:, piece], jnp.arange(start, end)[piece] if at is None else at)
-            so_far, new = jnp.minimum(lengths, first + x.shape[1]), []
-            options: Any = {"positions": at, "start": first, "total": total, "max_step": max_step}
+            chunk_slice = slice(first - start, first - start + chunk)
+            chunk_positions = None if positions is None else positions[..., chunk_slice]
+            x = self._embed(
+                tokens[:, chunk_slice],
+                jnp.arange(start, end)[chunk_slice] if chunk_positions is None else chunk_positions,
+            )
+            lengths_so_far, new = jnp.minimum(lengths, first + x.shape[1]), []
+            options: Any = {"positions": chunk_positions, "start": first, "total": total, "max_step": max_step}
             for block, cache in zip(blocks, caches, strict=True):
-                x, cache = block.prefill(x, so_far, cache=cache, **options)
+                x, cache = block.prefill(x, lengths_so_far, cache=cache, **options)
                 new.append(cache)
-            row = (so_far - 1 - first)[:, None, None]
+            row = (lengths_so_far - 1 - first)[:, None, None]
             picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
             return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
 
-        held, last = read(start, earlier, 0.0)
+        filled, last = read(start, earlier, 0.0)
         for first in range(start + chunk, end, chunk):
-            # In one program, a compiler does first what all pieces can do side by side, and keeps the results. It
-            # cannot where it does not know whether any prompt is so long, nor, by the barrier, find out. A loop of one
-            # turn changes the caches in place; a conditional, with two branches that return them, may copy them.
+            # A compiler would first compute for all chunks whatever does not depend on caches, and keep the results.
+            # A loop that runs only if a prompt is that long prevents this; the barrier hides its condition. A loop of
+            # one iteration updates the caches in place, where the branches of a conditional may copy them.
             reads = (jax.lax.optimization_barrier(lengths) > first).any()
             if isinstance(reads, jax.core.Tracer):
 
-                def turn(state: Any, first: int = first) -> Any:
+                def read_chunk(state: Any, first: int = first) -> Any:
                     return False, *read(first, *state[1:])
 
-                _, held, last = jax.lax.while_loop(lambda state: state[0], turn, (reads, held, last))
+                _, filled, last = jax.lax.while_loop(lambda state: state[0], read_chunk, (reads, filled, last))
             elif reads:
-                held, last = read(first, held, last)
-        return self._logits(last), held
+                filled, last = read(first, filled, last)
+        return self._logits(last), filled
 
     @strict_kwargs
     def decode_step(
@@ -404,41 +410,45 @@ class SparseTransformer(nnx.Module):
         *,
         positions: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """Reads one more token of each sequence, or several, at the cost of the patterns' rows. No dropout.
+        """Reads one or more new tokens of each sequence, at the cost of the patterns' rows. No dropout.
 
         Args:
           tokens: int [B], or [B, S] with S at most the max_step of `prefill`.
-          caches: of `prefill` or an earlier step.
-          position: int [B], the position of each token, or of the first of S: the number of tokens before it. To take
-            tokens back, go on at an earlier one, see `KVCache.written`.
-          positions: int [B], or [B, S] or [S], as of a call; None for the places from ``position`` on.
+          caches: the caches of `prefill` or of the previous step.
+          position: int [B], the number of tokens before each token, or before the first of S. An earlier position
+            rolls tokens back, see `KVCache.written`.
+          positions: int [B], or [B, S] or [S], as in a call; None for ``position``, ``position + 1``, ...
 
         Returns:
-          (logits [B, V] or [B, S, V], float32, of the tokens after these; the new caches).
+          (logits [B, V] or [B, S, V], float32, of the next tokens; the new caches).
 
         Raises:
-          ValueError, TypeError: as `SparseSelfAttention.decode_step`.
+          ValueError, TypeError: see `SparseSelfAttention.decode_step`.
         """
         self._check_caches(caches)
-        most = min(getattr(cache, "max_step", 0) for cache in caches)
-        several = f", or [B, S] with S in 1..max_step = {most}" if most else ": NativeSparseAttention reads one a step"
-        shape = f"[B], one a sequence{several}"
-        self._check_tokens(tokens, shape, 1, *([2] if most else []))
+        max_step = min(getattr(cache, "max_step", 0) for cache in caches)
+        block_rule = (
+            f", or [B, S] with S in 1..max_step = {max_step}"
+            if max_step
+            else ": NativeSparseAttention reads one a step"
+        )
+        shape = f"[B], one a sequence{block_rule}"
+        self._check_tokens(tokens, shape, 1, *([2] if max_step else []))
         count = (*tokens.shape, 1)[1]
-        if tokens.ndim == 2 and not 1 <= count <= most:
+        if tokens.ndim == 2 and not 1 <= count <= max_step:
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if positions is not None:
             check_positions(positions, tokens.shape)
         position = checked_positions(position, len(tokens), self.seq_len, count)
-        places = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
-        x, new = self._embed(tokens, places if positions is None else positions), []
+        token_positions = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
+        x, new = self._embed(tokens, token_positions if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position, positions=positions)
             new.append(cache)
         return self._logits(x), tuple(new)
 
     def unrolled(self) -> "SparseTransformer":
-        """This model with its layers one by one, also where they are scanned over: decoding then copies none a step."""
+        """Returns this model without the scan over layers, so that decoding copies no layer in each step."""
         if not self.scan_layers:
             return self
         model = nnx.clone(self)
@@ -469,9 +479,9 @@ class SparseTransformer(nnx.Module):
         if self.embedding_scale is not None:
             x = x * jnp.asarray(self.embedding_scale, x.dtype)
         if self.position_embedding is not None or self.row_embedding is not None:
-            # A negative row would be counted from the end, and the last row of a table may have columns to spare.
-            there = (positions >= 0) & (positions < self.seq_len)
-            positions = jnp.where(there, positions, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+            # A negative row would count from the end, and the last row of the table may have unused columns.
+            in_table = (positions >= 0) & (positions < self.seq_len)
+            positions = jnp.where(in_table, positions, jnp.iinfo(jnp.int32).max).astype(jnp.int32)
             positions = jnp.expand_dims(positions, tuple(range(tokens.ndim - positions.ndim)))
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
@@ -486,7 +496,7 @@ class SparseTransformer(nnx.Module):
     def _logits(self, x: jax.Array) -> jax.Array:
         x = self.final_norm(x)
         kernel = self.token_embedding.embedding[...].T if self.head is None else self.head.kernel[...]
-        # Products in the compute dtype, sums and logits in float32: the loss needs the digits.
+        # Products in the compute dtype, sums and logits in float32, which the loss needs.
         logits = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
         cap = self.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -24,9 +24,10 @@ from .kernels.validation import (
     checked_sinks,
     swapped_hint,
 )
-from .planning.mask_info import masks_for_lengths
+from .planning.binding import masks_for_lengths
 from .planning.params import BwdParams, FwdParams, resolve_params
-from .planning.plan import Plan, make_plan
+from .planning.plan import Plan
+from .planning.planner import make_plan
 from .planning.platforms import TUNING, check_implementation, default_implementation, platform
 from .planning.selection import Selection
 
@@ -95,18 +96,19 @@ def block_sparse_attention(
     return_lse: bool = False,
     query_sharding: jax.sharding.PartitionSpec | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Attention restricted to a mask, exact, with exact gradients, at the cost of the blocks that the mask touches.
+    r"""Computes exact attention under a mask, with exact gradients, in time proportional to the blocks of the mask.
 
-    ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query with no allowed key has out 0,
-    lse -inf (its sink's logit, if there are sinks) and gradients 0. Letters as in `jax.nn.dot_product_attention`.
+    ``out[t] = sum_s softmax_s(scale * q[t] . k[s]) v[s]`` over the allowed s. A query without allowed keys has out 0,
+    lse -inf (the logit of its sink, if there are sinks) and gradients 0. Letters as in `jax.nn.dot_product_attention`.
 
-    On several devices each computes its own batch entries and heads, as query is sharded; nothing is gathered, and
-    only gradients of what devices share are summed. Devices that share a sequence exchange the keys that the mask
-    needs, or queries and results, and give gradients back. Key and value are sharded alike; if the shards of heads do
-    not divide K, each device holds all key heads. Masks and sinks go with their heads. Of meshes whose axes are
-    Explicit this needs nothing; of those whose axes are all Auto neither on GPUs and CPUs, but on TPUs, whose
-    compiler splits no kernels, ``query_sharding``. Auto axes beside others are left to JAX. Inside `jax.shard_map` N,
-    K and the turn of masks are those of the heads at hand.
+    On several devices, each computes the batch entries and heads of its shard of query. Nothing is gathered, and only
+    gradients of what devices share are summed. With context parallelism, devices exchange the keys that the mask
+    needs, or queries and results, and return their gradients. Key and value are sharded as query is. If the shards of
+    heads do not divide K, each device holds all key heads. Masks and sinks follow their heads.
+
+    Meshes with Explicit axes need no further argument. On GPUs and CPUs, meshes with Auto axes alone need none either;
+    on TPUs, whose compiler cannot split kernels, they need ``query_sharding``. In a mesh of both kinds, Auto axes are
+    left to JAX. Inside `jax.shard_map`, N and K count the local heads, and the local heads take the masks in turn.
 
     Args:
       query: [B, T, N, H], float32, bfloat16 or float16 (float64 where enabled); or [T, N, H] without a batch.
@@ -118,24 +120,25 @@ def block_sparse_attention(
         S > T, `Causal` is aligned at the top left. Where the queries are the last of S, write ``Window(None, S - T)``.
       segment_ids: int array [B, T] when T == S, or a pair ([B, T], [B, S]). Tokens see only their own segment, and a
         negative id is padding: it attends to nothing. Blocks whose segments cannot meet are skipped at run time.
-      selection: the key blocks that queries look at, chosen at run time, within the mask: a `Selection`. Lists then
-        follow its blocks, not the block sizes and row orders of a plan.
+      selection: a `Selection`: the key blocks that queries attend to within the mask, made at run time. Block lists
+        then have its blocks, not the block sizes and row orders of a plan.
       scale: factor on q . k; None means 1 / sqrt(H).
       logits_soft_cap: positive c: logits x become c * tanh(x / c).
-      sinks: [N] logits of an imaginary key per head with value 0 (attention sinks), differentiable.
+      sinks: [N] logits, differentiable, of a key of each head that has value 0 (attention sinks).
       fwd_params: block sizes and kernel settings of the forward pass; None leaves them to the library.
       bwd_params: the same for the backward pass.
-      implementation: one of `implementations()`; None takes the best that serves the call on the platform of the mesh
-        in force, else of JAX's default device. A program that is then lowered for another one, as by `jax.export`, is
-        refused: trace it under a mesh of that platform's devices, also an abstract one, or name an implementation.
-      return_lse: also return the log-sum-exp of the allowed logits, the sinks' among them.
-      query_sharding: how query lies on the mesh in force if its axes are Auto, say ``PartitionSpec("data", "context",
-        "heads")``, or of [T, N, H] ``PartitionSpec("context", "heads")``, with None where it is whole. It never
-        changes the result; what does not lie so is moved, and axes that do not divide batch or heads are left out.
-        With context parallelism, devices exchange the keys that the pattern needs: see `planning/exchanges.py`. None:
-        JAX's partitioner finds out, in a program that cannot be serialized nor be found in JAX's persistent cache, and
-        gathers sequences. Without effect where there is no mesh, or one of other axes. Under `jax.vmap`, leave it out:
-        the axis that is mapped over would be gathered.
+      implementation: one of `implementations()`. None picks the best one that supports the call on the platform of the
+        mesh in force, else of JAX's default device. A program that is then lowered for another platform, as by
+        `jax.export`, is refused: trace it under a mesh of that platform's devices, also an abstract one, or name an
+        implementation.
+      return_lse: also return the log-sum-exp of the allowed logits and the sinks.
+      query_sharding: the sharding of query on a mesh in force with Auto axes, such as ``PartitionSpec("data",
+        "context", "heads")``, or ``PartitionSpec("context", "heads")`` for [T, N, H]; None stands for an axis that is
+        not sharded. It never changes the result: arrays with another sharding are moved, and mesh axes that do not
+        divide batch or heads are left out. With context parallelism, devices exchange the keys that the pattern needs:
+        see `planning/exchanges.py`. Without the argument, JAX's partitioner finds the sharding and gathers sequences;
+        such a program cannot be serialized, nor found in JAX's persistent cache. The argument has no effect without
+        a mesh or on a mesh of other axes. Do not give it under `jax.vmap`: the mapped axis would be gathered.
 
     Returns:
       out [B, T, N, Hv] in the dtype of query; with ``return_lse`` the pair (out, lse), both differentiable, with lse
@@ -143,15 +146,15 @@ def block_sparse_attention(
 
     Raises:
       ValueError: shapes, dtypes, lengths, heads, ids, block sizes or names that do not fit, with the value and rule;
-        arrays sharded over Explicit axes otherwise than by batch, tokens and heads; a query_sharding of other axes, of
-        query or of the mesh, or none where TPU kernels need it; a spread sequence in which devices would share queries
-        that choose together; on TPUs, block lists that exceed scalar memory, with their size.
-      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is none; forward-mode
-        differentiation, which JAX refuses in words of its own inside of `jax.jit`.
-      NotImplementedError: the named implementation cannot serve the call, or has no second derivatives; says why.
+        arrays sharded over Explicit axes other than batch, tokens and heads; a query_sharding with other axes, of
+        query or of the mesh, or None where TPU kernels need it; context parallelism with queries on two devices that
+        select together; on TPUs, block lists that exceed scalar memory, with their size.
+      TypeError: ``plan_or_mask`` describes no mask; query, key or value is no array; selection is no `Selection`;
+        forward-mode differentiation, for which JAX raises an error of its own inside of `jax.jit`.
+      NotImplementedError: the named implementation does not support the call, or has no second derivatives.
 
     Warns:
-      UserWarning: once a process, where axes look like [B, N, T, H], [B, T, features] or those of a mask [B, T, S].
+      UserWarning: once a process, if axes look like [B, N, T, H], [B, T, features] or those of a mask [B, T, S].
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl

@@ -78,7 +78,7 @@ def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) 
         backend = IMPLEMENTATIONS[name]
         reason = _unsupported(name, call, operands)
         if reason is None and not is_whole and not merges(backend):
-            reason = "it computes no part of a call"
+            reason = "its results over some of the keys cannot be merged"
         if reason is None and hasattr(backend, "not_preferred"):
             reason = backend.not_preferred(call, operands)
         if reason is None:

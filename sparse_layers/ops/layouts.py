@@ -1,6 +1,6 @@
-"""Warnings about arrays that fit a call, but look as if their axes had another order; each kind is said once a process.
+"""Warnings about arrays that the op accepts, but whose axes seem to have another order; each once a process.
 
-An array is read in one order only: here it is guessed that another was meant, and such a guess must not be an error.
+An array is read in one order only. That another one was meant is a guess, so it is no error.
 """
 
 import warnings
@@ -10,19 +10,19 @@ from ..arguments.foreign import BY_ENTRY
 from ..masks.adapters import by_entry
 from ..masks.algebra import Mask
 
-# Prompts and tests may have fewer tokens than a model has heads; of one token, only more heads than any model has tell.
+# Prompts and tests may have fewer tokens than heads. With one token, only more heads than any model has are a sign.
 _FEW_HEADS, _MOST_HEADS = 16, 128
 _warned: set[str] = set()
 
 
 def warn_of_heads(name: str, query: Sequence[int], keys: Sequence[int], length: int | None = None) -> None:
-    """Warns where heads outnumber tokens: in all likelihood arrays are [B, N, T, H], or [B, T, F] without heads.
+    """Warns if heads outnumber tokens: arrays probably are [B, N, T, H], or [B, T, F] without heads.
 
     Args:
-      name: of the function that reads them.
+      name: name of the function that reads them.
       query: the shape of query, [..., T, N, H].
       keys: (length, heads) of key and value.
-      length: the tokens that a function was made for; None if it takes any number. So many heads may be its tokens.
+      length: the tokens that a function was made for, to which heads are compared; None if it takes any number.
     """
     tokens, heads, _ = query[-3:]
     few = _FEW_HEADS if tokens > 1 and (length is None or heads == length) else _MOST_HEADS
@@ -40,7 +40,7 @@ def warn_of_heads(name: str, query: Sequence[int], keys: Sequence[int], length: 
 
 
 def warn_of_mask(shape: Sequence[int], batch: int, heads: int) -> None:
-    """Warns where the leading axis of a mask [N, T, S] is as long as the batch, too."""
+    """Warns if the leading axis of a mask [N, T, S] is as long as the batch, too."""
     if len(shape) == 3 and shape[0] == batch == heads > 1:
         _warn(
             "mask",
@@ -51,7 +51,7 @@ def warn_of_mask(shape: Sequence[int], batch: int, heads: int) -> None:
 
 
 def warn_of_entries(masks: Sequence[Mask], batch: int) -> None:
-    """Warns where a pattern of arrays, which heads take in turn, has as many of them as there are batch entries."""
+    """Warns if a pattern of arrays, which heads take in turn, has as many arrays as the batch has entries."""
     if len(masks) == batch and by_entry(masks):
         _warn(
             "mask",
@@ -62,7 +62,7 @@ def warn_of_entries(masks: Sequence[Mask], batch: int) -> None:
 
 
 def warn_of_batch(name: str, shape: Sequence[int], length: int) -> None:
-    """Warns where inputs [B, T, F] have as many sequences as the layer takes tokens, and fewer tokens."""
+    """Warns if inputs [B, T, F] have as many sequences as the layer takes tokens, and fewer tokens."""
     if len(shape) == 3 and shape[1] < shape[0] == length > _FEW_HEADS:
         _warn(
             "batch",

@@ -1,7 +1,7 @@
-"""What a scorer chooses, on one device or several: each chooses for its own batch entries, heads and tokens.
+"""Selections by a scorer on one device or several: each device selects for its batch entries, heads and tokens.
 
-Nothing is moved between devices, unless query heads that choose together lie on several of them, or they share a
-sequence: then each gets all keys, as it does for attention to what was chosen.
+Devices exchange nothing, with two exceptions. If query heads that select together lie on several devices, these
+all-gather the queries. With context parallelism, they all-gather the keys, as attention to a selection does.
 """
 
 import functools
@@ -25,17 +25,17 @@ def select_blocks(
     query_sharding: jax.sharding.PartitionSpec | None = None,
     pooled: jax.Array | None = None,
 ) -> Selection | None:
-    """The blocks that the queries of a sequence choose, None for all.
+    """Selects key blocks for the queries of a sequence; None where all queries attend to all blocks.
 
     Args:
-      scorer: who chooses.
+      scorer: the rule.
       query: [B, T, N, H].
       key: [B, T, K, H].
       segment_ids, scale, query_sharding: as of `block_sparse_attention`.
       pooled: as of `Scorer.select`.
 
     Raises:
-      ValueError: as `block_sparse_attention`, for how arrays are sharded.
+      ValueError: the arrays are sharded in a way that `block_sparse_attention` refuses.
     """
     query_sharding = sharding.add_batch_axis(query_sharding, query)
     if not scorer.selects(query.shape[1]):
@@ -50,17 +50,17 @@ def select_blocks(
         select = functools.partial(scorer.select_blocks, segments=segments, scale=scale, first=first)
         if shard is None or shard.splits_kv_heads:
             return select(query, key, pooled=scored).ids
-        own = shard.local_kv_heads()
-        key, scored = jax.tree.map(lambda x: jnp.take(x, own, axis=2), (key, scored))
-        if not scorer.per_query_head:  # those of a key head choose together, and lie on several devices
+        kv_heads = shard.local_kv_heads()
+        key, scored = jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=2), (key, scored))
+        if not scorer.per_query_head:  # the query heads of a key head select together, and lie on several devices
             query = jax.lax.all_gather(query, shard.axes, axis=2, tiled=True)
-            of_keys = jnp.arange(shard.heads).reshape(shard.kv_heads, -1)
-            query = jnp.take(query, of_keys[own].ravel(), axis=2)
-        found = select(query, key, pooled=scored).ids
-        return jnp.repeat(found, heads // found.shape[2], axis=2)
+            q_heads = jnp.arange(shard.heads).reshape(shard.kv_heads, -1)
+            query = jnp.take(query, q_heads[kv_heads].ravel(), axis=2)
+        block_ids = select(query, key, pooled=scored).ids
+        return jnp.repeat(block_ids, heads // block_ids.shape[2], axis=2)
 
     segments = segment_ids if segment_ids is None or isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    if pooled is not None and query_sharding is not None:  # windows, which devices cannot share as they share tokens
+    if pooled is not None and query_sharding is not None:  # devices cannot split windows as they split tokens
         query_sharding = jax.sharding.PartitionSpec(*query_sharding[:1], None, *query_sharding[2:])
     arrays = jax.lax.stop_gradient((query, key, key if pooled is None else pooled))
     operands = Operands(*arrays, segments=segments)

@@ -1,4 +1,4 @@
-"""WHO is looked at when the model chooses: scorers of key blocks, and their names."""
+"""Scorers: rules that select key blocks for each query at run time, and their names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from ..arguments.foreign import PRESETS
 from ..masks.algebra import Mask
 from ..masks.presets import presets
 from ..masks.primitives import Causal
+from ..ops.planning.binding import masks_for_lengths
 from ..ops.planning.causality import check_causal
-from ..ops.planning.mask_info import masks_for_lengths
 from .base import Scorer as Scorer
 from .methods import MSA as MSA
 from .methods import NSA as NSA
@@ -18,11 +18,11 @@ from .methods import MoBA as MoBA
 
 
 def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
-    """A scorer that is given by itself or by name; None for None.
+    """Returns a scorer from a scorer, its name or None.
 
     Raises:
-      ValueError: no scorer has the name, or `Scorer.named`'s.
-      TypeError: what is neither.
+      ValueError: no scorer has the name, or see `Scorer.named`.
+      TypeError: another type.
     """
     if scorer is None or isinstance(scorer, Scorer):
         return scorer
@@ -30,14 +30,14 @@ def as_scorer(scorer: Any, name: str = "selection") -> Scorer | None:
         raise TypeError(
             f"{name} must be a scorer, as sl.MoBA(block=128, count=16), the name of one, or None, got {scorer!r}"
         )
-    found = Scorer.named(scorer)
-    if found is None:
+    named = Scorer.named(scorer)
+    if named is None:
         raise ValueError(f"{name}: unknown scorer {suggest(scorer.partition(':')[0], Scorer._named)}")
-    return found
+    return named
 
 
 def scorer_of(pattern: Any) -> Scorer | None:
-    """The scorer that a pattern is, by itself or by name; None for masks and whatever else.
+    """Returns the scorer of a pattern that is a scorer or its name, else None.
 
     Raises:
       ValueError: see `Scorer.named`.
@@ -47,10 +47,10 @@ def scorer_of(pattern: Any) -> Scorer | None:
 
 
 def as_nsa(pattern: Any) -> NSA | None:
-    """The sizes of native sparse attention, if a pattern is `NSA`, by itself or by name; None for all others.
+    """Returns the scorer of a pattern that is `NSA` or its name, else None.
 
     Raises:
-      ValueError: an unknown option, or a value that is refused.
+      ValueError: an unknown option, or a value out of range.
 
     Example:
       >>> as_nsa("nsa:count=8").count, as_nsa("causal")
@@ -63,34 +63,34 @@ def as_nsa(pattern: Any) -> NSA | None:
 def masks_and_scorer(
     pattern: Any, selection: Any, lengths: Sequence[int], name: str = "pattern"
 ) -> tuple[tuple[Mask, ...], Scorer | None]:
-    """The masks and the scorer of a layer, whose pattern may be a scorer: it then stands for `Causal` with it.
+    """Returns the masks and the scorer of a layer. A scorer as the pattern means `Causal` with this scorer.
 
     Args:
-      pattern: a scorer, the name of one, or whatever `masks_for_lengths` takes.
-      selection: whatever `as_scorer` takes.
-      lengths: one of the sequence, or two of queries and keys.
-      name: of the pattern, in errors.
+      pattern: a scorer, its name, or any argument of `masks_for_lengths`.
+      selection: any argument of `as_scorer`.
+      lengths: the length of the sequence, or the lengths of queries and keys.
+      name: the pattern's name in errors.
 
     Raises:
-      ValueError, TypeError: see `masks_for_lengths` and `as_scorer`; or two scorers, one for a pattern that is not
-        causal, one where queries and keys are of different sequences, or `NSA`, which needs more than a mask and a
-        scorer.
+      ValueError, TypeError: see `masks_for_lengths` and `as_scorer`; or two scorers, a scorer with a pattern that is
+      not causal
+        or with queries and keys of different sequences, or `NSA`, which needs more than a mask and a scorer.
     """
-    scorer, own = as_scorer(selection), scorer_of(pattern)
-    if isinstance(pattern, str) and own is None:
-        known, asked = (*presets(), *Scorer._named), pattern.partition(":")[0]
-        if asked not in known and asked.lower() not in PRESETS:  # of which `preset` says what to write
-            raise ValueError(f"{name}: unknown name {suggest(asked, known)}")
-    if isinstance(pattern, list | tuple) and any(scorer_of(each) is not None for each in pattern):
+    scorer, pattern_scorer = as_scorer(selection), scorer_of(pattern)
+    if isinstance(pattern, str) and pattern_scorer is None:
+        known, pattern_name = (*presets(), *Scorer._named), pattern.partition(":")[0]
+        if pattern_name not in known and pattern_name.lower() not in PRESETS:  # for which `preset` has a hint
+            raise ValueError(f"{name}: unknown name {suggest(pattern_name, known)}")
+    if isinstance(pattern, list | tuple) and any(scorer_of(entry) is not None for entry in pattern):
         raise ValueError(f"{name} by head must be masks, and a scorer chooses for all heads, got {pattern!r}")
-    if own is not None:
+    if pattern_scorer is not None:
         if scorer is not None:
             raise ValueError(f"{name}={pattern!r} chooses blocks by itself: selection must be None, got {selection!r}")
-        pattern, scorer = Causal(), own
+        pattern, scorer = Causal(), pattern_scorer
     if isinstance(scorer, NSA):
         raise ValueError(
-            f"{'selection' if own is None else name}: {scorer} chooses by keys that only a layer of its own has: give "
-            "it to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
+            f"{'selection' if pattern_scorer is None else name}: {scorer} chooses by keys that only a layer of its own "
+            "has: give it to NativeSparseAttention, or as the pattern to SparseTransformerBlock or SparseTransformer"
         )
     masks = masks_for_lengths(pattern, *lengths, name=name)
     if scorer is None:

@@ -1,4 +1,4 @@
-"""`Scorer`: which key blocks each query looks at, by what is in them; what all methods share."""
+"""`Scorer`, the base of all methods: a rule that scores key blocks for each query and selects the highest."""
 
 import abc
 import dataclasses
@@ -24,38 +24,41 @@ from ..ops.kernels.validation import (
 from ..ops.planning.platforms import has_local_arrays, implementation_order, platform
 from ..ops.planning.selection import Selection, checked_position, checked_sizes, top_k_blocks
 
-# Bytes of the scores that are there at a time: queries take turns, so that no more are.
+# Bytes of scores that exist at a time: queries are scored in chunks of this size.
 _SCORE_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer(abc.ABC):
-    """A rule by which queries choose key blocks: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
+    """A rule that selects key blocks for each query: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
 
-    A value: equal settings are equal scorers. A method is a subclass that says what of the keys is kept (`pooled`), and
-    how queries score it (`scores`); everything else is here. One that is derived as ``class MoBA(Scorer, name="moba")``
-    has a name, by which layers take it.
+    A scorer is a value: equal settings are equal scorers. A method is a subclass that pools the keys of a window to one
+    (`pooled`) and scores these (`scores`). A subclass with a name, ``class MoBA(Scorer, name="moba")``, is also a
+    pattern's name.
 
-    A query chooses ``count`` blocks among its own and those before: its own and the ``local - 1`` before it, the
-    ``first`` ones of the sequence, and then those of the highest score, of equal ones those that come first. Of a block
-    of the future nothing is ever seen. Of packed documents, the first block is where the query's document begins, and
-    no block before it is chosen. So each should lie in one piece: where others lie between parts of a document, their
-    keys are scored as if they were its own, and blocks of theirs may be chosen, of which nothing is seen then. Lengths
-    are those of the arrays, padding included.
+    A query selects ``count`` blocks among its own and earlier ones:
 
-    No gradient flows through a choice: keys learn by being attended to.
+    1. its own block and the ``local - 1`` before it,
+    2. the ``first`` blocks of the sequence,
+    3. the blocks of the highest score, of equal scores the earlier ones.
+
+    In packed documents, the first block is the one in which the query's document begins, and no block before it is
+    selected. Tokens of a document should be contiguous. If other documents lie between them, their keys are scored,
+    too, and selections may be wasted on their blocks, which attention then masks. Lengths include padding.
+
+    No gradient flows through a selection: keys learn by being attended to.
 
     Args:
       block: keys in a block, a multiple of 16 from 16 to 512.
-      count: blocks that a query looks at, forced ones among them.
-      first: blocks at the beginning that everyone looks at.
-      local: blocks up to a query's own that it looks at, >= 1.
-      dense_below: up to so many tokens, everyone looks at all blocks.
+      count: blocks that a query selects, forced ones included.
+      first: blocks at the beginning of the sequence that all queries select.
+      local: blocks that a query selects up to its own, >= 1.
+      dense_below: all queries attend to all blocks in sequences of up to this many tokens.
 
     Attributes:
-      per_query_head: whether each query head chooses for itself, or those of a key head together.
-      formula: what `scores` computes, if it is a `Formula` that kernels know; None for any other, as in a class that
-        has ``scores`` of its own and does not say.
+      per_query_head: True if each query head selects blocks, False if the query heads of a key head select together.
+      formula: the `Formula` of `scores` that kernels compute; None if they do not know it. A subclass that defines
+        ``scores`` has None unless it says otherwise.
 
     Raises:
       ValueError: sizes out of range, or more forced blocks than ``count``.
@@ -63,7 +66,7 @@ class Scorer(abc.ABC):
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, sparse_layers as sl
       >>> @dataclasses.dataclass(frozen=True)
-      ... class Longest(sl.Scorer):  # everyone looks at the blocks whose mean key is the longest
+      ... class Longest(sl.Scorer):  # all queries select the blocks with the longest mean key
       ...     def scores(self, query, pooled, seen, scale):
       ...         length = jnp.linalg.norm(pooled, axis=-1).swapaxes(1, 2)[:, None]
       ...         return jnp.broadcast_to(length, (len(query), query.shape[1], *length.shape[2:]))
@@ -91,14 +94,14 @@ class Scorer(abc.ABC):
             return
         if not isinstance(name, str) or not name.isidentifier() or name in presets():
             raise ValueError(f"name must be a word, and that of no preset, got {name!r}")
-        other = Scorer._named.setdefault(name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"name must be one that no other scorer has, got {name!r}, that of {other.__qualname__}")
+        owner = Scorer._named.setdefault(name, cls)
+        if (owner.__module__, owner.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"name must be one that no other scorer has, got {name!r}, that of {owner.__qualname__}")
         Scorer._named[name] = cls
 
     @staticmethod
     def named(text: str) -> "Scorer | None":
-        """The scorer of a name and its options, ``"moba:block=128,count=16"``; None if no scorer has the name.
+        """Returns the scorer of a name and its options, ``"moba:block=128,count=16"``; None for an unknown name.
 
         Raises:
           ValueError: an unknown option, or a value that the scorer refuses.
@@ -111,12 +114,12 @@ class Scorer(abc.ABC):
         name, _, options = text.partition(":")
         if name not in Scorer._named:
             return None
-        made, given = Scorer._named[name], parsed_options(f"scorer {name!r}", options)
-        fields = [field.name for field in dataclasses.fields(made)]
-        for option in given:
+        cls, values = Scorer._named[name], parsed_options(f"scorer {name!r}", options)
+        fields = [field.name for field in dataclasses.fields(cls)]
+        for option in values:
             if option not in fields:
                 raise ValueError(f"scorer {name!r}: unknown option {suggest(option, fields)}")
-        return made(**given)
+        return cls(**values)
 
     def __post_init__(self):
         checked_sizes(self.block, 1)
@@ -129,60 +132,60 @@ class Scorer(abc.ABC):
                 f"got count={self.count}, first={self.first} and local={self.local}"
             )
 
-    # --- what a method says ---------------------------------------------------------------------------------------
+    # --- methods define these -------------------------------------------------------------------------------------
 
     @property
     def window(self) -> tuple[int, int]:
-        """Keys that are pooled into one, and how far apart such windows begin; whole blocks unless a method says so."""
+        """Keys in a window that is pooled to one, and its stride in keys; by default windows are blocks."""
         return self.block, self.block
 
     def pooled(self, keys: jax.Array) -> jax.Array:
-        """What is scored of a window: keys [..., window, H] -> [..., H]; their mean unless a method says otherwise."""
+        """Pools the keys of a window, [..., window, H] -> [..., H]: by default to their mean."""
         return keys.mean(-2, dtype=accumulator_dtype(keys.dtype)).astype(keys.dtype)
 
     def index_features(self, head_size: int) -> int:
-        """Features of an index query of a layer with heads of a size; 0 without an index."""
+        """Returns the features of an index query in a layer with this head size; 0 without an index."""
         return 0
 
     @abc.abstractmethod
     def scores(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-        """How much each query wants each block.
+        """Scores blocks for queries: the blocks with the highest scores are selected.
 
         Args:
           query: [B, R, N, H].
-          pooled: [B, W, K, H], of all windows that are full.
-          seen: bool [B or 1, R, W]: whether all of a window lies in the query's past, and none before its document.
+          pooled: [B, W, K, H], one row for each full window.
+          seen: bool [B or 1, R, W]: True if a window lies in the query's past and does not begin before its document.
           scale: factor of the logits of the attention.
 
         Returns:
-          Floats [B, R, G, blocks], at least as many blocks as windows begin in, with G = N if `per_query_head`, else
-          K; what it says of blocks that may not be chosen, or have to be, does not matter.
+          Floats [B, R, G, blocks], for all blocks in which windows begin or more. G is N if `per_query_head`, else K.
+          Scores of forced blocks and of blocks that may not be selected are ignored.
         """
 
     @property
     def indexed(self) -> bool:
-        """Whether it scores projections of its own in place of queries and keys, see `MSA`."""
+        """True if it scores an index, two projections beside queries and keys, see `MSA`."""
         return self.index_features(1) > 0
 
-    # --- what all methods share -----------------------------------------------------------------------------------
+    # --- shared by all methods ------------------------------------------------------------------------------------
 
     def selects(self, length: int) -> bool:
-        """Whether there is anything to choose among so many tokens: not all blocks are looked at."""
+        """Returns True if queries of a sequence of this length select blocks, False if they attend to all."""
         return length > max(self.count * self.block, self.dense_below)
 
     def pairs(self, length: int) -> int:
-        """(query, key) pairs that a head attends to in so many tokens, under a causal mask."""
+        """Returns the (query, key) pairs that a head attends to in a sequence of this length under a causal mask."""
         position = np.arange(length)
         if not self.selects(length):
             return int((position + 1).sum())
-        own = position % self.block + 1
-        return int(np.minimum(position + 1, (self.count - 1) * self.block + own).sum())
+        in_own_block = position % self.block + 1
+        return int(np.minimum(position + 1, (self.count - 1) * self.block + in_own_block).sum())
 
     def work(self, length: int, groups: int = 1, head_size: int = 128) -> float:
-        """To how many pairs, as of `pairs`, a head's attention takes as much work as its scores take.
+        """Returns the cost of a head's scores, in pairs of attention that cost the same.
 
-        That is one product of a query with each window in its past, unless a method says otherwise, where a pair of
-        attention takes two, of a head's size. What pools keys and finds the highest scores is not in it.
+        Scores take one product of a query with each window in its past; a pair of attention takes two. Pooling and the
+        search for the highest scores are not counted.
 
         Args:
           length: tokens of the sequence.
@@ -194,18 +197,20 @@ class Scorer(abc.ABC):
         return scored * (self.index_features(head_size) / (head_size * groups) if self.indexed else 1) / 2
 
     def windows(self, length: int) -> int:
-        """The number of full windows in so many tokens."""
+        """Returns the number of full windows in a sequence of this length."""
         size, stride = self.window
         return max(0, (length - size) // stride + 1)
 
     def pool(self, key: jax.Array) -> jax.Array:
-        """What is scored of the keys [B, S, K, H]: [B, windows, K, H]."""
+        """Pools the keys of all full windows: [B, S, K, H] -> [B, windows, K, H]."""
         size, stride = self.window
         if (size, stride) == (1, 1):
             return key
-        at = np.arange(self.windows(key.shape[1]))[:, None] * stride + np.arange(size)
-        # Blocks side by side are not copied.
-        rows = key[:, : at.size].reshape(len(key), *at.shape, *key.shape[2:]) if size == stride else key[:, at]
+        tokens = np.arange(self.windows(key.shape[1]))[:, None] * stride + np.arange(size)
+        if size == stride:  # windows side by side need no copy
+            rows = key[:, : tokens.size].reshape(len(key), *tokens.shape, *key.shape[2:])
+        else:
+            rows = key[:, tokens]
         return self.pooled(jnp.moveaxis(rows, 2, -2))
 
     @strict_kwargs
@@ -219,29 +224,29 @@ class Scorer(abc.ABC):
         pooled: jax.Array | None = None,
         first: jax.Array | int | None = None,
     ) -> Selection:
-        """The blocks that each query of a sequence chooses.
+        """Selects key blocks for each query of a sequence.
 
         Args:
-          query: [B, T, N, H], or [T, N, H] without a batch: then nothing below has a batch axis.
+          query: [B, T, N, H], or [T, N, H] without a batch: then no argument has a batch axis.
           key: [B, T, K, H], in the dtype of query.
-          segment_ids: int [B, T], or a pair of those for queries and keys, as of `block_sparse_attention`.
+          segment_ids: int [B, T], or a pair for queries and keys, as of `block_sparse_attention`.
           scale: as there.
-          pooled: [B, windows, K, H], what is scored of the windows, where a layer has learnt it; None for `pool`.
-          first: the position of the first query, where the queries are some of the sequence in a row, T' of them.
-            Segment ids are those of the whole sequence still.
+          pooled: [B, windows, K, H], windows that a layer has pooled; None for `pool`.
+          first: position of the first query, if query holds T' consecutive queries of the sequence. Segment ids are
+            those of the whole sequence.
 
         Returns:
           A `Selection` of ids [B, T, N or K, count], or [B, T', ...].
 
         Raises:
-          ValueError: shapes, dtypes, heads, lengths or ids that do not fit, or a scale that is no finite number.
+          ValueError: shapes, dtypes, heads, lengths or ids do not fit, or scale is no finite number.
           TypeError: query or key is no array, or an argument is unknown.
 
         Example:
           >>> import jax, sparse_layers as sl
           >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 2, 16))
-          >>> chosen = sl.MoBA(block=16, count=2).select(q, k)
-          >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen).shape
+          >>> selection = sl.MoBA(block=16, count=2).select(q, k)
+          >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=selection).shape
           (1, 64, 2, 16)
         """
         query, key = checked_array("query", query), checked_array("key", key)
@@ -281,99 +286,103 @@ class Scorer(abc.ABC):
         pooled: jax.Array | None = None,
         first: jax.Array | int | None = None,
     ) -> Selection:
-        """`select` without its checks: of a batch, ids as a pair, and keys of which only the length counts if pooled.
+        """Computes `select` without its checks, for a batch.
 
         Args:
-          query, key, scale, pooled, first: see `select`.
+          query, scale, pooled, first: see `select`.
+          key: see `select`; only its length counts if there is ``pooled``.
           segments: int [B, T] of queries and of keys, or None.
 
         Returns:
           A `Selection`, see `select`.
         """
         query, key = jax.lax.stop_gradient((query, key))
-        (batch, asking, heads, _), (length, kv_heads) = query.shape, key.shape[1:3]
-        start, at = jnp.zeros((1, length), jnp.int32), jnp.arange(asking)
+        (batch, num_queries, heads, _), (length, kv_heads) = query.shape, key.shape[1:3]
+        start, position = jnp.zeros((1, length), jnp.int32), jnp.arange(num_queries)
         if segments is not None:
-            of_queries, of_keys = segments
-            # Padding may hold anything, NaN too, and one makes a mean of it.
-            padding = of_keys < 0
-            start = jnp.where(padding, jax.vmap(_first_tokens)(of_queries), jax.vmap(_first_tokens)(of_keys))
+            q_segments, kv_segments = segments
+            # Padding may hold any number, NaN too, and one NaN makes a mean NaN.
+            padding = kv_segments < 0
+            start = jnp.where(padding, jax.vmap(_first_tokens)(q_segments), jax.vmap(_first_tokens)(kv_segments))
             key = jnp.where(padding[..., None, None], 0, key)
             size, stride = self.window
             if pooled is None and 1 < size == stride:
-                key = _of_one_document(key, of_keys, size)
+                key = _last_document(key, kv_segments, size)
         pooled = self.pool(key) if pooled is None else jax.lax.stop_gradient(pooled)
         blocks, groups = -(-length // self.block), heads if self.per_query_head else kv_heads
         fused, half = _has_kernels(batch, blocks), query.dtype == pooled.dtype and query.dtype.itemsize == 2
-        if first is not None:  # those behind the last token ask as that does
-            at = jnp.minimum(at + first, length - 1)
-            start = jnp.take(start, at, axis=1)
+        if first is not None:  # queries behind the last token get its position
+            position = jnp.minimum(position + first, length - 1)
+            start = jnp.take(start, position, axis=1)
         elif fused and half and self.formula is score.Formula.PRODUCT:
             return Selection(choose.by_products(self._rule, query, pooled, start), block=self.block)
-        kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
-        each = 4 * max(1, batch) * (groups * blocks if kernel else heads * max(pooled.shape[1], blocks))
-        rows = min(asking, max(16, 1 << max(0, (_SCORE_BYTES // each).bit_length() - 1)))
+        score_kernel = fused and score.unsupported(self._scored, query, pooled, scale) is None
+        row_bytes = 4 * max(1, batch) * (groups * blocks if score_kernel else heads * max(pooled.shape[1], blocks))
+        rows = min(num_queries, max(16, 1 << max(0, (_SCORE_BYTES // row_bytes).bit_length() - 1)))
 
-        def turn(number: jax.Array, ids: jax.Array) -> jax.Array:
-            begin = jnp.minimum(number * rows, asking - rows)  # the last ones are done with some before them
-            args = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, at[None], start))
-            some, places, starts = args
-            found = self.select_rows(some, pooled, places, starts, length, scale, fused)
-            return jax.lax.dynamic_update_slice_in_dim(ids, found, begin, axis=1)
+        def select_chunk(number: jax.Array, ids: jax.Array) -> jax.Array:
+            begin = jnp.minimum(number * rows, num_queries - rows)  # the last chunk overlaps the one before
+            chunk = (jax.lax.dynamic_slice_in_dim(x, begin, rows, axis=1) for x in (query, position[None], start))
+            q_rows, positions, starts = chunk
+            chunk_ids = self.select_rows(q_rows, pooled, positions, starts, length, scale, fused)
+            return jax.lax.dynamic_update_slice_in_dim(ids, chunk_ids, begin, axis=1)
 
-        empty = jnp.zeros((batch, asking, groups, self.count), jnp.int32)
-        # The first turn by itself: what it gives differs by device inside `jax.shard_map`, as a loop has to know.
-        ids = jax.lax.fori_loop(1, -(-asking // rows), turn, turn(jnp.int32(0), empty))
+        ids = jnp.zeros((batch, num_queries, groups, self.count), jnp.int32)
+        # The first chunk runs before the loop: inside `jax.shard_map` its result varies by device, and so must the
+        # carry of the loop.
+        ids = jax.lax.fori_loop(1, -(-num_queries // rows), select_chunk, select_chunk(jnp.int32(0), ids))
         return Selection(ids, block=self.block)
 
     def select_rows(
         self,
         query: jax.Array,
         pooled: jax.Array,
-        at: jax.Array,
+        position: jax.Array,
         start: jax.Array,
         length: int,
         scale: float | None,
         fused: bool = False,
     ) -> jax.Array:
-        """The blocks that some queries choose.
+        """Selects key blocks for R queries.
 
         Args:
           query: [B, R, N, H].
           pooled: [B, W, K, H], as of `pool`.
-          at: int [B or 1, R], the queries' positions.
+          position: int [B or 1, R], the queries' positions.
           start: int [B or 1, R], the first tokens of their documents.
           length: tokens of the sequence.
           scale: as of `block_sparse_attention`.
-          fused: whether a kernel chooses, and one computes the scores if there is such a one.
+          fused: True if a kernel selects, and one computes the scores if it knows the formula.
 
         Returns:
           ids [B, R, G, count].
         """
-        blocks, (size, stride), places = -(-length // self.block), self.window, (at, start)
-        begin, at, start = (jnp.arange(pooled.shape[1]) * stride)[None, None], at[..., None], start[..., None]
+        blocks, (size, stride), places = -(-length // self.block), self.window, (position, start)
+        begin = (jnp.arange(pooled.shape[1]) * stride)[None, None]
+        position, start = position[..., None], start[..., None]
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         if fused and score.unsupported(self._scored, query, pooled, scale) is None:
             scores = score.by_windows(self._scored, blocks, query, pooled, *places, factor)
         else:
-            scores = self.scores(query, pooled, (begin + size - 1 <= at) & (begin >= start), factor)[..., :blocks]
+            seen = (begin + size - 1 <= position) & (begin >= start)
+            scores = self.scores(query, pooled, seen, factor)[..., :blocks]
         heads = (query if self.per_query_head else pooled).shape[2]
         if scores.shape[:3] != (*query.shape[:2], heads) or not jnp.issubdtype(scores.dtype, jnp.floating):
             raise ValueError(
                 f"{type(self).__name__}: scores must be floats {(*query.shape[:2], heads, 'blocks')}, for "
                 f"per_query_head is {self.per_query_head}, got {scores.dtype} of shape {scores.shape}"
             )
-        missing = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
-        scores = jnp.pad(scores, missing, constant_values=-jnp.inf)
+        padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks - scores.shape[-1])]
+        scores = jnp.pad(scores, padding, constant_values=-jnp.inf)
         if fused and scores.dtype == jnp.float32:
             return choose.by_scores(self._rule, scores, *places)
-        own, lowest, block = at // self.block, start // self.block, np.arange(blocks)[None, None]
-        may = (lowest <= block) & (block <= own)
-        must = may & ((block < lowest + self.first) | (block > own - self.local))
-        # A score of infinity, or that is no number, must not stand above the blocks that are always chosen.
-        most = np.nextafter(jnp.finfo(scores.dtype).max, 0, dtype=scores.dtype)
-        scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, most))
-        scores = jnp.where(must[:, :, None], jnp.inf, jnp.where(may[:, :, None], scores, -jnp.inf))
+        own_block, first_block, block = position // self.block, start // self.block, np.arange(blocks)[None, None]
+        allowed = (first_block <= block) & (block <= own_block)
+        forced = allowed & ((block < first_block + self.first) | (block > own_block - self.local))
+        # Scores of infinity and NaN must not come before forced blocks.
+        largest = np.nextafter(jnp.finfo(scores.dtype).max, 0, dtype=scores.dtype)
+        scores = jnp.where(jnp.isnan(scores), -jnp.inf, jnp.minimum(scores, largest))
+        scores = jnp.where(forced[:, :, None], jnp.inf, jnp.where(allowed[:, :, None], scores, -jnp.inf))
         return top_k_blocks(scores, self.count, block=self.block, causal=False).ids
 
     @property
@@ -386,7 +395,7 @@ class Scorer(abc.ABC):
 
 
 def _has_kernels(batch: int, blocks: int) -> bool:
-    """Whether there are kernels that choose among so many blocks, and arrays are a device's own, as these need."""
+    """Returns True if kernels can select among this many blocks, and arrays lie on one device, as these need."""
     return (
         has_local_arrays()
         and "triton" in implementation_order(platform())
@@ -395,18 +404,18 @@ def _has_kernels(batch: int, blocks: int) -> bool:
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:
-    """q . k of query heads with their key heads in float32: [B, R, N, H] and [B, W, K, H] -> [B, R, K, N / K, W]."""
+    """Returns q . k of query heads with their key heads in float32: [B, R, N, H], [B, W, K, H] -> [B, R, K, N/K, W]."""
     batch, rows, heads, size = query.shape
     grouped = query.reshape(batch, rows, key.shape[2], heads // key.shape[2], size)
-    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None  # or choices differ by platform
+    precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None  # else selections differ by platform
     return jnp.einsum("brkgh,bwkh->brkgw", grouped, key, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _of_one_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
-    """Keys of full windows side by side, where those of the last document in a window stand alone.
+def _last_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
+    """Returns keys in which each window holds keys of its last document alone.
 
-    Later queries of that document may choose the window, and nobody else's may. In the place of all other keys is the
-    mean of its own, which changes neither their mean nor their maximum.
+    Only later queries of that document may select the window. The mean of the document's keys replaces all other keys
+    of the window, which changes neither their mean nor their maximum.
 
     Args:
       key: [B, T, K, H], 0 in padding.
@@ -414,20 +423,20 @@ def _of_one_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
       size: keys of a window.
 
     Returns:
-      [B, T rounded down to full windows, K, H]; nobody scores what is left.
+      [B, T rounded down to full windows, K, H]: keys behind the last full window are not scored.
     """
     batch, windows = len(ids), ids.shape[1] // size
     full, shape = windows * size, (batch, windows, size)
     ids, keys = ids[:, :full].reshape(shape), key[:, :full].reshape(*shape, *key.shape[2:])
     last = jnp.where(ids >= 0, np.arange(size)[None, None], 0).max(-1, keepdims=True)
-    own = (ids == jnp.take_along_axis(ids, last, -1))[..., None, None]
-    number = own.sum(2, keepdims=True, dtype=jnp.float32)
-    mean = jnp.where(own, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / number
-    return jnp.where(own, keys, mean.astype(keys.dtype)).reshape(batch, full, *key.shape[2:])
+    in_last = (ids == jnp.take_along_axis(ids, last, -1))[..., None, None]
+    number = in_last.sum(2, keepdims=True, dtype=jnp.float32)
+    mean = jnp.where(in_last, keys.astype(jnp.float32), 0).sum(2, keepdims=True) / number
+    return jnp.where(in_last, keys, mean.astype(keys.dtype)).reshape(batch, full, *key.shape[2:])
 
 
 def _first_tokens(ids: jax.Array) -> jax.Array:
-    """The first token of each one's document: int [T] -> int32 [T]."""
+    """Returns the first token of each token's document: int [T] -> int32 [T]."""
     order = jnp.argsort(ids, stable=True)
     new = jnp.concatenate([jnp.ones(1, bool), jnp.diff(ids[order]) != 0])
     begins = jax.lax.cummax(jnp.where(new, jnp.arange(len(ids)), 0))

@@ -1,4 +1,4 @@
-"""The methods by their names: each is its formula and a few lines of code. A new one is a class here."""
+"""Scorers of published methods: each is a formula and a few lines of code. A new method is a class here."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,11 +14,11 @@ from .base import Scorer, products
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class MoBA(Scorer, name="moba"):
-    """Mixture of block attention: a query head looks at the blocks whose mean key it likes best.
+    """Mixture of block attention: a query head selects the blocks whose mean key has the largest product with it.
 
-    The score of block j is ``q[t] . mean(k[s] for s in block j)``, of blocks that lie in the past as a whole; its own
-    block is always chosen, and counts. Of a block that two packed documents share, the mean is of the query's own keys.
-    Attention is one softmax over all keys of the blocks. Nothing is learnt beside the keys.
+    The score of block j is ``q[t] . mean(k[s] for s in block j)``, for blocks that end before the query. Its own block
+    is always selected, and counts. If a block holds keys of two packed documents, the mean is that of the query's
+    document. Attention is one softmax over the keys of all selected blocks. There are no parameters.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`.
@@ -48,27 +48,28 @@ class MoBA(Scorer, name="moba"):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class MSA(Scorer, name="msa"):
-    """MiniMax sparse attention: the query heads of a key head look at the blocks that an index likes best.
+    """MiniMax sparse attention: the query heads of a key head select blocks by a learned index.
 
-    A layer has two more projections of its input: index queries i[t], one for each key head, and index keys j[s], one
-    for all, turned by their positions as queries and keys are. The score of a block is the largest ``i[t] . j[s]`` of
-    its keys. The own block is always chosen.
+    A layer has two more projections of its input, rotated like queries and keys: index queries i[t], one for each key
+    head, and index keys j[s], one for all. The score of a block is the largest ``i[t] . j[s]`` of its keys. The query's
+    own block is always selected.
 
-    As no gradient flows through a choice, the index learns from the attention. A query and key head have the loss
-    ``KL(p || softmax(i[t] . j / sqrt(size)))`` over the keys that were chosen, where p is the mean of
-    ``softmax(scale * q[h, t] . k)`` over the heads h of the key head; that of a layer is the mean, but for the entropy
-    of p, which has no gradient. It changes index_query and index_key alone. It is found in `IndexLoss` after each call,
-    unless the layer was switched to ``eval()``, and in Linen in the collection "losses", if that is mutable. The loss
-    of a model is to add it. As an NNX layer keeps it, it is called under NNX's transforms (``nnx.jit``, ``nnx.grad``,
-    ...) or JAX's of functions that make the model of its state; after ``eval()`` also under JAX's own.
+    No gradient flows through a selection, so the index has a loss of its own. For a query and a key head it is
+    ``KL(p || softmax(i[t] . j / sqrt(size)))`` over the selected keys, without the entropy of p, which has no gradient.
+    Here p is the mean of ``softmax(scale * q[h, t] . k)`` over the heads h of the key head. The loss of a layer is the
+    mean; add it to the loss of the model. Its gradient changes index_query and index_key alone.
+
+    Each call of an NNX layer stores the loss in `IndexLoss`, except after ``eval()``. Such calls need NNX's transforms
+    (``nnx.jit``, ``nnx.grad``, ...), or JAX's around functions that build the model from its state; after ``eval()``
+    JAX's transforms are enough. A Linen layer stores it in the collection "losses", if that is mutable.
 
     Args:
-      block, count, first, local, dense_below: see `Scorer`. With a large dense_below, all layers attend to everything,
-        and the index learns from all keys: the paper's warm-up.
-      index_size: features of an index query, an even number if they are turned; 0 for the size of a head.
+      block, count, first, local, dense_below: see `Scorer`. With a large dense_below, attention is dense and the index
+        learns from all keys: the paper's warm-up.
+      index_size: features of an index query, even if they are rotated; 0 for the size of a head.
 
     Raises:
-      ValueError: see `Scorer`, and an index_size below 0.
+      ValueError: see `Scorer`, or an index_size below 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -108,7 +109,7 @@ class MSA(Scorer, name="msa"):
 
 @dataclasses.dataclass(frozen=True)
 class _Windowed(Scorer):
-    """Methods that score windows of keys, which overlap, by the attention that the heads of a key head pay to them."""
+    """Base of methods that score overlapping windows of keys by the attention weights of a key head's query heads."""
 
     block: int = 64
     first: int = 1
@@ -134,11 +135,11 @@ class _Windowed(Scorer):
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Windows that begin before a block and end in it, and windows that begin in it."""
+        """Number of windows that begin before a block and end in it, and of windows that begin in it."""
         return self.pool_size // self.pool_stride - 1, self.block // self.pool_stride
 
     def weights(self, query: jax.Array, pooled: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-        """``sum(softmax(scale * q[h] . pooled) for h)`` of the heads of a key head: [B, R, K, W]."""
+        """Returns ``sum(softmax(scale * q[h] . pooled) for h)`` over the query heads h of a key head: [B, R, K, W]."""
         logits = products(query, pooled) * scale
         return jax.nn.softmax(logits, axis=-1, where=seen[:, :, None, None]).sum(3)
 
@@ -146,12 +147,12 @@ class _Windowed(Scorer):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class InfLLM(_Windowed, name="infllm"):
-    """InfLLM-V2: the query heads of a key head look at the blocks with the keys that they would attend to most.
+    """InfLLM-V2: the query heads of a key head select the blocks whose pooled keys get the most attention.
 
-    Keys are pooled: ``c[w] = mean(k[16 w : 16 w + 32])``. Each query head h of a key head attends to what is in its
-    past, ``p[h] = softmax(scale * q[h, t] . c)``; the score of a block is the largest ``sum(p[h, w] for h)`` of all
-    windows w that meet it. The first block and the local ones are always chosen. No parameters are added, and up to
-    ``dense_below`` tokens attention is dense: the weights of a dense model go in as they are.
+    Keys are pooled: ``c[w] = mean(k[16 w : 16 w + 32])``. Each query head h of a key head attends to windows in its
+    past, ``p[h] = softmax(scale * q[h, t] . c)``. The score of a block is the largest ``sum(p[h, w] for h)`` of all
+    windows w that overlap it. The first block and the local ones are always selected. There are no parameters, and
+    attention is dense up to ``dense_below`` tokens, so weights of a dense model can be loaded unchanged.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`; in the paper 64 keys a block.
@@ -159,7 +160,7 @@ class InfLLM(_Windowed, name="infllm"):
       pool_stride: keys between the beginnings of two windows; divides pool_size and block.
 
     Raises:
-      ValueError: see `Scorer`; a pool_size that is too large, or a pool_stride that does not divide.
+      ValueError: see `Scorer`; pool_size is too large, or pool_stride does not divide it and block.
 
     Example:
       >>> import jax, sparse_layers as sl
@@ -188,23 +189,22 @@ class InfLLM(_Windowed, name="infllm"):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class NSA(_Windowed, name="nsa"):
-    """Native sparse attention: what queries choose, as the pattern of `NativeSparseAttention`, and the sizes of it.
+    """Native sparse attention: the scorer and the sizes of `NativeSparseAttention`, as its pattern.
 
-    Keys c[w] of windows ``16 w .. 16 w + 31`` are compressed by that layer. Each query head h of a key head attends to
-    those in its past, ``p[h] = softmax(scale * q[h, t] . c)``; a stretch of 16 keys is worth what goes to the windows
-    that hold it, and a block what its stretches are worth: ``sum(p[h, 4 j + m - n] for h, m in 0..3, n in 0..1)`` for
-    block j of 64 keys. So a window counts by how much of it lies in the block. (The paper's equation 9 counts blocks
-    and windows from 1, whence its ``- m``.) The first block and two local ones are always chosen.
+    That layer compresses keys to c[w], one for each window ``16 w .. 16 w + 31``. Each query head h of a key head
+    attends to windows in its past, ``p[h] = softmax(scale * q[h, t] . c)``. The score of block j of 64 keys is
+    ``sum(p[h, 4 j + m - n] for h, m in 0..3, n in 0..1)``: for each 16 keys in the block, the weights of the windows
+    that hold them. So a window counts by its overlap with the block. (The paper's equation 9 counts blocks and windows
+    from 1, hence its ``- m``.) The first block and two local ones are always selected.
 
     Args:
       block, count, first, local, dense_below: see `Scorer`.
       pool_size: keys in a window, at most block.
       pool_stride: keys between the beginnings of two windows; divides pool_size and block.
-      sliding: keys of the third branch, the sliding window, the query's own among them.
+      sliding: keys in the sliding window of the third branch, the query's own included.
 
     Raises:
-      ValueError: see `Scorer`; a pool_size that is too large, or a pool_stride that does not divide; a sliding window
-        of no key.
+      ValueError: see `Scorer`; pool_size is too large, pool_stride does not divide it and block, or sliding is below 1.
 
     Example:
       >>> import sparse_layers as sl
@@ -231,8 +231,8 @@ class NSA(_Windowed, name="nsa"):
         before, inside = self.strides
 
         def sums(x: jax.Array, size: int, step: int, ends: tuple[int, int]) -> jax.Array:
-            shape, every = (1, 1, 1, size), (1, 1, 1, step)
-            return jax.lax.reduce_window(x, 0.0, jax.lax.add, shape, every, [(0, 0)] * 3 + [ends])
+            shape, strides = (1, 1, 1, size), (1, 1, 1, step)
+            return jax.lax.reduce_window(x, 0.0, jax.lax.add, shape, strides, [(0, 0)] * 3 + [ends])
 
-        stretches = sums(self.weights(query, pooled, seen, scale), before + 1, 1, (before, before))
-        return sums(stretches, inside, inside, (0, inside - 1))
+        stride_scores = sums(self.weights(query, pooled, seen, scale), before + 1, 1, (before, before))
+        return sums(stride_scores, inside, inside, (0, inside - 1))

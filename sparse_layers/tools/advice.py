@@ -10,14 +10,16 @@ from ..masks.grids import ColumnMajor, Neighborhood, OnGrid
 from ..masks.pictures import FORMULA, shortened
 from ..masks.primitives import Causal, Full, Random
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import BLOCK, Plan, decompositions, make_plan
-from ..ops.planning.report import dense_pairs, dense_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
+from ..ops.planning.terms import decompositions
 from .recognition import COMBINING, is_opaque, leaves, recognize
 
 _LEAST_SAVING = 1.1  # times less work; a plan that saves less saves nothing
 _ADVISED_SAVING = 1.5  # times less work; a change that saves less is not advised
 _LONGEST = 1 << 16  # tokens; more take seconds to plan
 _DOUBLINGS = 6  # of a length
+_BLOCK = 128  # tokens of the blocks that are advised for scattered keys
 _SIZED = Array, OnGrid, ColumnMajor, Neighborhood  # masks that end where their array or grid ends
 
 
@@ -25,7 +27,7 @@ def advice(plan: Plan, h: int, count: Count) -> Iterator[str]:
     """Yields lines on mask h: why nothing is saved and what to try, and a cheaper form of a mask that is a function."""
     mask, cost = plan.masks[h], _cost(plan, h)
     opaque = list(dict.fromkeys(_name(leaf) for leaf in leaves(mask) if is_opaque(leaf)))
-    dense, kind = dense_plan(plan, count.causal)
+    dense, kind = (_planned(plan, Causal()), "causal") if count.causal else (_planned(plan, Full()), "full")
     saves_nothing = cost > 0 and _cost(dense) < _LEAST_SAVING * cost
     if saves_nothing:
         yield f"nothing is saved: {_reason(plan, h, count, dense, kind, opaque)}"
@@ -44,14 +46,14 @@ def advice(plan: Plan, h: int, count: Count) -> Iterator[str]:
         changes = list(_changes(plan, mask, count, kind))
         yield from changes
         if not changes and rewritten is None and plan.q_len == plan.kv_len:
-            allows_all = count.pairs == dense_pairs(plan, count.causal)
+            allows_all = count.pairs == plan.dense_pairs(count.causal)
             rule = "allows fewer pairs" if allows_all else "lets neighbouring queries see the same blocks of keys"
             yield f"try a pattern that {rule}: presets() lists some"
 
 
 def _reason(plan: Plan, h: int, count: Count, dense: Plan, kind: str, opaque: list[str]) -> str:
     """Returns why mask h saves nothing compared with ``dense``, the plan of causal or full attention."""
-    every, blocks, shape = dense_pairs(plan, count.causal), dense.chains[0][0].fwd_blocks, dense.chains[0][0].fwd_shape
+    every, blocks, shape = plan.dense_pairs(count.causal), dense.chains[0][0].fwd_blocks, dense.chains[0][0].fwd_shape
     if count.looked_at is None and count.pairs == every:
         return f"the pattern allows all {every} pairs of {kind} attention at this length"
     if blocks == 1:
@@ -72,7 +74,7 @@ def _changes(plan: Plan, mask: Mask, count: Count, kind: str) -> Iterator[str]:
     """Yields changes that save: longer sequences, blocks in place of scattered keys, the library's block sizes."""
 
     def saving(changed: Plan) -> float:
-        return _cost(dense_plan(changed, count.causal)[0]) / max(1, _cost(changed))
+        return changed.dense_cost(count.causal) / max(1, _cost(changed))
 
     masks = list(dict.fromkeys(leaves(mask)))
     square = plan.q_len == plan.kv_len
@@ -85,9 +87,9 @@ def _changes(plan: Plan, mask: Mask, count: Count, kind: str) -> Iterator[str]:
     for leaf in masks:
         scattered = not is_opaque(leaf) and not isinstance(leaf, (*_SIZED, Blocks, Causal, Full))
         if square and scattered and len(list(decompositions(leaf, plan.q_len, plan.kv_len))) == 1:
-            times = saving(_planned(plan, _replaced(mask, leaf, Blocks(leaf, BLOCK))))
+            times = saving(_planned(plan, _replaced(mask, leaf, Blocks(leaf, _BLOCK))))
             if times >= _ADVISED_SAVING:
-                yield f"try {Blocks(leaf, BLOCK)!r} for {leaf!r}: {times:.1f} times less work than {kind} attention"
+                yield f"try {Blocks(leaf, _BLOCK)!r} for {leaf!r}: {times:.1f} times less work than {kind} attention"
     if (plan.fwd_params, plan.bwd_params) != (FwdParams(), BwdParams()):
         default_blocks = make_plan(mask, plan.q_len, plan.kv_len, implementation=plan.implementation)
         if (times := saving(default_blocks)) >= _ADVISED_SAVING:
@@ -103,7 +105,7 @@ def _planned(plan: Plan, mask: Mask, length: int | None = None) -> Plan:
 
 def _cost(plan: Plan, h: int = 0) -> int:
     """Returns the estimated cost of mask h."""
-    return plan.candidates[h][0][1]
+    return plan.candidates[h][0].cost
 
 
 def _replaced(mask: Mask, leaf: Mask, by: Mask) -> Mask:

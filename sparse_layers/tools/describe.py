@@ -20,9 +20,10 @@ from ..ops.kernels.gpu.hardware import Device, device_named
 from ..ops.planning.context_parallel import MaskPart, gather_all_keys, min_received, padded_length, plan_exchanges
 from ..ops.planning.exchanges import Received, TokenBytes
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import assuming, default_implementation
-from ..ops.planning.report import dense_pairs, heads, saving
+from ..ops.planning.report import head_names
 from ..scorers import NSA, Scorer, scorer_of
 from .advice import advice
 from .pictures import check_size, picture
@@ -320,7 +321,7 @@ def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
     plan = planned.plan
     mask, q_len, kv_len = plan.masks[h], plan.q_len, plan.kv_len
     if len(plan.masks) > 1:
-        yield f"{heads(h, len(plan.masks))}:"
+        yield f"{head_names(h, len(plan.masks))}:"
     yield shortened(repr(mask), FORMULA)
     yield picture(mask, q_len, kv_len, size=size)
     cell = cell_size(q_len, kv_len, size)
@@ -329,7 +330,7 @@ def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
 
     counted = count(mask, q_len, kv_len)
     pairs, total = counted.pairs, q_len * kv_len
-    share = f", {pairs / dense_pairs(plan, True):.4%} of the causal pairs" if counted.causal else ""
+    share = f", {pairs / plan.dense_pairs(True):.4%} of the causal pairs" if counted.causal else ""
     estimate = "" if counted.looked_at is None else f" (estimated from {counted.looked_at} pairs)"
     yield f"allowed pairs: {pairs} of {total} ({pairs / total:.4%}){share}{estimate}"
 
@@ -342,6 +343,6 @@ def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
     for number, (name, cost) in enumerate(candidates):
         yield f"  {'chosen' if number == 0 else 'not taken'}: {name}, cost {cost:.3g} pairs"
     alone = "" if planned.scorer is None else ", if nothing is chosen"
-    yield f"expected saving{alone}: {saving(plan, h, counted.causal)}"
+    yield f"expected saving{alone}: {plan.saving(h, counted.causal)}"
     if planned.scorer is None:
         yield from (f"  {line}" for line in advice(plan, h, counted))

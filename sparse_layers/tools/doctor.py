@@ -32,7 +32,8 @@ from ..ops.kernels.gpu import assembler, hardware
 from ..ops.kernels.operands import Operands
 from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
 from ..ops.traced_call import ASSUMED_HEADS, trace_call
 from . import oracle
 

@@ -16,8 +16,10 @@ from ..masks.counting import count
 from ..masks.lengths import grid_starts
 from ..masks.pictures import COLOURS, cells, shortened
 from ..masks.states import EMPTY, FULL
-from ..ops.planning.plan import Pass, Plan, make_plan, masks_for_lengths
-from ..ops.planning.report import heads, kept
+from ..ops.planning.binding import masks_for_lengths
+from ..ops.planning.plan import Pass, Plan
+from ..ops.planning.planner import make_plan
+from ..ops.planning.report import head_names
 from .files import check_writable, checked_path
 from .subjects import LONGEST, lengths_of, plans_of, refuse_given
 
@@ -82,7 +84,7 @@ def _under_headings(drawn: list[str]) -> str:
     """Joins the pictures of several masks, each under the name of its heads; a single one stays as it is."""
     if len(drawn) == 1:
         return drawn[0]
-    return "\n".join(f"{heads(h, len(drawn))}:\n{text}" for h, text in enumerate(drawn))
+    return "\n".join(f"{head_names(h, len(drawn))}:\n{text}" for h, text in enumerate(drawn))
 
 
 @strict_kwargs
@@ -270,7 +272,7 @@ def _of_masks(
 ) -> list[_Panel]:
     """Returns the pictures of masks, or of the passes of their plan."""
     if head is None:
-        names_of_heads = {h: heads(h, len(masks)) for h in range(len(masks))}
+        names_of_heads = {h: head_names(h, len(masks)) for h in range(len(masks))}
     else:
         names_of_heads = {checked("head", head, Natural) % len(masks): f"head {head}"}
     panels = []
@@ -301,7 +303,7 @@ def _outlines(block_pass: Pass) -> np.ndarray:
             f"blocks: at most {_OUTLINES} can be seen in a picture, the plan keeps {block_pass.fwd_blocks}: "
             "draw fewer tokens"
         )
-    rows, columns, _ = kept(block_pass)
+    rows, columns, _ = block_pass.active_blocks()
     height, width = block_pass.fwd_shape
     corners = np.array([[0, 0], [width, 0], [width, height], [0, height]])
     return np.stack([columns * width, rows * height], axis=-1)[:, None] + corners

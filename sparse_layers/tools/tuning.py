@@ -19,7 +19,8 @@ from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, as_masks
 from ..ops.attention import block_sparse_attention
 from ..ops.planning.params import BwdParams, FwdParams
-from ..ops.planning.plan import Plan, make_plan
+from ..ops.planning.plan import Plan
+from ..ops.planning.planner import make_plan
 from ..ops.planning.platforms import check_implementation, implementation_order, platform
 from .files import check_writable, checked_path
 from .oracle import largest_by_rows, neighbour

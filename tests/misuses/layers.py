@@ -371,7 +371,7 @@ CALLS = [
     ("a_native.decode_step(x[:, 0], cache, position)", TypeError, "cache", "got KVCache", "the NSACache of prefill"),
     ("a_native.prefill(x, start=3)", NotImplementedError, "start=3", "3", "reads prompts as a whole"),
     ("a_native.prefill(x, total=8, max_step=2)", NotImplementedError, "max_step=2", "2", "and then a token a step"),
-    ("a_native.prefill(x, total=16)", NotImplementedError, "chunk", "a piece of 8 of total=16", "prompts as a whole"),
+    ("a_native.prefill(x, total=16)", NotImplementedError, "chunk", "a chunk of 8 of total=16", "prompts as a whole"),
     ("a_native.prefill(x, positions=jnp.arange(8))", NotImplementedError, "positions", "[0, 1, 2", "their places"),
     ("crossing(x, y[..., :8])", ValueError, "inputs_kv", "got (2, 12, 8)", "must have shape [..., S, 16]"),
     ("crossing(y, y)", ValueError, "inputs_q", "got 12 tokens", "q_len=8"),
@@ -408,7 +408,7 @@ CALLS = [
     ("layer.prefill(x, start=2)", ValueError, "start=2", "T=8", "must end by total=10, and that by seq_len=8"),
     ("layer.prefill(x[:, :4], total=3)", ValueError, "total=3", "T=4", "must end by total=3"),
     ("layer.prefill(x[:, :4], start=4)", TypeError, "cache", "NoneType", "must be the KVCache of prefill"),
-    ("layer.prefill(x, cache=cache)", ValueError, "start", "got 0", "must be the number of tokens before the piece"),
+    ("layer.prefill(x, cache=cache)", ValueError, "start", "got 0", "must be the number of tokens before the chunk"),
     ("layer.prefill(x[:1, :4], cache=cache, start=4)", ValueError, "cache", "batch is 2", "not 1"),
     ("layer.prefill(x[:, :4], cache=cache, start=4, max_step=3)", ValueError, "max_step", "got 3", "of the cache, 1"),
     (

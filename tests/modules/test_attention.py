@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.modules import settings
+from sparse_layers.modules import options as layer_options
 from tests.arrays import inputs, perturbed
 
 T, F, N = 24, 16, 4
@@ -211,15 +211,15 @@ def taken(function, *options):
 
 
 def test_options_that_are_handed_on_are_taken_where_they_go():
-    flax, layer = taken(nnx.MultiHeadAttention), taken(sl.SparseSelfAttention, settings.LayerOptions)
+    flax, layer = taken(nnx.MultiHeadAttention), taken(sl.SparseSelfAttention, layer_options.LayerOptions)
     assert flax - layer == {"in_kv_features", "attention_fn"}
-    assert settings.LayerOptions.__optional_keys__ <= flax - taken(sl.SparseSelfAttention)
-    block = taken(sl.SparseTransformerBlock, settings.AttentionOptions)
-    model = taken(sl.SparseTransformer, settings.BlockOptions)
-    assert settings.AttentionOptions.__optional_keys__ <= layer - taken(sl.SparseTransformerBlock)
-    assert settings.BlockOptions.__optional_keys__ <= block - taken(sl.SparseTransformer)
-    assert settings.LoadedLayerOptions.__optional_keys__ <= layer
-    assert settings.LoadedModelOptions.__optional_keys__ <= model
+    assert layer_options.LayerOptions.__optional_keys__ <= flax - taken(sl.SparseSelfAttention)
+    block = taken(sl.SparseTransformerBlock, layer_options.AttentionOptions)
+    model = taken(sl.SparseTransformer, layer_options.BlockOptions)
+    assert layer_options.AttentionOptions.__optional_keys__ <= layer - taken(sl.SparseTransformerBlock)
+    assert layer_options.BlockOptions.__optional_keys__ <= block - taken(sl.SparseTransformer)
+    assert layer_options.LoadedLayerOptions.__optional_keys__ <= layer
+    assert layer_options.LoadedModelOptions.__optional_keys__ <= model
     # What a block does not let through it sets itself.
     assert layer - block == {"in_features", "out_features", "decode"}
     assert block - model == {"pattern"}

@@ -14,7 +14,7 @@ from flax import traverse_util as flat
 import sparse_layers as sl
 import sparse_layers.haiku
 import sparse_layers.linen
-from sparse_layers.modules.settings import ACTIVATIONS, GATED
+from sparse_layers.modules.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from tests.arrays import inputs, perturbed
 
 T, F, N, K, H = 12, 16, 4, 2, 6
@@ -160,10 +160,10 @@ def test_blocks_decode_as_they_compute(name):
         np.testing.assert_allclose(out, expected[np.arange(2), at], atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [*ACTIVATIONS, *GATED])
+@pytest.mark.parametrize("name", [*ACTIVATIONS, *GATED_ACTIVATIONS])
 def test_activations_are_their_definitions(name):
     x = np.linspace(-6, 6, 101)
-    function = {**ACTIVATIONS, **GATED}[name]
+    function = {**ACTIVATIONS, **GATED_ACTIVATIONS}[name]
     np.testing.assert_allclose(function(jnp.asarray(x, jnp.float32)), FUNCTIONS[name](x), atol=1e-6)
 
 

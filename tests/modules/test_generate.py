@@ -140,7 +140,7 @@ def test_prompts_in_chunks_and_several_tokens_at_positions_of_ones_own(options):
     np.testing.assert_allclose(logits, full[rows[:, 0], position], atol=2e-5)
 
 
-def test_outside_of_jit_no_piece_is_read_in_vain():
+def test_outside_of_jit_chunks_without_tokens_are_skipped():
     model, text, lengths = make(num_layers=1, patterns="all"), np.arange(24)[None] % V, np.array([9])
     read = []
 
@@ -313,7 +313,7 @@ def test_caches_of_other_layers_are_refused():
         model.decode_step(tokens, caches, 4)
     with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]"):
         model.prefill(jnp.ones(5, int))
-    with pytest.raises(TypeError, match=r"caches must be those of the piece before .* got None, start=3"):
+    with pytest.raises(TypeError, match=r"caches must be those of the previous chunk .* got None, start=3"):
         model.prefill(jnp.ones((2, 4), int), start=3)
 
 

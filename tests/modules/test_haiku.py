@@ -16,7 +16,7 @@ from flax import nnx
 
 import sparse_layers as sl
 from sparse_layers.haiku import SparseSelfAttention, SparseTransformerBlock
-from sparse_layers.modules.settings import Computation
+from sparse_layers.modules.options import ComputeOptions
 from tests.arrays import inputs, perturbed
 
 T, F, N, H = 24, 16, 4, 6
@@ -324,7 +324,7 @@ def test_documentation(layer):
         assert "Raises:" in text
         for name in set(inspect.signature(function).parameters) - {"self"}:
             assert re.search(rf"^\s+(\w+, )*\**{name}(, \w+)*: ", text, re.M), f"{name} is not documented"
-    for name in Computation.__optional_keys__:
+    for name in ComputeOptions.__optional_keys__:
         assert name in SparseSelfAttention.__doc__
 
 

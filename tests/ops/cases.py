@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.planning import plan as plans
+from sparse_layers.ops.planning.costs import Draft
+from sparse_layers.ops.planning.planner import finish_pass
 from sparse_layers.ops.planning.platforms import PREFERRED, TUNING
+from sparse_layers.ops.planning.row_orders import Reordered
+from sparse_layers.ops.planning.terms import decompositions
 from sparse_layers.tools import oracle
 from sparse_layers.tools.oracle import NAMES, DenseAttention
 
@@ -148,9 +151,9 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     by_mask = []
     for one in sl.as_masks(mask):
         chains = []
-        for _, groups in plans.decompositions(one, q_len, kv_len, _SMALL_TILES):
-            drafts = [plans._Draft(plans.Reordered(part, *wish), fwd, TUNING["xla"]) for wish, part in groups]
-            chains.append(tuple(draft.finish(bwd) for draft in drafts if draft.blocks))
+        for _, terms in decompositions(one, q_len, kv_len, _SMALL_TILES):
+            drafts = [Draft(Reordered(term, *orders), fwd, TUNING["xla"]) for orders, term in terms]
+            chains.append(tuple(finish_pass(draft, bwd) for draft in drafts if draft.blocks))
         by_mask.append(chains)
     found = []
     for i in range(max(map(len, by_mask))):

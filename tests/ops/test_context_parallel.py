@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops.kernels.gpu import bridge, hardware
-from sparse_layers.ops.planning import context_parallel, plan
+from sparse_layers.ops.planning import context_parallel, costs
 from sparse_layers.ops.planning.context_parallel import count_remote_keys, padded_length, plan_exchanges
 from sparse_layers.ops.planning.exchanges import TokenBytes
 from sparse_layers.ops.planning.platforms import TUNING
@@ -376,12 +376,12 @@ def main(which):
         checks |= {f"order, {x}": functools.partial(check_order, CASES[x], n) for x, n in barriers.items()}
         alone = check_without_batch, check_no_entries, check_refusals, check_choices, check_layers, check_dead_rows
         checks |= {check.__name__: check for check in alone}
-    prices = context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL
+    prices = context_parallel.RECEIVED_ROW, costs.PAIRS_PER_ROW, costs.PAIRS_PER_CELL
     tuned = TUNING["xla"]
     for name, check in checks.items():
         case = next(iter(getattr(check, "args", ())), None)
         free = case is not None and case.by
-        context_parallel.RECEIVED_ROW, plan.PAIRS_PER_ROW, plan.PAIRS_PER_CELL = (0, 0, 0) if free else prices
+        context_parallel.RECEIVED_ROW, costs.PAIRS_PER_ROW, costs.PAIRS_PER_CELL = (0, 0, 0) if free else prices
         TUNING["xla"] = dataclasses.replace(tuned, block_shapes=((8, 8),), step_cost=0) if free else tuned
         plan_exchanges.cache_clear()
         padded_length.cache_clear()
@@ -478,12 +478,12 @@ def test_devices_compute_no_longer_rules_than_one():
     terms = sl.Window(64), sl.BlockDiagonal(128), sl.Window(300) & sl.BlockDiagonal(500), sl.Strided(96)
     mask = sl.Causal() & functools.reduce(lambda x, y: x | y, terms)
     alone = max(
-        plan.count_operations(block_pass.mask)
+        costs.count_operations(block_pass.mask)
         for block_pass in sl.make_plan(mask, 7680, implementation="triton").chains[0]
     )
     for exchange, masks in plan_exchanges((mask,), 7680, 5, "triton"):
         (chain,) = exchange.local_plan(masks, 4, implementation="triton").chains
-        assert max(plan.count_operations(block_pass.mask) for block_pass in chain) <= alone + 4, exchange
+        assert max(costs.count_operations(block_pass.mask) for block_pass in chain) <= alone + 4, exchange
 
 
 def test_halos_merge_if_rows_keep_their_residues():

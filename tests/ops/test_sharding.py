@@ -1,4 +1,4 @@
-"""The op on several devices: each computes its own batch entries and heads, and none asks another for q, k, v or out.
+"""The op on several devices: each computes its own batch entries and heads, and q, k, v and out are not exchanged.
 
 The number of devices is fixed when JAX starts, so each kind of mesh has a process of its own: this file as a program.
 """
@@ -37,7 +37,7 @@ ALLOWED = np.random.default_rng(0).random((8, T, T)) < 0.4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call, how its arrays are sharded, and what devices have to tell each other: sums of what they share."""
+    """A call, the sharding of its arrays, and the sums of shared gradients that devices must exchange."""
 
     mask: Any
     spec: P  # of query
@@ -81,7 +81,7 @@ def arrays(heads, kv_heads, tokens=T, dtype="float32"):
 
 
 def gradients(attend, *args, pull):
-    """What attend(*args) gives, and its gradients."""
+    """Returns attend(*args) and its gradients."""
     results, pullback = jax.vjp(attend, *args)
     return results, pullback(pull)
 
@@ -96,7 +96,7 @@ def on(mesh, x, spec):
 
 
 def agree(mesh, program, args, specs, right=None, told=frozenset(), rtol=1e-4, atol=2e-5):
-    """On the devices of a mesh, program(*args) is right(*args) on one, or a list, and tells no more than it must."""
+    """Checks that program(*args) on a mesh equals right(*args) on one device, or a list, with the least collectives."""
     want = right if isinstance(right, list) else jax.jit(right or program, compiler_options=COMPILER)(*args)
     placed = [jax.tree.map(lambda x, spec=spec: on(mesh, x, spec), x) for x, spec in zip(args, specs, strict=True)]
     with jax.set_mesh(mesh):
@@ -173,13 +173,13 @@ def _sloped(function, q, k, v, pull):
 
 
 def repeated(function):
-    """Layers under `jax.lax.scan`, recomputed but for what is saved by name."""
+    """Layers under `jax.lax.scan`, recomputed except for what is saved by name."""
     saved = jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
     return lambda q, k, v: jax.lax.scan(lambda x, _: (saved(x, k, v), None), q, None, length=2)[0]
 
 
 def check_manual(mesh):
-    """Inside of somebody's `jax.shard_map` the plan is that of the heads at hand, here all alike."""
+    """Inside `jax.shard_map` of the caller, the plan is that of the local heads, here with equal masks."""
     right = functools.partial(_sloped, functools.partial(attend, mask=NEAR))
     over_heads = [HEADS, P(), P(), HEADS]  # the one key head is on all devices
     for specs, kv_heads, name in (([BOTH] * 4, 4, "xla"), (over_heads, 1, "triton")):
@@ -234,7 +234,7 @@ def check_layer(mesh):
 
 
 def check_model(mesh):
-    """All that a model does with tokens that are sharded along their sequence, too, and no more moved than a window."""
+    """A whole model with context parallelism moves no more than a window."""
     options: dict[str, Any] = {"scan_layers": True, "remat": True, "dropout_rate": 0.1, "tie_embeddings": True}
     options |= {"patterns": NEAR, "seq_len": T, "positions": "rope", "rngs": nnx.Rngs(0, dropout=1)}
     model = sl.SparseTransformer(9, 4, 16, 2, **options)
@@ -300,7 +300,7 @@ def check_refusals(mesh):
 
 
 def check_names_of_axes(mesh):
-    """A sharding that is told is checked, and what it does not divide is left out."""
+    """A ``query_sharding`` is checked, and axes that it does not divide are left out."""
     q, k, v, *_ = arrays(4, 4)
     wrong = (
         P("batch"),
@@ -326,7 +326,7 @@ def check_types(mesh):
 
 
 def check_hopper(mesh):
-    """The kernels for Hopper GPUs see what a device has; with fewer tokens they would compute no gradients."""
+    """The kernels for Hopper GPUs get local arrays; with fewer tokens they would compute no gradients."""
     from sparse_layers.ops.kernels.gpu import bridge
     from tests.ops.kernels import gluon_interpreter
 
@@ -341,7 +341,7 @@ def check_hopper(mesh):
 
 
 def check_mixed(_):
-    """Over axes of type Explicit the op is mapped; what becomes of the others is up to JAX's partitioner."""
+    """The op is mapped over axes of type Explicit; JAX's partitioner decides about other axes."""
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Auto))
     check_transformed(mesh, lambda f: f, told=ANYTHING)
 
@@ -355,7 +355,7 @@ def check_indivisible(mesh, change=lambda f: f):
     check_transformed(mesh, part, told=ANYTHING)
 
 
-# To save time, what both kinds treat alike is tried on one of them.
+# To save time, cases that both kinds of axes treat equally run on one kind.
 ONLY = {
     AxisType.Explicit: {
         "refusals": check_refusals,

@@ -1,1 +1,1 @@
-"""Weights of dense models in sparse layers: one file for each kind of source."""
+"""Loaders of dense checkpoints into sparse layers, one file for each kind of source."""

@@ -1,4 +1,4 @@
-"""Dense weights into sparse layers: Flax's multi-head attention, NNX or Linen."""
+"""`from_nnx` and `from_linen`: sparse layers with the parameters of Flax's dense attention layers."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Unpack
@@ -12,7 +12,8 @@ from flax.typing import PathParts
 from ...arguments.checks import refuse_unknown
 from ..attention import SparseSelfAttention
 from ..attention_fn import Pattern
-from ..settings import LoadedLayerOptions, check_settings
+from ..options import LoadedLayerOptions
+from ..settings import check_settings
 
 _FIXED_BY_LAYER = ("num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features")
 _FIXED_BY_LAYER += ("head_dim", "use_bias", "rngs")
@@ -22,10 +23,10 @@ _NORMS = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms"}
 def from_nnx(
     dense: nnx.MultiHeadAttention, *, pattern: Pattern, seq_len: int, **options: Unpack[LoadedLayerOptions]
 ) -> SparseSelfAttention:
-    """The sparse layer with the settings and copies of the parameters of a dense NNX layer.
+    """Makes the sparse layer with the settings and copies of the parameters of a dense NNX layer.
 
     Heads, key and value heads, features, biases, QK norm, dtypes, precision and the parameters' metadata are those of
-    the dense layer, which is left as it is. With ``pattern="all"`` the outputs are those of the dense layer under a
+    the dense layer, which does not change. With ``pattern="all"`` the outputs are those of the dense layer under a
     causal mask.
 
     Args:
@@ -38,10 +39,12 @@ def from_nnx(
       A `SparseSelfAttention`; its sinks, if any, start at zero.
 
     Raises:
-      TypeError: dense is no ``flax.nnx.MultiHeadAttention``, or a `SparseSelfAttention` already; an unknown option.
-      ValueError: what cannot be taken over: dropout of the weights, keys of other features than the queries', an
-        attention function other than Flax's own, parameters that such a layer does not have (of an adapter, say);
-        an option that the dense layer fixes; a param_dtype that is no float; and what `SparseSelfAttention` refuses.
+      TypeError: a dense that is not a ``flax.nnx.MultiHeadAttention``, or is a `SparseSelfAttention` already; an
+        unknown option.
+      ValueError: settings that no sparse layer has: dropout of the weights, keys and queries of different features, an
+        attention function other than Flax's own, parameters that such a layer does not have (an adapter's, for
+        example); an option that the dense layer fixes; a param_dtype that is not floating; and errors of
+        `SparseSelfAttention`.
 
     Example:
       >>> import jax.numpy as jnp, sparse_layers as sl
@@ -83,26 +86,26 @@ def from_nnx(
     kept = ("use_bias", "dtype", "param_dtype", "precision", "qkv_promote_dtype", "out_promote_dtype")
     kept += ("ln_promote_dtype", "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
     settings = {name: getattr(dense, name) for name in sizes + kept} | _qk_norm(dense) | options
-    layer = _layer(pattern=pattern, seq_len=seq_len, **settings)
-    # A dense layer may have been cast after its construction: without a wish, its arrays are taken as they are.
+    layer = _make_layer(pattern=pattern, seq_len=seq_len, **settings)
+    # A dense layer may have been cast after its construction: without a param_dtype, its arrays keep their dtypes.
     convert = jnp.copy if "param_dtype" not in options else lambda x: jnp.array(x, options["param_dtype"])
     state = jax.tree.map(convert, nnx.state(dense, nnx.Param))
-    fill(layer, dict(nnx.to_flat_state(state)), "the dense layer")
+    load_params(layer, dict(nnx.to_flat_state(state)), "the dense layer")
     return layer
 
 
 def _qk_norm(dense: nnx.MultiHeadAttention) -> dict[str, Any]:
-    """The norms of q and k, as they are: they may have been changed after the dense layer was made.
+    """Returns the current norms of q and k, which may have changed since the dense layer was made.
 
     Raises:
-      ValueError: they are of another kind, or of two.
+      ValueError: they are of another kind, or differ.
     """
     if not dense.normalize_qk:
         return {}
     norms: list[Any] = [dense.query_ln, dense.key_ln]
     kinds = {(type(norm), norm.epsilon) for norm in norms}
-    (kind, epsilon), *more = kinds
-    if more or kind not in _NORMS:
+    (kind, epsilon), *different = kinds
+    if different or kind not in _NORMS:
         raise ValueError(f"normalize_qk: norms of q and k must be alike, LayerNorm or RMSNorm of Flax, got {kinds}")
     return {"normalize_qk": _NORMS[kind], "norm_epsilon": epsilon}
 
@@ -110,29 +113,29 @@ def _qk_norm(dense: nnx.MultiHeadAttention) -> dict[str, Any]:
 def from_linen(
     params: Mapping[str, Any], *, pattern: Pattern, seq_len: int, **options: Unpack[LoadedLayerOptions]
 ) -> SparseSelfAttention:
-    """The sparse layer with copies of the parameters of a dense Linen layer.
+    """Makes the sparse layer with copies of the parameters of a dense Linen layer.
 
     With ``pattern="all"`` the outputs are those of the dense layer under a causal mask.
 
     Args:
-      params: of ``flax.linen.MultiHeadDotProductAttention``, ``MultiHeadAttention`` or ``SelfAttention``, the
-        ``"params"`` of its variables: a mapping with the entries query, key and value {kernel [F, heads, H], bias
-        [heads, H]}, out {kernel [N, H, F'], bias [F']} and, of a layer with QK norm, query_ln and key_ln {scale [H]};
-        either all biases or none. Sizes are those of the shapes. Those of `sparse_layers.linen.SparseSelfAttention`
-        are laid out alike; its sinks [N] are taken with use_sinks=True.
+      params: the ``"params"`` of ``flax.linen.MultiHeadDotProductAttention``, ``MultiHeadAttention`` or
+        ``SelfAttention``: a mapping with the entries query, key and value {kernel [F, heads, H], bias [heads, H]}, out
+        {kernel [N, H, F'], bias [F']} and, with QK norm, query_ln and key_ln {scale [H]}; either all biases or none.
+        Sizes follow from the shapes. `sparse_layers.linen.SparseSelfAttention` has the same layout; its sinks [N] are
+        loaded with use_sinks=True.
       pattern, seq_len: see `SparseSelfAttention`.
-      **options: all other arguments of `SparseSelfAttention` that the parameters do not fix: ``dtype`` (parameters do
-        not tell it), ``rope``, ``use_sinks``, ``implementation``, ...; ``normalize_qk="rms"`` and ``norm_epsilon``
-        for norms of q and k that are not Flax's layer norms, whose parameters look alike; ``param_dtype``: of all
-        parameters, where otherwise each array keeps its own.
+      **options: all other arguments of `SparseSelfAttention` that the parameters do not fix: ``dtype``, ``rope``,
+        ``use_sinks``, ``implementation``, ...; ``normalize_qk="rms"`` and ``norm_epsilon`` for norms of q and k other
+        than Flax's layer norms, whose parameters have the same names; ``param_dtype`` for all parameters, without
+        which each array keeps its own.
 
     Returns:
       A `SparseSelfAttention`; its sinks, if any, start at zero unless params has them.
 
     Raises:
       ValueError: unknown or missing names, shapes that do not fit, by name; an option that the parameters fix; a
-        param_dtype that is no float; and what `SparseSelfAttention` refuses.
-      TypeError: params is no mapping; an unknown option.
+        param_dtype that is not floating; and errors of `SparseSelfAttention`.
+      TypeError: params that are not a mapping; an unknown option.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
@@ -164,9 +167,11 @@ def from_linen(
     projections, norms = ("query", "key", "value", "out"), ("query_ln", "key_ln")
     use_bias = any(name.endswith(".bias") for name in names)
     normalize_qk = any(name.partition(".")[0] in norms for name in names)
-    wish = options.get("normalize_qk", normalize_qk)
-    if bool(wish) != normalize_qk:
-        raise ValueError(f"normalize_qk: params have {'' if normalize_qk else 'no '}norms of q and k, got {wish!r}")
+    requested_norm = options.get("normalize_qk", normalize_qk)
+    if bool(requested_norm) != normalize_qk:
+        raise ValueError(
+            f"normalize_qk: params have {'' if normalize_qk else 'no '}norms of q and k, got {requested_norm!r}"
+        )
     wanted = [f"{name}.kernel" for name in projections]
     wanted += [f"{name}.bias" for name in projections if use_bias]
     wanted += [f"{name}.scale" for name in norms if normalize_qk]
@@ -188,7 +193,7 @@ def from_linen(
     rest: dict[str, Any] = dict(options)
     dtype = rest.pop("param_dtype", None)
     arrays: dict[PathParts, jax.Array] = {path: jnp.array(array, dtype) for path, array in values.items()}
-    layer = _layer(
+    layer = _make_layer(
         num_heads=heads,
         in_features=features,
         qkv_features=heads * size,
@@ -200,54 +205,58 @@ def from_linen(
         param_dtype=arrays["query", "kernel"].dtype,
         **{"normalize_qk": normalize_qk} | rest,
     )
-    fill(layer, arrays, "params")
+    load_params(layer, arrays, "params")
     return layer
 
 
-def _layer(**settings: Any) -> SparseSelfAttention:
-    """A layer whose parameters are to be replaced: drawing them would be for nothing."""
+def _make_layer(**settings: Any) -> SparseSelfAttention:
+    """Makes a layer with zero kernels, as its parameters are replaced next."""
     settings = {"kernel_init": nnx.initializers.zeros} | settings
     return SparseSelfAttention(rngs=nnx.Rngs(0), **settings)
 
 
-def fill(module: nnx.Module, values: Mapping[PathParts, Any], source: str) -> None:
-    """Puts values, arrays or variables, in the place of the module's parameters; only sinks may stay as they are.
+def load_params(module: nnx.Module, values: Mapping[PathParts, Any], source: str) -> None:
+    """Replaces the parameters of a module by values, arrays or variables; only sinks may be missing.
 
     Raises:
-      ValueError: other parameters are there than the module has, or of other shapes.
+      ValueError: the names or shapes of values are not those of the parameters.
     """
     params: dict[PathParts, Any] = dict(nnx.to_flat_state(nnx.state(module, nnx.Param)))
     params = {path: param for path, param in params.items() if path in values or path[-1] != "sinks"}
     dotted = {path: ".".join(map(str, path)) for path in (*params, *values)}
     refuse_names([dotted[path] for path in values], [dotted[path] for path in params], source)
-    given, wanted = ({dotted[path]: jnp.shape(x) for path, x in side.items()} for side in (values, params))
-    refuse_shapes(given, wanted, source)
+    shapes, expected = ({dotted[path]: jnp.shape(x) for path, x in arrays.items()} for arrays in (values, params))
+    refuse_shapes(shapes, expected, source)
     filled = [(path, x if isinstance(x, nnx.Variable) else params[path].replace(x)) for path, x in values.items()]
     nnx.update(module, nnx.from_flat_state(filled))
 
 
 def refuse_fixed(options: Iterable[str], fixed: Collection[str], source: str) -> None:
-    """Raises ValueError for an option that the source has fixed."""
-    given = [name for name in options if name in fixed]
-    if given:
-        raise ValueError(f"{given[0]}: comes from {source} and cannot be changed")
+    """Raises ValueError for an option that the source fixes."""
+    overridden = [name for name in options if name in fixed]
+    if overridden:
+        raise ValueError(f"{overridden[0]}: comes from {source} and cannot be changed")
 
 
-def refuse_names(given: Collection[str], wanted: Collection[str], source: str) -> None:
-    """Raises ValueError unless the names given are those wanted."""
-    unknown, missing = ([n for n in a if n not in set(b)] for a, b in ((given, wanted), (wanted, given)))
-    wrong = [f"{kind} {some(names)}" for kind, names in (("unknown", unknown), ("missing", missing)) if names]
+def refuse_names(names: Collection[str], expected: Collection[str], source: str) -> None:
+    """Raises ValueError unless names are those expected."""
+    unknown, missing = ([n for n in a if n not in set(b)] for a, b in ((names, expected), (expected, names)))
+    wrong = [
+        f"{kind} {abbreviate(kind_names)}"
+        for kind, kind_names in (("unknown", unknown), ("missing", missing))
+        if kind_names
+    ]
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
 
 
-def refuse_shapes(given: Mapping[str, tuple], wanted: Mapping[str, tuple], source: str) -> None:
-    """Raises ValueError where a shape is not the one wanted under its name."""
-    wrong = [f"{n} {shape}, not {wanted[n]}" for n, shape in given.items() if n in wanted and shape != wanted[n]]
+def refuse_shapes(shapes: Mapping[str, tuple], expected: Mapping[str, tuple], source: str) -> None:
+    """Raises ValueError unless each shape is that expected of its name."""
+    wrong = [f"{n} {shape}, not {expected[n]}" for n, shape in shapes.items() if n in expected and shape != expected[n]]
     if wrong:
-        raise ValueError(f"{source}: shapes that do not fit: {some(wrong)}")
+        raise ValueError(f"{source}: shapes that do not fit: {abbreviate(wrong)}")
 
 
-def some(names: Collection[str]) -> str:
-    """The first few, and how many more."""
+def abbreviate(names: Collection[str]) -> str:
+    """Returns the first six names, and the number of the others."""
     return ", ".join(list(names)[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

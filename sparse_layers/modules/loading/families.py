@@ -1,4 +1,4 @@
-"""Families of decoders: what Hugging Face's ``config.json`` says, as settings of ours; each family is a table."""
+"""Families of decoders: tables that translate the ``config.json`` of a checkpoint into settings of a model."""
 
 import dataclasses
 import functools
@@ -9,45 +9,45 @@ from typing import Any
 from ...arguments.checks import Natural, Positive, as_float, checked, suggest
 from ...masks.primitives import Causal, Window
 from ..rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from .dense import some
+from .dense import abbreviate
 from .safetensors import read_json
 
 
 class Config:
-    """A config.json. What is null there counts as left out, but for `need`."""
+    """A config.json. A null counts as missing, except in `required`."""
 
     def __init__(self, file: pathlib.Path, values: dict[str, Any] | None = None):
         self.file, self.values = file, read_json(file) if values is None else values
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A setting, or the default."""
+        """Returns a setting, or the default."""
         value = self.values.get(name)
         return default if value is None else value
 
-    def need(self, name: str) -> Any:
-        """A setting that must be there, maybe null: what is meant without it is not said."""
+    def required(self, name: str) -> Any:
+        """Returns a setting that must be present, though it may be null: its absence has no defined meaning."""
         if name not in self.values:
             raise ValueError(f"{self.file}: {name} is missing")
         return self.values[name]
 
     def size(self, name: str, default: int | None = None) -> int:
-        """An integer >= 1."""
+        """Returns a setting that is an integer >= 1."""
         return checked(f"{self.file}: {name}", self.get(name, default), Positive)
 
     def number(self, name: str) -> float:
-        """A number > 0."""
+        """Returns a setting that is a number > 0."""
         number = as_float(self.get(name))
         return self.one_of(name, () if number is None or number <= 0 else (number,), "a number > 0")
 
-    def divided(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
-        """Two integers >= 1, of which the second divides the first."""
-        whole, part = self.size(name), self.size(by, default)
-        if whole % part:
-            raise ValueError(f"{self.file}: {by} must divide {name}={whole}, got {part}")
-        return whole, part
+    def divisible_sizes(self, name: str, by: str, default: int | None = None) -> tuple[int, int]:
+        """Returns two settings, integers >= 1, the second of which divides the first."""
+        size, divisor = self.size(name), self.size(by, default)
+        if size % divisor:
+            raise ValueError(f"{self.file}: {by} must divide {name}={size}, got {divisor}")
+        return size, divisor
 
     def one_of(self, name: str, served: Collection[Any], rule: str = "", default: Any = None) -> Any:
-        """A setting that is one of some values."""
+        """Returns a setting that is one of the served values."""
         value = self.get(name, default)
         if not any(value is x if isinstance(value, bool) or isinstance(x, bool) else value == x for x in served):
             rule = rule or " or ".join(map(repr, served))
@@ -56,7 +56,7 @@ class Config:
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Settings that must have one of these values, of which the first is meant where they are left out.
+# Settings that must have one of these values. The first is the default.
 _SERVED = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -69,14 +69,14 @@ _SERVED = {
     "use_sliding_window": (False, True),
     "partial_rotary_factor": (1,),
 }
-# The scalings of rotary embeddings by Hugging Face's names, and its names of their numbers, where ours differ.
+# The scalings of rotary position embeddings by Hugging Face's names, and its names of their fields that differ.
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 NUMBERS = {"original_length": "original_max_position_embeddings", "fast": "beta_fast", "slow": "beta_slow"}
 NUMBERS |= {"low": "low_freq_factor", "high": "high_freq_factor", "rounded": "truncate"}
 
 
-def described(config: Config) -> tuple["Family", dict[str, Any]]:
-    """The architecture, and the arguments of `SparseTransformer`.
+def read_settings(config: Config) -> tuple["Family", dict[str, Any]]:
+    """Returns the family of a configuration, and the arguments of `SparseTransformer`.
 
     Raises:
       ValueError: see `from_huggingface`.
@@ -89,52 +89,55 @@ def described(config: Config) -> tuple["Family", dict[str, Any]]:
         config.one_of(name, served, default=served[0])
     settings = family.settings(config)
     count = settings["num_layers"]
-    own = [SLIDING if family.slides(config, i) else FULL for i in range(count)]
-    kinds = config.get("layer_types") or own
+    default_kinds = [SLIDING if family.is_sliding(config, i) else FULL for i in range(count)]
+    kinds = config.get("layer_types") or default_kinds
     if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise ValueError(f"{config.file}: layer_types must be {count} times {FULL!r} or {SLIDING!r}, got {kinds}")
-    if kinds != own and not family.mixes:
-        raise ValueError(f"{config.file}: layer_types must be those that this architecture has, {own}, got {kinds}")
-    # What layers take in turn, once.
-    turn = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
+    if kinds != default_kinds and not family.mixed_layers:
+        raise ValueError(
+            f"{config.file}: layer_types must be those that this architecture has, {default_kinds}, got {kinds}"
+        )
+    cycle_length = next(n for n in range(1, count + 1) if kinds == (kinds[:n] * count)[:count])
     windows = {SLIDING: config.size("sliding_window") - 1} if SLIDING in kinds else {}
-    masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:turn])
+    masks = (Causal() & Window(windows[kind]) if kind in windows else Causal() for kind in kinds[:cycle_length])
     settings["patterns"] = tuple(masks)
     if settings["positions"] == "rope":
-        settings["rope"] = tuple(_rope(config, family, kind) for kind in kinds[:turn])
+        settings["rope"] = tuple(_make_rope(config, family, kind) for kind in kinds[:cycle_length])
     return family, settings
 
 
-def _rope(config: Config, family: "Family", kind: str) -> Rope:
-    """The rotary embeddings of a kind of layer.
+def _make_rope(config: Config, family: "Family", kind: str) -> Rope:
+    """Makes the rotary position embeddings of a kind of layer.
 
     Raises:
-      ValueError: names the file.
+      ValueError: an unknown or wrong setting, with the file's name.
     """
-    given, older = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    parameters, older_scaling = config.get("rope_parameters", {}), config.get("rope_scaling", {})
     local = kind == SLIDING and len(family.thetas) > 1
     theta = config.get("rope_local_base_freq" if local else "rope_theta", family.thetas[-1 if local else 0])
-    by_kind = isinstance(given, dict) and not {FULL, SLIDING}.isdisjoint(given)
-    if not (isinstance(given.get(kind), dict) if by_kind else not given or len(family.thetas) == 1):
-        raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {given!r}")
-    newer = given.get(FULL) if by_kind else given
-    if newer and older and _without_theta(newer) != _without_theta(older):
-        raise ValueError(f"{config.file}: rope_parameters and rope_scaling must agree, got {given!r} and {older!r}")
+    by_kind = isinstance(parameters, dict) and not {FULL, SLIDING}.isdisjoint(parameters)
+    if not (isinstance(parameters.get(kind), dict) if by_kind else not parameters or len(family.thetas) == 1):
+        raise ValueError(f"{config.file}: rope_parameters must be of {FULL!r} and of {SLIDING!r}, got {parameters!r}")
+    newer = parameters.get(FULL) if by_kind else parameters
+    if newer and older_scaling and _without_theta(newer) != _without_theta(older_scaling):
+        raise ValueError(
+            f"{config.file}: rope_parameters and rope_scaling must agree, got {parameters!r} and {older_scaling!r}"
+        )
     if by_kind:
-        given = given[kind]
-    elif not given:
-        given = {} if local else older
-    if not isinstance(given, dict):
-        raise ValueError(f"{config.file}: rotary embeddings must be an object, got {given!r}")
-    given = {word: value for word, value in given.items() if value is not None}
-    theta, share = given.pop("rope_theta", theta), given.pop("partial_rotary_factor", 1)
+        parameters = parameters[kind]
+    elif not parameters:
+        parameters = {} if local else older_scaling
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{config.file}: rotary embeddings must be an object, got {parameters!r}")
+    parameters = {word: value for word, value in parameters.items() if value is not None}
+    theta, share = parameters.pop("rope_theta", theta), parameters.pop("partial_rotary_factor", 1)
     if share != 1:
         raise ValueError(f"{config.file}: partial_rotary_factor must be 1, got {share!r}")
-    kind_of_scaling = given.pop("type", "default")
-    name, scaling = given.pop("rope_type", kind_of_scaling), None
+    kind_of_scaling = parameters.pop("type", "default")
+    name, scaling = parameters.pop("rope_type", kind_of_scaling), None
     try:
         if name != "default":
-            scaling = _scaling(config, str(name), given)
+            scaling = _make_scaling(config, str(name), parameters)
         return Rope(theta, scaling=scaling)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{config.file}: rotary embeddings: {error}") from error
@@ -144,32 +147,40 @@ def _without_theta(rope: Any) -> Any:
     return {name: x for name, x in rope.items() if name != "rope_theta"} if isinstance(rope, dict) else rope
 
 
-def _scaling(config: Config, name: str, given: dict[str, Any]) -> Any:
-    """The scaling of a name with the numbers given.
+def _make_scaling(config: Config, name: str, parameters: dict[str, Any]) -> Any:
+    """Makes the scaling of rotary position embeddings with this name.
 
     Raises:
-      ValueError, TypeError: an unknown name or number, or a missing or wrong one.
+      ValueError, TypeError: an unknown name, or an unknown, missing or wrong parameter.
     """
     if name not in SCALINGS:
         raise ValueError(f"rope_type: {suggest(name, ['default', *SCALINGS])}")
     known = {NUMBERS.get(field.name, field.name): field.name for field in dataclasses.fields(SCALINGS[name])}
     needed, original = {"factor"}, NUMBERS["original_length"]
     if original in known:
-        length = given.get(original, config.get("max_position_embeddings"))
-        given = given | {original: config.get(original, length)}
+        length = parameters.get(original, config.get("max_position_embeddings"))
+        parameters = parameters | {original: config.get(original, length)}
     if name == "llama3":
         needed |= {"low_freq_factor", "high_freq_factor"}
-    unknown, missing = [x for x in given if x not in known], sorted(needed - {*given})
+    unknown, missing = [x for x in parameters if x not in known], sorted(needed - {*parameters})
     if unknown or missing:
-        raise ValueError(f"{name!r} {f'has no {some(unknown)}' if unknown else f'needs {some(missing)}'}")
+        raise ValueError(f"{name!r} {f'has no {abbreviate(unknown)}' if unknown else f'needs {abbreviate(missing)}'}")
     make: Any = SCALINGS[name]
-    return make(**{known[word]: value for word, value in given.items()})
+    return make(**{known[word]: value for word, value in parameters.items()})
 
 
-def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, Any]:
-    """What all families share but GPT-2; the MLP's function if none is said, and more are a family's own."""
+def _llama(config: Config, *, function: str = "silu", **overrides: Any) -> dict[str, Any]:
+    """Returns the settings that all families except GPT-2 share.
+
+    Args:
+      config: the configuration.
+      function: the activation of the MLP if the configuration has none.
+      **overrides: settings of one family.
+    """
     features = config.size("hidden_size")
-    heads, kv_heads = config.divided("num_attention_heads", "num_key_value_heads", config.size("num_attention_heads"))
+    heads, kv_heads = config.divisible_sizes(
+        "num_attention_heads", "num_key_value_heads", config.size("num_attention_heads")
+    )
     head_dim = config.size("head_dim", features // heads)
     if head_dim % 2:
         raise ValueError(f"{config.file}: head_dim must be even, for pairs of features turn, got {head_dim}")
@@ -190,19 +201,19 @@ def _llama(config: Config, *, function: str = "silu", **more: Any) -> dict[str, 
         "use_bias": (*biases, "mlp") if config.get("mlp_bias", False) else biases,
         "positions": "rope",
         "seq_len": config.size("max_position_embeddings"),
-    } | more
+    } | overrides
 
 
-def _gemma(config: Config, **more: Any) -> dict[str, Any]:
-    more |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
-    more["scale"] = config.number("query_pre_attn_scalar") ** -0.5
+def _gemma(config: Config, **overrides: Any) -> dict[str, Any]:
+    overrides |= {"norm_placement": "sandwich", "embedding_scale": config.size("hidden_size") ** 0.5}
+    overrides["scale"] = config.number("query_pre_attn_scalar") ** -0.5
     caps = {"logits_soft_cap": "attn_logit_softcapping", "final_soft_cap": "final_logit_softcapping"}
-    more |= {ours: config.number(theirs) for ours, theirs in caps.items() if config.need(theirs) is not None}
-    return _llama(config, function="gelu_pytorch_tanh", **more)
+    overrides |= {ours: config.number(theirs) for ours, theirs in caps.items() if config.required(theirs) is not None}
+    return _llama(config, function="gelu_pytorch_tanh", **overrides)
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
-    features, heads = config.divided("n_embd", "n_head")
+    features, heads = config.divisible_sizes("n_embd", "n_head")
     config.one_of("activation_function", ("gelu_new", "gelu_pytorch_tanh"), default="gelu_new")
     return {
         "vocab_size": config.size("vocab_size"),
@@ -219,28 +230,28 @@ def _gpt2(config: Config) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """An architecture: where its parameters are, and what `SparseTransformer` is told.
+    """A model architecture of Hugging Face: names of its parameters, and arguments of `SparseTransformer`.
 
     Attributes:
-      names: modules of ours -> those of the files, {} for the number of the layer; a pair for the second's part of
-        queries, keys and values side by side.
-      settings: the arguments of `SparseTransformer`, of a configuration.
-      slides: whether layer i has a window, where the configuration has no layer_types.
-      prefix: what names may begin with, but for that of the head.
-      conv1d: whether kernels are [in, out], and not [out, in].
-      from_one: whether scales of norms are stored as differences from 1.
-      mixes: whether layer_types may mix layers with and without a window.
-      thetas: of the rotary embeddings of layers without a window and of those with one, where the configuration has
-        none; two where they differ, and then only the first are scaled.
+      names: module names here -> in the files, with {} for the layer's number; a pair (name, i) is part i of a tensor
+        with queries, keys and values side by side.
+      settings: a function from a configuration to the arguments of `SparseTransformer`.
+      is_sliding: a function, True if layer i has a window where the configuration has no layer_types.
+      prefix: an optional prefix of all names except the head's.
+      conv1d: True if kernels are [in, out], not [out, in].
+      zero_centered_norms: True if scales of norms are stored as differences from 1.
+      mixed_layers: True if layer_types may mix layers with and without a window.
+      thetas: default thetas of layers without a window and of layers with one; one number if they are equal. With two,
+        only the first are scaled.
     """
 
     names: Mapping[str, str | tuple[str, int]]
     settings: Callable[[Config], dict[str, Any]]
-    slides: Callable[[Config, int], bool] = lambda config, i: False
+    is_sliding: Callable[[Config, int], bool] = lambda config, i: False
     prefix: str = "model."
     conv1d: bool = False
-    from_one: bool = False
-    mixes: bool = False
+    zero_centered_norms: bool = False
+    mixed_layers: bool = False
     thetas: tuple[float, ...] = (10000.0,)
 
 
@@ -282,8 +293,8 @@ _GPT2 = {
 }
 
 
-def _slides_from(config: Config, i: int) -> bool:
-    """Whether layer i of Qwen has a window."""
+def _qwen_is_sliding(config: Config, i: int) -> bool:
+    """True if layer i of Qwen has a window."""
     if not config.get("use_sliding_window", False) or config.get("sliding_window") is None:
         return False
     return i >= checked(f"{config.file}: max_window_layers", config.get("max_window_layers"), Natural)
@@ -297,16 +308,18 @@ def _gemma3(config: Config) -> dict[str, Any]:
 FAMILIES = {
     "gpt2": Family(_GPT2, _gpt2, prefix="transformer.", conv1d=True),
     "llama": Family(_LLAMA, _llama),
-    "mistral": Family(_LLAMA, _llama, lambda config, i: config.need("sliding_window") is not None),
-    "qwen2": Family(_LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _slides_from, mixes=True),
-    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _slides_from, mixes=True),
-    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, from_one=True, mixes=True),
+    "mistral": Family(_LLAMA, _llama, lambda config, i: config.required("sliding_window") is not None),
+    "qwen2": Family(
+        _LLAMA, functools.partial(_llama, use_bias=("query", "key", "value")), _qwen_is_sliding, mixed_layers=True
+    ),
+    "qwen3": Family(_LLAMA, functools.partial(_llama, normalize_qk=True), _qwen_is_sliding, mixed_layers=True),
+    "gemma2": Family(_GEMMA, _gemma, lambda config, i: i % 2 == 0, zero_centered_norms=True, mixed_layers=True),
     "gemma3_text": Family(
         _GEMMA,
         _gemma3,
         lambda config, i: bool((i + 1) % config.size("sliding_window_pattern", 6)),
-        from_one=True,
-        mixes=True,
+        zero_centered_norms=True,
+        mixed_layers=True,
         thetas=(1000000.0, 10000.0),
     ),
     "olmo2": Family(_OLMO2, functools.partial(_llama, norm_placement="post", normalize_qk="rms_joint")),

@@ -1,4 +1,4 @@
-"""`from_huggingface`: decoders as Hugging Face stores them, as sparse language models."""
+"""`from_huggingface`: sparse language models from checkpoints of Hugging Face's decoders."""
 
 import dataclasses
 import errno
@@ -19,14 +19,15 @@ from flax.typing import Dtype, PathParts
 from ...arguments.checks import strict_kwargs
 from ...ops.kernels.numerics import accumulator_dtype
 from ..attention_fn import Pattern
-from ..settings import LoadedModelOptions, check_settings, check_stream
+from ..options import LoadedModelOptions
+from ..settings import check_settings, check_stream
 from ..transformer import SparseTransformer
-from .dense import refuse_fixed, refuse_names, refuse_shapes, some
-from .families import Config, Family, described
-from .safetensors import Stored, stored, tensors_of
+from .dense import abbreviate, refuse_fixed, refuse_names, refuse_shapes
+from .families import Config, Family, read_settings
+from .safetensors import TensorInfo, find_tensors, read_header
 
 _HEAD = "lm_head.weight"
-# What older files hold beside the weights: frequencies, and GPT-2's causal mask and its fill value.
+# Older files also hold frequencies, and GPT-2's causal mask and its fill value.
 _BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
@@ -41,40 +42,40 @@ def from_huggingface(
     rngs: nnx.Rngs | None = None,
     **options: Unpack[LoadedModelOptions],
 ) -> SparseTransformer:
-    """The sparse language model with the weights of a decoder that Hugging Face's ``save_pretrained`` wrote.
+    """Loads a checkpoint of Hugging Face's ``save_pretrained`` as a sparse language model.
 
-    Of GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2; models of experts and of
-    latent attention are not among them. Nothing is downloaded, and nothing in a file is executed. Tensors are read one
-    by one: loading needs the memory of the model and twice that of the largest tensor in the files.
+    It supports GPT-2, Llama (to 3.x), Mistral, Qwen 2, 2.5 and 3, Gemma 2, Gemma 3 (text) and OLMo 2, but neither
+    mixtures of experts nor latent attention. Nothing is downloaded, and nothing in a file is executed. Tensors are read
+    one by one: loading needs the memory of the model and twice that of the largest tensor in the files.
 
     Args:
-      folder: with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or several files
+      folder: a folder with a ``config.json``, of any generation of transformers, and a ``model.safetensors``, or files
         with a ``model.safetensors.index.json``; in float32, float16 or bfloat16.
-      patterns: see `SparseTransformer`; None for the configuration's: causal, in some layers within a window. With
-        these the logits are the model's own.
-      seq_len: the longest input, in tokens; None for the configuration's number of positions. Of GPT-2's learned
-        positions, a smaller one keeps the first.
-      dtype: of the computation; None: that of the parameters. Of Gemma in bfloat16, float32 alone gives the logits to
-        all digits, for norms multiply by their scales in this dtype.
-      param_dtype: of the parameters; None for that of the file's token embedding.
-      rngs: random number generators for dropout: with a dropout_rate, one key of the stream ``dropout`` (or
-        ``default``) is drawn, otherwise none; None for ``nnx.Rngs(0)``.
+      patterns: see `SparseTransformer`; None for the configuration's, causal and in some layers within a window, which
+        give the model's own logits.
+      seq_len: the longest input, in tokens; None for the configuration's number of positions. A smaller one keeps the
+        first of GPT-2's learned positions.
+      dtype: dtype of the computation; None for that of the parameters. Gemma in bfloat16 gives its exact logits with
+        float32 only, as norms multiply by their scales in this dtype.
+      param_dtype: dtype of the parameters; None for that of the file's token embedding.
+      rngs: random number generators for dropout; None for ``nnx.Rngs(0)``. With a dropout_rate, loading draws one key
+        of the stream ``dropout`` (or ``default``), otherwise none.
       **options: all other arguments of `SparseTransformer` that the files do not fix: ``causal`` (False for patterns
         that look ahead), ``dropout_rate``, ``remat``, ``scan_layers``, ``implementation``, ``selection``, ``use_sinks``
         (sinks start at zero), ...
 
     Returns:
-      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, are the sums, in float32.
+      A `SparseTransformer`. Gemma's norm scales, stored as differences from 1, become their sums with 1, in float32.
 
     Raises:
       FileNotFoundError: config.json or the tensors are missing.
-      TypeError: folder is no path, rngs are no ``nnx.Rngs``, an unknown option or one that the files fix, patterns that
-        are none.
-      ValueError: a file that cannot be read; a configuration of an unknown architecture, activation, kind of layer or
-        of rotary embeddings, of quantized tensors, or without a setting that it must have; missing or left-over
-        tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding that it is said to
-        be; more positions than were learned; an option that the configuration fixes (Gemma's scale and soft caps); and
-        what `SparseTransformer` refuses.
+      TypeError: a folder that is not a path, rngs or patterns of another type, an unknown option or one that the files
+        fix.
+      ValueError: a file that cannot be read; a configuration with an unknown architecture, activation, kind of layer or
+        of rotary position embeddings, with quantized tensors, or without a required setting; missing or additional
+        tensors, shapes or dtypes that do not fit, by name; a head that differs from the embedding it is tied to; more
+        positions than were learned; an option that the configuration fixes (Gemma's scale and soft caps); and errors of
+        `SparseTransformer`.
 
     Example:
       >>> import json, pathlib, tempfile, jax.numpy as jnp, numpy as np, sparse_layers as sl
@@ -85,7 +86,7 @@ def from_huggingface(
       >>> shapes |= {"h.0.ln_2.weight": [8], "h.0.attn.c_attn.weight": [8, 24], "h.0.attn.c_proj.weight": [8, 8]}
       >>> shapes |= {"h.0.mlp.c_fc.weight": [8, 32], "h.0.mlp.c_proj.weight": [32, 8]}
       >>> shapes |= {f"{name[:-7]}.bias": shape[-1:] for name, shape in shapes.items() if name[0] in "lh"}
-      >>> with tempfile.TemporaryDirectory() as folder:  # a real one: a clone of Qwen/Qwen3-8B, say
+      >>> with tempfile.TemporaryDirectory() as folder:  # in practice a clone of Qwen/Qwen3-8B, for example
       ...     _ = pathlib.Path(folder, "config.json").write_text(json.dumps(config))
       ...     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
       ...     save_file(tensors, pathlib.Path(folder, "model.safetensors"))
@@ -97,11 +98,11 @@ def from_huggingface(
       Names, layouts and meanings of settings: the models of Hugging Face's transformers. Formats: safetensors.
     """
     path = path_of("folder", folder)
-    given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    _check(given, options)
+    arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    _check_arguments(arguments, options)
     if not path.is_dir():
         raise FileNotFoundError(errno.ENOENT, "folder must be on this machine, nothing is downloaded", str(path))
-    return _loaded(path, Config(path / "config.json"), lambda: stored(path), patterns, options=options, **given)
+    return _load(path, Config(path / "config.json"), lambda: find_tensors(path), patterns, options=options, **arguments)
 
 
 @strict_kwargs
@@ -116,12 +117,12 @@ def from_gpt2(
     rngs: nnx.Rngs | None = None,
     **options: Unpack[LoadedModelOptions],
 ) -> SparseTransformer:
-    """`from_huggingface` for a GPT-2 that may come as a file alone, whose sizes then say what a configuration would.
+    """Loads a checkpoint of GPT-2 as `from_huggingface` does, also from a single file without a configuration.
 
     Args:
       path: a ``.safetensors`` file, or a folder with a ``model.safetensors``; a ``config.json`` beside it is read.
-      patterns: see `SparseTransformer`; with "all" the logits are GPT-2's.
-      num_heads: None for the configuration's, or for one for each 64 features, as in all released sizes.
+      patterns: see `SparseTransformer`; "all" gives GPT-2's own logits.
+      num_heads: number of heads; None for the configuration's, or one for each 64 features, as in all released sizes.
       seq_len, dtype, param_dtype, rngs: see `from_huggingface`.
       **options: see `from_huggingface`.
 
@@ -140,37 +141,37 @@ def from_gpt2(
     References:
       Radford et al.: Language Models are Unsupervised Multitask Learners, 2019.
     """
-    place = path_of("path", path)
-    given = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-    _check(given | {"num_heads": num_heads}, options)
-    folder = place if place.is_dir() else place.parent
-    files = stored(place) if place.is_dir() else tensors_of(place)
+    model_path = path_of("path", path)
+    arguments = {"seq_len": seq_len, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    _check_arguments(arguments | {"num_heads": num_heads}, options)
+    folder = model_path if model_path.is_dir() else model_path.parent
+    files = find_tensors(model_path) if model_path.is_dir() else read_header(model_path)
     file = folder / "config.json"
-    config = Config(file) if file.exists() else Config(place, _gpt2_of(place, files))
+    config = Config(file) if file.exists() else Config(model_path, _gpt2_config(model_path, files))
     config.one_of("model_type", ("gpt2",))
     if num_heads is not None:
         config.values["n_head"] = num_heads
-        if (features := config.size("n_embd")) % num_heads:  # the argument's fault, not the file's
+        if (features := config.size("n_embd")) % num_heads:  # an error of the argument, not of the file
             raise ValueError(f"num_heads={num_heads} must divide features={features}")
-    return _loaded(place, config, lambda: files, patterns, options=options, **given)
+    return _load(model_path, config, lambda: files, patterns, options=options, **arguments)
 
 
 def path_of(name: str, path: Any) -> pathlib.Path:
-    """The path of a model; raises TypeError for what is no path."""
+    """Returns the path of a model; raises TypeError if it is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be that of a model, got {type(path).__name__}: {path!r}")
     return pathlib.Path(path)
 
 
-def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises what `from_huggingface` does for arguments that are wrong whatever is in the files."""
-    check_settings(**{name: x for name, x in given.items() if x is not None or name == "dtype"}, **options)
+def _check_arguments(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses arguments of `from_huggingface` that are wrong for all files."""
+    check_settings(**{name: x for name, x in arguments.items() if x is not None or name == "dtype"}, **options)
 
 
-def _loaded(
+def _load(
     path: pathlib.Path,
     config: Config,
-    tensors: Callable[[], dict[str, Stored]],
+    tensors: Callable[[], dict[str, TensorInfo]],
     patterns: Pattern | Sequence[Pattern] | None,
     *,
     seq_len: int | None,
@@ -179,8 +180,8 @@ def _loaded(
     rngs: nnx.Rngs | None,
     options: Mapping[str, Any],
 ) -> SparseTransformer:
-    """The model of a configuration with tensors of files; arguments as of `from_huggingface`."""
-    family, settings = described(config)
+    """Makes the model of a configuration and loads its tensors; `from_huggingface` documents the arguments."""
+    family, settings = read_settings(config)
     refuse_fixed(options, settings, str(config.file))
     positions = settings.pop("seq_len")
     if seq_len is not None and seq_len > positions and settings["positions"] == "learned":
@@ -194,7 +195,7 @@ def _loaded(
     settings["tie_embeddings"] = config.get("tie_word_embeddings", _HEAD not in files)
     odd = [name for name, x in files.items() if x.dtype is None]
     if odd:
-        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {some(odd)}")
+        raise ValueError(f"{path}: tensors must be float32, float16 or bfloat16, not so: {abbreviate(odd)}")
     if settings["tie_embeddings"] and _HEAD in files:
         head, tied = files.pop(_HEAD), files.get(embedding)
         if tied is not None and not np.array_equal(head.read(), tied.read()):
@@ -202,10 +203,10 @@ def _loaded(
     if param_dtype is None:
         param_dtype = files[embedding].dtype if embedding in files else jnp.float32
     param_dtype = jnp.dtype(param_dtype)
-    if family.from_one and dtype is None:  # scales of norms have another dtype than all else
+    if family.zero_centered_norms and dtype is None:  # scales of norms have another dtype than all else
         settings["dtype"] = param_dtype
 
-    # Initial values are replaced, so only dropout's key is the caller's.
+    # Initial values are replaced, so only dropout needs the caller's rngs.
     seeds: dict[str, Any] = {"params": 0}
     if options.get("dropout_rate"):
         rngs = nnx.Rngs(0) if rngs is None else rngs
@@ -216,31 +217,31 @@ def _loaded(
         return SparseTransformer(**settings, param_dtype=param_dtype, rngs=rngs, **options)
 
     model = nnx.eval_shape(make, nnx.Rngs(**seeds))
-    places = places_of(model, family, prefix, positions)
-    wanted = {place.name: place.stored for several in places.values() for place in several}
-    refuse_names(files, wanted, str(path))
-    refuse_shapes({name: x.shape for name, x in files.items()}, wanted, str(path))
+    mappings = map_tensors(model, family, prefix, positions)
+    expected = {mapping.name: mapping.tensor_shape for of_param in mappings.values() for mapping in of_param}
+    refuse_names(files, expected, str(path))
+    refuse_shapes({name: x.shape for name, x in files.items()}, expected, str(path))
 
-    def others(model: SparseTransformer) -> Any:  # what the files do not have
-        return nnx.state(model, lambda at, _: at not in places)
+    def rest(model: SparseTransformer) -> Any:  # parameters and variables that the files lack
+        return nnx.state(model, lambda param_path, _: param_path not in mappings)
 
-    if jax.tree.leaves(others(model)):  # the compiler leaves out all but these
-        nnx.update(model, nnx.jit(lambda rngs: others(make(rngs)))(nnx.Rngs(**seeds)))
+    if jax.tree.leaves(rest(model)):  # the compiler drops all others
+        nnx.update(model, nnx.jit(lambda rngs: rest(make(rngs)))(nnx.Rngs(**seeds)))
     params: Any = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    for at, several in places.items():
-        # 1 and a small difference have more digits together than half precision holds.
-        own_dtype = accumulator_dtype(param_dtype) if several[0].offset else param_dtype
-        value = _read(several, files, params[at].shape, own_dtype)
-        nnx.update(model, nnx.from_flat_state([(at, params[at].replace(value))]))
+    for param_path, of_param in mappings.items():
+        # The sum of 1 and a small difference has more digits than half precision holds.
+        value_dtype = accumulator_dtype(param_dtype) if of_param[0].offset else param_dtype
+        value = _read(of_param, files, params[param_path].shape, value_dtype)
+        nnx.update(model, nnx.from_flat_state([(param_path, params[param_path].replace(value))]))
     return model
 
 
-def _gpt2_of(path: pathlib.Path, files: Mapping[str, Stored]) -> dict[str, Any]:
-    """The configuration of a GPT-2 by its tensors alone, as in all released sizes."""
+def _gpt2_config(path: pathlib.Path, files: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Returns the configuration of a GPT-2 that follows from its tensors, as in all released sizes."""
     shapes = {name.removeprefix("transformer."): x.shape for name, x in files.items()}
     for name in ("wte.weight", "wpe.weight"):
         if len(shapes.get(name, ())) != 2:
-            raise ValueError(f"{path}: tensors of a GPT-2 must have a matrix {name}, got {some(sorted(shapes))}")
+            raise ValueError(f"{path}: tensors of a GPT-2 must have a matrix {name}, got {abbreviate(sorted(shapes))}")
     (vocab, features), positions = shapes["wte.weight"], shapes["wpe.weight"]
     return {
         "model_type": "gpt2",
@@ -256,70 +257,94 @@ def _gpt2_of(path: pathlib.Path, files: Mapping[str, Stored]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A parameter in the files: the name and shape of its tensor, and what it takes to be ours."""
+class TensorMapping:
+    """The tensor of a checkpoint that holds a parameter, and how their layouts differ.
+
+    Attributes:
+      name, tensor_shape: those of the tensor in the files.
+      shape: the parameter's shape.
+      qkv_index: the third of the tensor's last axis that holds the parameter, or None for all of it.
+      transposed: True if the tensor is the transpose of the parameter's matrix.
+      offset: a number to add to the tensor.
+    """
 
     name: str
-    stored: tuple[int, ...]
+    tensor_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    part: int | None
-    turned: bool
+    qkv_index: int | None
+    transposed: bool
     offset: int
 
-    def read(self, tensor: Stored, into: np.ndarray) -> None:
-        """Writes the parameter into an array of its shape, without a copy between."""
+    def read(self, tensor: TensorInfo, into: np.ndarray) -> None:
+        """Reads the tensor into an array of the parameter's shape, without another copy."""
         x = tensor.read()
-        x = x if self.part is None else np.split(x, 3, axis=-1)[self.part]
-        x = x.T if self.turned else x
+        x = x if self.qkv_index is None else np.split(x, 3, axis=-1)[self.qkv_index]
+        x = x.T if self.transposed else x
         x = x.astype(np.float32) + self.offset if self.offset else x
-        rows = into.size // math.prod(x.shape[1:])  # of learned positions, the first ones
+        rows = into.size // math.prod(x.shape[1:])  # a shorter seq_len reads the first learned positions
         into.reshape(rows, *x.shape[1:])[...] = x[:rows]
 
 
-def _read(places: list[Place], files: Mapping[str, Stored], shape: tuple[int, ...], dtype: Dtype) -> jax.Array:
-    """A parameter of one layer, or of all that are scanned over; the host holds a tensor of the files at a time."""
+def _read(
+    mappings: list[TensorMapping], files: Mapping[str, TensorInfo], shape: tuple[int, ...], dtype: Dtype
+) -> jax.Array:
+    """Reads a parameter of one layer, or of all scanned layers; the host holds one tensor at a time."""
 
-    def of_layer(place: Place) -> jax.Array:
-        value = np.empty(place.shape, dtype)
-        place.read(files[place.name], value)
-        # Waited for, or the host would hold several twice while they are on their way.
+    def of_layer(mapping: TensorMapping) -> jax.Array:
+        value = np.empty(mapping.shape, dtype)
+        mapping.read(files[mapping.name], value)
+        # Without this wait the host would hold several tensors twice during their transfer.
         return jnp.asarray(value).block_until_ready()
 
-    if len(shape) == len(places[0].shape):
-        return of_layer(places[0])
+    if len(shape) == len(mappings[0].shape):
+        return of_layer(mappings[0])
     layers = jnp.zeros(shape, dtype)
-    for number, place in enumerate(places):
-        layers = _put(layers, number, of_layer(place)).block_until_ready()
+    for number, mapping in enumerate(mappings):
+        layers = _set_layer(layers, number, of_layer(mapping)).block_until_ready()
     return layers
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(layers: jax.Array, index: int, layer: jax.Array) -> jax.Array:
+def _set_layer(layers: jax.Array, index: int, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(layers, layer, index, 0)
 
 
-def places_of(model: SparseTransformer, family: Family, prefix: str, positions: int) -> dict[PathParts, list[Place]]:
-    """Where each parameter lies, those of scanned layers at several places; not those that no file has."""
-    places = {}
-    for at, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+def map_tensors(
+    model: SparseTransformer, family: Family, prefix: str, positions: int
+) -> dict[PathParts, list[TensorMapping]]:
+    """Maps each parameter that files can have to its tensors: one, or one for each scanned layer."""
+    mappings = {}
+    for param_path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         layers, shape = [0], param.shape
-        if at[0] == "blocks":
-            layers = range(int(str(at[1])), model.num_layers, len(model.blocks))
+        if param_path[0] == "blocks":
+            layers = range(int(str(param_path[1])), model.num_layers, len(model.blocks))
             shape = shape[1:] if model.scan_layers else shape
-        if at[-1] != "sinks" and not str(at[-2]).startswith("index_"):
-            places[at] = [_place(family, prefix, at, layer, shape, positions) for layer in layers]
-    return places
+        if param_path[-1] != "sinks" and not str(param_path[-2]).startswith("index_"):
+            mappings[param_path] = [
+                _map_tensor(family, prefix, param_path, layer, shape, positions) for layer in layers
+            ]
+    return mappings
 
 
-def _place(family: Family, prefix: str, at: PathParts, layer: int, shape: tuple[int, ...], positions: int) -> Place:
-    module, leaf = ".".join(part for part in at[:-1] if isinstance(part, str)), at[-1]
+def _map_tensor(
+    family: Family, prefix: str, param_path: PathParts, layer: int, shape: tuple[int, ...], positions: int
+) -> TensorMapping:
+    module, leaf = ".".join(name for name in param_path[:-1] if isinstance(name, str)), param_path[-1]
     theirs = family.names.get(module, module)
-    name, part = theirs if isinstance(theirs, tuple) else (theirs, None)
-    held = (positions if module == "position_embedding" else shape[0], *shape[1:])
-    if leaf != "embedding":  # a matrix or a vector
-        inputs = 2 if module == "blocks.attention.out" else 1
-        held = (math.prod(shape[:inputs]), math.prod(shape[inputs:])) if leaf == "kernel" else (math.prod(shape),)
-    turned = leaf == "kernel" and not (family.conv1d and module != "head")
-    held = held[::-1] if turned else held if part is None else (*held[:-1], 3 * held[-1])
+    name, qkv_index = theirs if isinstance(theirs, tuple) else (theirs, None)
+    rows = positions if module == "position_embedding" else shape[0]
     name = f"{'' if module == 'head' else prefix}{name.format(layer)}.{'bias' if leaf == 'bias' else 'weight'}"
-    return Place(name, held, shape, part, turned, int(family.from_one and leaf == "scale"))
+    transposed = leaf == "kernel" and not (family.conv1d and module != "head")
+    if leaf == "embedding":
+        tensor_shape = rows, *shape[1:]
+    elif leaf == "kernel":
+        inputs = 2 if module == "blocks.attention.out" else 1
+        tensor_shape = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    else:
+        tensor_shape = (math.prod(shape),)
+    if transposed:
+        tensor_shape = tensor_shape[::-1]
+    elif qkv_index is not None:
+        tensor_shape = *tensor_shape[:-1], 3 * tensor_shape[-1]
+    offset = int(family.zero_centered_norms and leaf == "scale")
+    return TensorMapping(name, tensor_shape, shape, qkv_index, transposed, offset)

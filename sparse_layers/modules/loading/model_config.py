@@ -1,4 +1,4 @@
-"""The config.json of a model of ours: the family that computes the same, and its settings in Hugging Face's words."""
+"""The config.json of a model: its family and settings under Hugging Face's names, for a checkpoint."""
 
 import dataclasses
 import math
@@ -12,14 +12,15 @@ from flax import nnx
 
 from ...masks import And
 from ...masks.primitives import Causal, Window
-from ..attention import JointRMSNorm, SparseSelfAttention
-from ..block import IN_BLOCK, SparseTransformerBlock
+from ..attention import SparseSelfAttention
+from ..block import BLOCK_PROJECTIONS, SparseTransformerBlock
 from ..rope import Rope
-from ..settings import biased
+from ..settings import projections_with_bias
+from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
-from .families import FAMILIES, FULL, NUMBERS, SCALINGS, SLIDING, Config, Family, described
+from .families import FAMILIES, FULL, NUMBERS, SCALINGS, SLIDING, Config, Family, read_settings
 
-_CLASSES = {"gpt2": "GPT2LMHeadModel"}  # of transformers, where they are not Xyz of xyz
+_CLASSES = {"gpt2": "GPT2LMHeadModel"}  # names in transformers other than XyzForCausalLM
 _BIASES = {"llama": ("attention_bias", "mlp_bias")}
 _BIASES |= dict.fromkeys(("qwen3", "gemma2", "gemma3_text", "olmo2"), ("attention_bias",))
 _UNSAID = {"norm_placement": "pre", "norm": "layer", "normalize_qk": False, "use_bias": True, "parallel": False}
@@ -27,27 +28,27 @@ _UNSAID |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap"
 
 
 def config_of(model: SparseTransformer, file: pathlib.Path, words: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family and the config.json of a model; ``words`` are added, and win.
+    """Returns the family and the config.json of a model, whose entries ``words`` override.
 
     Raises:
-      ValueError: no family computes what the model does, or not the one that the words say; what `described` refuses.
+      ValueError: no family, or not that of words, has the model's architecture; errors of `read_settings`.
     """
     ours = settings_of(model)
     names = [str(words["model_type"])] if "model_type" in words else list(FAMILIES)
     reasons, fitting = [], []
     for name in names:
         values = _words(name, model, ours) if name in FAMILIES else {}
-        if "rope_parameters" in words:  # the newer generation's word for both of these
+        if "rope_parameters" in words:  # the newer generation's entry for both of these
             values = {word: value for word, value in values.items() if word not in ("rope_theta", "rope_scaling")}
         values |= words
         try:
-            family, theirs = described(Config(file, values))
+            family, theirs = read_settings(Config(file, values))
         except ValueError as error:
             if "model_type" in words:
                 raise
             reasons.append(f"{name}: {error}")
             continue
-        tied = Config(file, values).get("tie_word_embeddings", ours["tie_embeddings"])  # null: as the tensors have it
+        tied = Config(file, values).get("tie_word_embeddings", ours["tie_embeddings"])  # null follows the tensors
         difference = _difference(ours, _completed(theirs) | {"tie_embeddings": tied})
         if difference:
             reasons.append(f"{name}: {difference}")
@@ -56,14 +57,14 @@ def config_of(model: SparseTransformer, file: pathlib.Path, words: Mapping[str, 
     if not fitting:
         subject = "config must be the model's" if words else "model must be like one of Hugging Face's"
         raise ValueError(f"{subject}, but differs in {'; '.join(reasons)}")
-    return min(fitting, key=operator.itemgetter(0))[1:]  # the first of those that say the most patterns
+    return min(fitting, key=operator.itemgetter(0))[1:]  # the first of those with the most patterns
 
 
 def settings_of(model: SparseTransformer) -> dict[str, Any]:
-    """The arguments of `SparseTransformer`, read from a model, but for patterns.
+    """Returns the arguments of `SparseTransformer`, except patterns, that make a model.
 
     Raises:
-      ValueError: layers of other kinds than `FAMILIES` have, or that differ.
+      ValueError: layers of kinds that `FAMILIES` lack, or that differ.
     """
     blocks = _blocks(model)
     layers = [_layer_settings(number, block) for number, block in enumerate(blocks)]
@@ -94,7 +95,7 @@ def settings_of(model: SparseTransformer) -> dict[str, Any]:
 
 
 def _blocks(model: SparseTransformer) -> list[SparseTransformerBlock]:
-    """A block for each layer; scanned ones have the settings of their layers, and stacked parameters."""
+    """Returns a block for each layer; scanned blocks have stacked parameters."""
     return [model.blocks[layer % len(model.blocks)] for layer in range(model.num_layers)]
 
 
@@ -107,7 +108,7 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
     norms += [attention.query_ln, attention.key_ln]
     kinds = {nnx.LayerNorm: "layer", nnx.RMSNorm: "rms", JointRMSNorm: "rms_joint"}
     before, after = block.attention_norm is not None, block.attention_out_norm is not None
-    maps = {name: getattr(attention, name) for name in IN_BLOCK if name != "mlp"} | {"mlp": block.mlp_in}
+    maps = {name: getattr(attention, name) for name in BLOCK_PROJECTIONS if name != "mlp"} | {"mlp": block.mlp_in}
     return {
         "num_heads": attention.num_heads,
         "num_kv_heads": attention.num_kv_heads,
@@ -125,12 +126,12 @@ def _layer_settings(number: int, block: SparseTransformerBlock) -> dict[str, Any
 
 
 def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a configuration with what `SparseTransformer` takes where they say nothing."""
+    """Returns settings of a configuration completed by the defaults of `SparseTransformer`."""
     full = _UNSAID | dict(settings)
     full.setdefault("num_kv_heads", full["num_heads"])
     full.setdefault("head_dim", full["features"] // full["num_heads"])
     full["scale"] = full["scale"] or full["head_dim"] ** -0.5
-    full["use_bias"] = biased(full["use_bias"], IN_BLOCK)
+    full["use_bias"] = projections_with_bias(full["use_bias"], BLOCK_PROJECTIONS)
     full["normalize_qk"] = full["norm"] if full["normalize_qk"] is True else full["normalize_qk"]
     ropes = full["rope"] or (None,)
     full["rope"] = tuple(ropes[layer % len(ropes)] for layer in range(full["num_layers"]))
@@ -138,7 +139,7 @@ def _completed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """The first setting that differs, in words; rotary embeddings have no longest input."""
+    """Describes the first setting that differs; with rotary position embeddings, seq_len may."""
     for name, value in ours.items():
         config_value = theirs[name]
         floats = isinstance(value, float) and isinstance(config_value, float)
@@ -153,20 +154,20 @@ def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def unwritten(model: SparseTransformer, settings: Mapping[str, Any]) -> list[int]:
-    """The layers whose patterns are not those of a configuration."""
+    """Returns the layers whose patterns are not those of a configuration."""
     patterns = settings["patterns"]
     in_config = [_width(patterns[layer % len(patterns)]) for layer in range(model.num_layers)]
     return [layer for layer, width in enumerate(_widths(model)) if width != in_config[layer]]
 
 
 def _widths(model: SparseTransformer) -> list[float | None]:
-    """The windows of layers in tokens, the query included; infinite for all of the past, None for other patterns."""
+    """Returns the windows of layers in tokens, including the query: infinite for causal, None for other patterns."""
     steps = [block.attention.attention_fn.fn for block in _blocks(model)]
     return [None if fn.selection is not None or len({*fn.masks}) > 1 else _width(fn.masks[0]) for fn in steps]
 
 
 def _width(mask: Any) -> float | None:
-    """The window of one mask, see `_widths`."""
+    """Returns the window of one mask, see `_widths`."""
     terms = [mask.left, mask.right] if isinstance(mask, And) else [mask]
     windows = [term for term in terms if isinstance(term, Window)]
     rest = [term for term in terms if not isinstance(term, Window)]
@@ -183,14 +184,14 @@ def _width(mask: Any) -> float | None:
 
 
 def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model in the words of a family, as far as it has words."""
+    """Returns the settings of a model under a family's names, as far as it has names."""
     family = FAMILIES[name]
     common = {
         "model_type": name,
         "architectures": [_CLASSES.get(name, f"{name.removesuffix('_text').capitalize()}ForCausalLM")],
         "vocab_size": ours["vocab_size"],
         "tie_word_embeddings": ours["tie_embeddings"],
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # otherwise their library has some
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # transformers has defaults for these
         "dtype": jnp.dtype(model.token_embedding.embedding.dtype).name,
     }
     if family.conv1d:
@@ -213,10 +214,12 @@ def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict
         "head_dim": ours["head_dim"],
         "max_position_embeddings": ours["seq_len"],
         "rms_norm_eps": ours["norm_epsilon"],
-        "hidden_activation" if family.from_one else "hidden_act": "gelu_pytorch_tanh" if family.from_one else "silu",
+        "hidden_activation" if family.zero_centered_norms else "hidden_act": "gelu_pytorch_tanh"
+        if family.zero_centered_norms
+        else "silu",
         **{word: biases[word] for word in _BIASES.get(name, ())},
     }
-    if family.from_one:
+    if family.zero_centered_norms:
         scalar = ours["scale"] ** -2
         words["query_pre_attn_scalar"] = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
         words["attn_logit_softcapping"] = ours["logits_soft_cap"]
@@ -225,26 +228,29 @@ def _words(name: str, model: SparseTransformer, ours: Mapping[str, Any]) -> dict
 
 
 def _words_of_layers(name: str, family: Family, model: SparseTransformer, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Windows and rotary embeddings, in words that all generations of transformers read."""
+    """Returns windows and rotary position embeddings under names that all generations of transformers read."""
     widths, ropes = _widths(model), [rope or Rope() for rope in ours["rope"]]
-    slides = [width is not None and width < math.inf for width in widths]
-    if len(family.thetas) > 1 and len({*ropes}) > 1:  # where layers turn in two ways, this says their kind
+    is_sliding = [width is not None and width < math.inf for width in widths]
+    if len(family.thetas) > 1 and len({*ropes}) > 1:  # two kinds of layers differ by their rope
         local = min(ropes, key=lambda rope: (rope.scaling is not None, rope.theta))
-        slides = [rope == local for rope in ropes]
-    sizes = {width for width, slide in zip(widths, slides, strict=True) if slide}
+        is_sliding = [rope == local for rope in ropes]
+    sizes = {width for width, sliding in zip(widths, is_sliding, strict=True) if sliding}
     (size,) = sizes if len(sizes) == 1 else (None,)
     size = int(size) if size is not None and size < math.inf else ours["seq_len"]
     words: dict[str, Any] = {}
-    if family.mixes:
-        words |= {"layer_types": [SLIDING if slide else FULL for slide in slides], "sliding_window": size}
+    if family.mixed_layers:
+        words |= {"layer_types": [SLIDING if sliding else FULL for sliding in is_sliding], "sliding_window": size}
     if name.startswith("qwen"):
-        words |= {"use_sliding_window": any(slides), "max_window_layers": slides.index(True) if any(slides) else 0}
+        words |= {
+            "use_sliding_window": any(is_sliding),
+            "max_window_layers": is_sliding.index(True) if any(is_sliding) else 0,
+        }
     if name == "mistral":
-        words["sliding_window"] = size if all(slides) else None
-    full = ropes[slides.index(False)] if False in slides else ropes[0]
+        words["sliding_window"] = size if all(is_sliding) else None
+    full = ropes[is_sliding.index(False)] if False in is_sliding else ropes[0]
     words |= {"rope_theta": full.theta, "rope_scaling": _scaling_words(full)}
     if len(family.thetas) > 1:
-        words["rope_local_base_freq"] = ropes[slides.index(True)].theta if True in slides else family.thetas[-1]
+        words["rope_local_base_freq"] = ropes[is_sliding.index(True)].theta if True in is_sliding else family.thetas[-1]
     return words
 
 

@@ -1,4 +1,4 @@
-"""Tensors of ``.safetensors`` files, one or several with an index: what is in them, each read when it is asked for."""
+"""Tensors of a checkpoint in ``.safetensors`` files, one or several with an index; each is read on demand."""
 
 import json
 import math
@@ -11,8 +11,8 @@ import numpy as np
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": jnp.dtype(jnp.bfloat16)}
 
 
-class Stored(NamedTuple):
-    """A tensor in a file; ``dtype`` is None for one that is not float32, float16 or bfloat16."""
+class TensorInfo(NamedTuple):
+    """The location of a tensor in a file; dtype is None unless it is float32, float16 or bfloat16."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -20,52 +20,52 @@ class Stored(NamedTuple):
     offset: int
 
     def read(self) -> np.ndarray:
-        """Its values: nothing else of the file is read, and no page of it stays mapped."""
+        """Reads the values, and nothing else of the file; no page of it stays mapped."""
         count = math.prod(self.shape) * self.dtype.itemsize
         return np.fromfile(self.file, np.uint8, count, offset=self.offset).view(self.dtype).reshape(self.shape)
 
 
-def stored(folder: pathlib.Path) -> dict[str, Stored]:
-    """The tensors in ``model.safetensors``, or in the files that ``model.safetensors.index.json`` names.
+def find_tensors(folder: pathlib.Path) -> dict[str, TensorInfo]:
+    """Lists the tensors in ``model.safetensors``, or in the files that ``model.safetensors.index.json`` names.
 
     Raises:
-      FileNotFoundError: there is neither, or a file of the index is missing.
-      ValueError: a file is none of this format, or cut off; an index names files elsewhere, or tensors they lack.
+      FileNotFoundError: neither exists, or a file of the index is missing.
+      ValueError: a file has another format or is truncated; an index names files elsewhere, or tensors they lack.
     """
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if file.is_file() or not index.is_file():
-        return tensors_of(file)
-    where: Any = read_json(index).get("weight_map")
-    names: list[Any] = list(where.values()) if isinstance(where, dict) else [None]
+        return read_header(file)
+    weight_map: Any = read_json(index).get("weight_map")
+    names: list[Any] = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
     if not all(isinstance(n, str) and pathlib.Path(n).name == n and n not in ("", "..") for n in names):
         raise ValueError(f"{index}: weight_map must name files beside it")
-    found = {n: tensors_of(folder / n) for n in sorted({*names})}
-    missing = [name for name, n in where.items() if name not in found[n]]
+    by_file = {n: read_header(folder / n) for n in sorted({*names})}
+    missing = [name for name, n in weight_map.items() if name not in by_file[n]]
     if missing:
-        raise ValueError(f"{index}: {missing[0]} is not in {where[missing[0]]}")
-    everything = {name: x for tensors in found.values() for name, x in tensors.items()}
-    return everything | {name: found[n][name] for name, n in where.items()}
+        raise ValueError(f"{index}: {missing[0]} is not in {weight_map[missing[0]]}")
+    all_tensors = {name: x for tensors in by_file.values() for name, x in tensors.items()}
+    return all_tensors | {name: by_file[n][name] for name, n in weight_map.items()}
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: there is no object in it.
+      FileNotFoundError: the file is missing.
+      ValueError: the file holds no object.
     """
     try:
-        found = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: must hold an object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold an object, got {type(content).__name__}")
+    return content
 
 
-def tensors_of(file: pathlib.Path) -> dict[str, Stored]:
-    """The tensors of one file: 8 bytes, the length of the header; the header, JSON; the tensors one after the other."""
-    found = {}
+def read_header(file: pathlib.Path) -> dict[str, TensorInfo]:
+    """Lists the tensors of one file: 8 bytes for the header's length, the header in JSON, then the tensors in order."""
+    tensors = {}
     with file.open("rb") as opened:
         start = 8 + int.from_bytes(opened.read(8), "little")
         size = file.stat().st_size
@@ -74,12 +74,12 @@ def tensors_of(file: pathlib.Path) -> dict[str, Stored]:
             header.pop("__metadata__", None)
             for name in header:
                 (begin, end), shape = header[name]["data_offsets"], tuple(map(int, header[name]["shape"]))
-                found[name] = Stored(file, shape, _DTYPES.get(header[name]["dtype"]), start + begin)
-                count = end - begin if found[name].dtype is None else math.prod(shape) * found[name].dtype.itemsize
+                tensors[name] = TensorInfo(file, shape, _DTYPES.get(header[name]["dtype"]), start + begin)
+                count = end - begin if tensors[name].dtype is None else math.prod(shape) * tensors[name].dtype.itemsize
                 if not 0 <= begin <= end <= size - start or count != end - begin:
                     raise ValueError(f"{name} does not lie in it")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             opened.seek(0)
             hint = " (a pointer of Git LFS: run git lfs pull)" if opened.read(20) == b"version https://git-" else ""
             raise ValueError(f"{file}: cannot be read as a safetensors file{hint}: {error}") from error
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""`to_huggingface`: models of ours in the files of Hugging Face's library, what `from_huggingface` does backwards."""
+"""`to_huggingface`: writes a model as a checkpoint of Hugging Face's library; undoes `from_huggingface`."""
 
 import contextlib
 import errno
@@ -21,8 +21,8 @@ from flax.typing import PathParts
 
 from ...arguments.checks import strict_kwargs
 from ..transformer import SparseTransformer
-from .families import Config, described
-from .huggingface import Place, path_of, places_of
+from .families import Config, read_settings
+from .huggingface import TensorMapping, map_tensors, path_of
 from .model_config import config_of, unwritten
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -32,30 +32,30 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 def to_huggingface(
     model: SparseTransformer, folder: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a model as Hugging Face's ``save_pretrained`` does: ``config.json`` and ``model.safetensors``.
+    """Writes a model as a checkpoint of Hugging Face's library, ``config.json`` and ``model.safetensors``.
 
-    `from_huggingface` makes the same model of the folder, and transformers a dense one with its weights. Tensors are
-    written one by one, in the dtypes of the parameters; Gemma's norm scales, differences from 1 there, get the
-    embedding's. A tokenizer's files are not written: copy them.
+    `from_huggingface` loads the same model from the folder, and transformers a dense one with its weights. Tensors are
+    written one by one, in the dtypes of the parameters; Gemma's norm scales, stored as differences from 1, in that of
+    the embedding. Copy the files of the tokenizer yourself.
 
-    The format has words for causal layers, and in Qwen, Gemma and Mistral for windows. Other patterns (strided, blocks
-    that a scorer chooses, ...) are not written, and a warning says so: hand them to `from_huggingface` again,
+    The format has settings for causal layers and, in Qwen, Gemma and Mistral, for windows. Other patterns (strides,
+    scorers, ...) are not written, with a warning: pass them to `from_huggingface`,
     ``sl.from_huggingface(folder, patterns)``.
 
     Args:
-      model: a `SparseTransformer` that computes, but for its patterns, what a family of `from_huggingface` does.
+      model: a `SparseTransformer` with the architecture, except for patterns, of a family of `from_huggingface`.
         Scanned layers are written one by one.
-      folder: a new or an empty one. Its parents are made, too. A write that fails midway leaves none of them.
-      config: words of config.json that the model does not know, or that shall stand there instead, as
-        ``{"eos_token_id": 2}``; also a whole config.json. With a "model_type" the model is written as of that family,
-        otherwise as of the first that computes the same. Ids of special tokens are null unless they are said here.
+      folder: a new or an empty folder. Its parents are made too. A write that fails leaves none of them.
+      config: settings that config.json gets in addition, or instead of the model's own, such as
+        ``{"eos_token_id": 2}``; a whole config.json too. "model_type" selects the family, by default the first with
+        the model's architecture. Ids of special tokens are null unless given here.
 
     Raises:
-      TypeError: model is no `SparseTransformer`, or its parameters have no values, as inside of ``nnx.jit`` or of
-        ``nnx.eval_shape``; folder is no path, config is no mapping.
+      TypeError: a model that is not a `SparseTransformer`, or whose parameters have no values, as inside of ``nnx.jit``
+        or ``nnx.eval_shape``; a folder that is not a path, a config that is not a mapping.
       FileExistsError: folder is a file, or has files: nothing is overwritten.
-      ValueError: no family computes what the model does, or not the one that config says; `from_huggingface` would
-        refuse config; parameters (sinks, a scorer's index) or a dtype that such files have no names for.
+      ValueError: no family, or not that of config, has the model's architecture; `from_huggingface` would refuse
+        config; parameters (sinks, a scorer's index) or a dtype without a name in such files.
 
     Example:
       >>> import pathlib, tempfile, jax.numpy as jnp, sparse_layers as sl
@@ -85,9 +85,13 @@ def to_huggingface(
     params: dict[Any, Any] = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     _check_values(params)
     family, words = config_of(model, path / "config.json", config or {})
-    _, settings = described(Config(path / "config.json", words))
-    places = places_of(model, family, family.prefix, settings["seq_len"])
-    unnamed = [at for at in params if at not in places or params[at].dtype.name not in _DTYPES]
+    _, settings = read_settings(Config(path / "config.json", words))
+    mappings = map_tensors(model, family, family.prefix, settings["seq_len"])
+    unnamed = [
+        param_path
+        for param_path in params
+        if param_path not in mappings or params[param_path].dtype.name not in _DTYPES
+    ]
     if unnamed:
         raise ValueError(f"model: such files hold no {'.'.join(map(str, unnamed[0]))} of {params[unnamed[0]].dtype}")
     layers = unwritten(model, settings)
@@ -99,29 +103,29 @@ def to_huggingface(
             stacklevel=2,
         )
 
-    _write_folder(path, words, model, places, params)
+    _write_folder(path, words, model, mappings, params)
 
 
 def _check_values(params: Mapping[Any, Any]) -> None:
-    """Refuses parameters that are tracers or shapes alone.
+    """Refuses parameters that are tracers or shapes without values.
 
     Raises:
-      TypeError: names the first of them.
+      TypeError: see above, with the name of the first of them.
     """
-    for at, param in params.items():
+    for param_path, param in params.items():
         value = param.get_value()
         if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array | np.ndarray):
             raise TypeError(
                 f"model: parameters must have values to be written, got {type(value).__name__} for "
-                f"{'.'.join(map(str, at))}: call to_huggingface outside of jit, with a model that nnx.eval_shape did "
-                "not make"
+                f"{'.'.join(map(str, param_path))}: call to_huggingface outside of jit, with a model that "
+                "nnx.eval_shape did not make"
             )
 
 
 def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -> None:
     """Writes both files, or leaves nothing: a new folder gets its name when it is complete.
 
-    An empty folder is filled where it is: it may be a mount, or its parent may be read-only.
+    An existing empty folder is filled in place: it may be a mount, or its parent may be read-only.
     """
     empty = path.exists()
     folder = path if empty else path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -129,7 +133,7 @@ def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -
     try:
         folder.mkdir(parents=True, exist_ok=empty)
         _write_tensors(folder / "model.safetensors", *tensors)
-        # Last, so that a folder with it is complete.
+        # config.json comes last, so that a folder that has it is complete.
         (folder / "config.json").write_text(json.dumps(words, indent=2) + "\n")
         if not empty:
             folder.rename(path)
@@ -140,43 +144,46 @@ def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -
         else:
             shutil.rmtree(folder, ignore_errors=True)
         for parent in parents:
-            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+            with contextlib.suppress(OSError):  # another process has written files into it
                 parent.rmdir()
         raise
 
 
 def _write_tensors(
-    path: pathlib.Path, model: SparseTransformer, places: Mapping[PathParts, list[Place]], params: Mapping[Any, Any]
+    path: pathlib.Path,
+    model: SparseTransformer,
+    mappings: Mapping[PathParts, list[TensorMapping]],
+    params: Mapping[Any, Any],
 ) -> None:
-    """Writes the file: 8 bytes, the length of the header; the header, JSON; the tensors one after the other."""
+    """Writes the file: 8 bytes for the header's length, the header in JSON, then the tensors in order."""
 
-    def dtype_of(place: Place, param: Any) -> Any:
-        return model.token_embedding.embedding.dtype if place.offset else param.dtype
+    def dtype_of(mapping: TensorMapping, param: Any) -> Any:
+        return model.token_embedding.embedding.dtype if mapping.offset else param.dtype
 
-    tensors: dict[str, list[tuple[Place, Any, int]]] = {}
-    for at, of_layers in places.items():
-        for layer, place in enumerate(of_layers):
-            tensors.setdefault(place.name, []).append((place, params[at], layer))
+    tensors: dict[str, list[tuple[TensorMapping, Any, int]]] = {}
+    for param_path, of_param in mappings.items():
+        for layer, mapping in enumerate(of_param):
+            tensors.setdefault(mapping.name, []).append((mapping, params[param_path], layer))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, ((place, param, _), *_) in tensors.items():
-        dtype = dtype_of(place, param)
-        begin, end = end, end + math.prod(place.stored) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype.name], "shape": place.stored, "data_offsets": [begin, end]}
+    for name, ((mapping, param, _), *_) in tensors.items():
+        dtype = dtype_of(mapping, param)
+        begin, end = end, end + math.prod(mapping.tensor_shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype.name], "shape": mapping.tensor_shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors begin at multiples of their items
+    text += b" " * (-len(text) % 8)  # tensors must begin at multiples of their item size
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for slices in tensors.values():
             file.write(_tensor(slices, dtype_of(*slices[0][:2])).tobytes())
 
 
-def _tensor(slices: list[tuple[Place, Any, int]], dtype: Any) -> np.ndarray:
-    """A tensor of the file, out of one parameter or of those side by side in it: undoes `Place.read`."""
-    tensor = np.empty(slices[0][0].stored, dtype)
-    for place, param, layer in slices:
-        x = np.asarray(jnp.reshape(param[...], (-1, *place.shape))[layer])  # of scanned layers, one
-        into = tensor if place.part is None else np.split(tensor, 3, axis=-1)[place.part]
-        into = into.T if place.turned else into
-        into[...] = (x.astype(np.float32) - place.offset if place.offset else x).reshape(into.shape)
+def _tensor(slices: list[tuple[TensorMapping, Any, int]], dtype: Any) -> np.ndarray:
+    """Returns a tensor of the file, from one parameter or three side by side; undoes `TensorMapping.read`."""
+    tensor = np.empty(slices[0][0].tensor_shape, dtype)
+    for mapping, param, layer in slices:
+        x = np.asarray(jnp.reshape(param[...], (-1, *mapping.shape))[layer])  # one of the scanned layers
+        into = tensor if mapping.qkv_index is None else np.split(tensor, 3, axis=-1)[mapping.qkv_index]
+        into = into.T if mapping.transposed else into
+        into[...] = (x.astype(np.float32) - mapping.offset if mapping.offset else x).reshape(into.shape)
     return tensor

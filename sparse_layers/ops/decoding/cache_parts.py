@@ -25,11 +25,13 @@ from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Empty
 from ...masks.states import FULL, PARTIAL
+from ..planning.binding import bind
 from ..planning.blocks import BlockGrid, active_blocks, masked_tiles
 from ..planning.causality import check_causal
-from ..planning.mask_info import bind, process_mask
-from ..planning.plan import MAX_CELLS, decompositions
+from ..planning.costs import MAX_CELLS
+from ..planning.mask_info import process_mask
 from ..planning.row_orders import Reordered, RowOrder
+from ..planning.terms import decompositions
 from .ring_cache import GatheredCache, KeyStore, RingCache
 
 # The most elements of a mask that are evaluated to find the reach of a part; above, its blocks give an upper bound.

@@ -1,7 +1,7 @@
-"""Dense, causal and sliding-window attention by cuDNN, through `jax.nn.dot_product_attention`.
+"""The implementation "cudnn": dense, causal and sliding-window attention, by `jax.nn.dot_product_attention`.
 
-Where nothing else is asked for, a vendor's dense kernel is the faster one on NVIDIA GPUs. Its gradients differ from run
-to run in their last bits, those of Triton's kernels do not. JAX differentiates it, so there is `attend` in place of
+For these masks alone, cuDNN's dense kernel is the faster one on NVIDIA GPUs. Its gradients differ from run to run in
+their last bits, those of the Triton kernels do not. JAX differentiates it, so the backend has `attend` in the place of
 forward and backward.
 """
 
@@ -21,7 +21,7 @@ from .transforms import differentiable_once
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call, or None."""
+    """Returns the reason why cuDNN cannot compute the call, or None."""
     query, value = operands.query, operands.value
     if platform() != "gpu":
         return f"it needs an NVIDIA GPU, and JAX computes on {platform()}"
@@ -33,15 +33,15 @@ def unsupported(call: Call, operands: Operands) -> str | None:
         return f"it needs an NVIDIA GPU of compute capability 8.0, and this is {capability or 'none of NVIDIA'}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {query.dtype}"
-    extras = {
+    optional = {
         "segment ids": operands.segments,
         "selections": operands.selection,
         "sinks": operands.sinks,
         "a soft cap": call.soft_cap,
     }
-    for what, given in extras.items():
-        if given is not None:
-            return f"it does not know {what}"
+    for name, x in optional.items():
+        if x is not None:
+            return f"it does not know {name}"
     if call.params[1].deterministic:
         return "its gradients differ from run to run in their last bits"
     if call.params != (FwdParams(), BwdParams()):
@@ -64,16 +64,16 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 
 def not_preferred(call: Call, operands: Operands) -> str | None:
-    """Why another implementation is the better choice for a call that this one could serve, or None."""
+    """Returns the reason why another implementation is the better choice, or None."""
     assert call.plan is not None
     left = (_band(call.plan.masks[0]) or (0, 0))[0]
     # Measured on an H200, forward and backward at T = 16384 (README).
-    least = 1500 if operands.query.shape[-1] <= 64 else 400
-    return f"Triton is faster on windows of less than {least} keys" if left < least else None
+    min_window = 1500 if operands.query.shape[-1] <= 64 else 400
+    return f"Triton is faster on windows of less than {min_window} keys" if left < min_window else None
 
 
 def attend(call: Call, operands: Operands) -> jax.Array:
-    """Attention out [B, T, N, Hv] in the dtype of the query.
+    """Returns out [B, T, N, Hv] in the dtype of the query.
 
     Before jax 0.11, JAX cannot map the gradient alone, as `jax.jacrev` does.
     """
@@ -83,33 +83,33 @@ def attend(call: Call, operands: Operands) -> jax.Array:
     causal = band[1] == 0
     window = None if band[0] >= operands.query.shape[1] - 1 else (int(band[0]), 0)
     out = jax.nn.dot_product_attention(
-        *_together(operands.query, operands.key, operands.value),
+        *_map_all_gradients(operands.query, operands.key, operands.value),
         scale=call.scale,
         is_causal=causal,
         local_window_size=window,
         implementation="cudnn",
     )
-    return _with_gradient(out)
+    return _map_dout(out)
 
 
-# --- under jax.vmap, whose rule for cuDNN wants all arrays mapped, along their first axis ----------------------------
+# --- jax.vmap: its rule for cuDNN requires all arrays mapped along their first axis ----------------------------------
 
 
 @custom_vmap
-def _mapped_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays; under `jax.vmap`, all of them mapped along axis 0 if any is."""
+def _map_all(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the arrays; under `jax.vmap`, all of them mapped along axis 0 if one is."""
     return arrays
 
 
-@_mapped_alike.def_vmap
-def _mapped_alike_rule(size, mapped, *arrays):
-    whole = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
-    return _mapped_alike(*whole), (True,) * len(whole)
+@_map_all.def_vmap
+def _map_all_rule(size, is_mapped, *arrays):
+    mapped = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, is_mapped, strict=True)]
+    return _map_all(*mapped), (True,) * len(mapped)
 
 
 @jax.custom_vjp
-def _together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    return _mapped_alike(*arrays)
+def _map_all_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return _map_all(*arrays)
 
 
 @differentiable_once("cudnn")
@@ -117,20 +117,20 @@ def _once(_: None, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return arrays
 
 
-_together.defvjp(lambda *arrays: (_mapped_alike(*_once(None, arrays)), None), lambda _, gradients: gradients)
+_map_all_gradients.defvjp(lambda *arrays: (_map_all(*_once(None, arrays)), None), lambda _, gradients: gradients)
 
 
 @jax.custom_vjp
-def _with_gradient(out: jax.Array) -> jax.Array:
-    """``out``, whose gradient comes back mapped if out is."""
+def _map_dout(out: jax.Array) -> jax.Array:
+    """Returns out; its gradient is mapped if out is."""
     return out
 
 
-_with_gradient.defvjp(lambda out: (out, out[:, :1, :1, :1]), lambda part, gradient: (_mapped_alike(gradient, part)[0],))
+_map_dout.defvjp(lambda out: (out, out[:, :1, :1, :1]), lambda corner, dout: (_map_all(dout, corner)[0],))
 
 
 def _band(mask: Mask) -> tuple[float, float] | None:
-    """(keys back, keys ahead) that a mask allows if it is a band that cuDNN knows, infinity for all; else None."""
+    """Returns (keys back, keys ahead) of a band that cuDNN supports, infinity for all keys; None for another mask."""
     band = _reach(mask)
     return band if band is not None and (band[1] == 0 or band == (math.inf, math.inf)) else None
 

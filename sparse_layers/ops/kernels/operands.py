@@ -1,6 +1,6 @@
-"""The arrays of a call by name, and one table of their properties: axes, labels, derivatives, backends.
+"""The operands of a call by name, and a table of their properties: axes, labels, derivatives, backends.
 
-`jax.vmap`, sharding, sequences over several devices and the derivative of the op read this table.
+`jax.vmap`, sharding, context parallelism and the derivative of the op read this table.
 CONTRIBUTING.md has the recipe for a new operand.
 """
 
@@ -51,12 +51,12 @@ class Operand:
       axes: letters of its axes, or a pair of these for a pair of arrays.
       label: its name in errors, or a pair of names.
       differentiated_by: "backend" if `Gradients` has it, "op" if it follows from lse and delta, else None.
-      once: True if only the first part of a call has it, where parts are merged by lse.
-      backends: implementations that know it, others are refused; None leaves that to ``unsupported`` of each.
+      once: True if only the first sub-call has it, where results are merged by lse.
+      backends: implementations that support it; None leaves that to ``unsupported`` of each.
 
     Letters: b(atch), t (queries), s (keys), n (query heads), k (key heads), h and d (head sizes), g (one head, or those
-    of query or key), r (groups of queries that choose together), e (entries of a selection). Devices split b, n and k;
-    t, r and s if a sequence is spread over them. Arrays with t move with queries, arrays with s with keys.
+    of query or key), r (groups of queries that select together), e (entries of a selection). Devices split b, n and k;
+    t, r and s under context parallelism. Arrays with t move with queries, arrays with s with keys.
     """
 
     axes: Any
@@ -83,28 +83,28 @@ OPERANDS = {
 
 
 def rows_of(operands: Operands) -> dict[str, Operand]:
-    """Rows of the table for the operands that are not None, in their order."""
+    """Returns the rows of the table for the operands that are not None, in their order."""
     return {name: OPERANDS[name] for name, x in zip(operands._fields, operands, strict=True) if x is not None}
 
 
 def differentiated(operands: Operands) -> tuple[str, ...]:
-    """Names of the operands whose gradients backends compute."""
+    """Returns the names of the operands whose gradients backends compute."""
     return tuple(name for name, row in rows_of(operands).items() if row.differentiated_by == "backend")
 
 
 def by_name(like: Operands, values: dict[str, Any]) -> Any:
-    """Operands with these values and None elsewhere; also axes or cotangents in the place of the arrays."""
+    """Returns operands with these values and None elsewhere; values may be axes or cotangents, too."""
     fields: dict[str, Any] = dict.fromkeys(like._fields)
     return type(like)(**fields | values)
 
 
 def labels_of(operands: Operands) -> Operands:
     """Returns the labels of the operands, in the place of the arrays."""
-    return _in_their_place(operands, {name: row.label for name, row in rows_of(operands).items()})
+    return _in_structure(operands, {name: row.label for name, row in rows_of(operands).items()})
 
 
 def axes_of(operands: Operands) -> Operands:
-    """Axes of the operands, in the place of the arrays; heads as many as those of query are n, those of key are k."""
+    """Returns the axes of the operands, in the place of the arrays; g is n or k if the array has as many heads."""
     n, k = operands.query.shape[-2], operands.key.shape[-2]
 
     def axes(names: str, x: jax.Array) -> str:
@@ -113,11 +113,11 @@ def axes_of(operands: Operands) -> Operands:
         heads = {k: "k", n: "n"}
         return " ".join(heads.get(sizes[a], a) if a == "k" or (a == "g" and sizes[a] > 1) else a for a in letters)
 
-    letters = _in_their_place(operands, {name: row.axes for name, row in rows_of(operands).items()})
+    letters = _in_structure(operands, {name: row.axes for name, row in rows_of(operands).items()})
     return jax.tree.map(axes, letters, operands)
 
 
-def _in_their_place(operands: Operands, values: dict[str, Any]) -> Operands:
+def _in_structure(operands: Operands, values: dict[str, Any]) -> Operands:
     """Returns the operands with a value of the table, or a pair of values, in the place of each array."""
     fields = {
         name: jax.tree.unflatten(jax.tree.structure(getattr(operands, name)), jax.tree.leaves(x))
@@ -127,7 +127,7 @@ def _in_their_place(operands: Operands, values: dict[str, Any]) -> Operands:
 
 
 def moved(operands: Operands, axis: str, move: Callable[[jax.Array], jax.Array]) -> Operands:
-    """Operands after ``move`` of all arrays with this axis of tokens; it takes and returns arrays [B, tokens, ...]."""
+    """Returns operands after ``move`` of all arrays with an axis of tokens; it takes and returns [B, tokens, ...]."""
 
     def along(axes: str, x: jax.Array) -> jax.Array:
         letters = axes.split()

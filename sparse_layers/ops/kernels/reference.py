@@ -1,6 +1,6 @@
-"""The specification: dense attention, a few lines, every score in memory. Slow and obviously right.
+"""The implementation "reference": dense attention in a few lines, with all scores in memory: the specification.
 
-Its gradients come from JAX's own differentiation of these lines, not from a kernel's formula.
+Its gradients are JAX's derivative of these lines, not a kernel's formula.
 """
 
 import functools
@@ -16,13 +16,13 @@ from .call import Call
 from .numerics import accumulator_dtype
 from .operands import Gradients, Operands, differentiated
 
-# Its backward pass makes a softmax of its own, so what it computes is all of a call.
+# Its backward pass computes a softmax of its own, from the keys that it has.
 MERGES = False
 MAX_SCORES = 1 << 31  # more score elements than this would fill any machine before an error could say so
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call: only if its score matrix would not fit in memory."""
+    """Returns a reason if the score matrix would not fit in memory, else None."""
     b, t, n, _ = operands.query.shape
     scores = b * n * t * operands.key.shape[1]
     if scores > MAX_SCORES:
@@ -31,13 +31,13 @@ def unsupported(call: Call, operands: Operands) -> str | None:
 
 
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
+    """Returns out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32 (or float64)."""
     out, lse = _attention(call, operands, _wide(operands, accumulator_dtype(operands.query.dtype)))
     return out.astype(operands.query.dtype), lse
 
 
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Gradients by name, in the operands' dtypes; ``delta`` is sum(out * dout) less the gradient of lse."""
+    """Returns gradients by name, in the operands' dtypes; see `call` for the arguments."""
     (out, _), vjp = jax.vjp(functools.partial(_attention, call, operands), _wide(operands, lse.dtype))
     dout = dout.astype(lse.dtype)
     (gradients,) = vjp((dout, (out * dout).sum(-1) - delta))
@@ -45,7 +45,7 @@ def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, d
 
 
 def _wide(operands: Operands, dtype: Any) -> dict[str, jax.Array]:
-    """All operands that a backend differentiates, in a dtype."""
+    """Returns all operands that a backend differentiates, in a dtype."""
     return {name: getattr(operands, name).astype(dtype) for name in differentiated(operands)}
 
 
@@ -57,7 +57,7 @@ def _attention(call: Call, operands: Operands, wide: dict[str, jax.Array]):
     if call.soft_cap is not None:
         scores = call.soft_cap * jnp.tanh(scores / call.soft_cap)
     allowed = _allowed(call, operands)
-    # Behind a barrier: XLA's product of weights that it knows to be 0, as where nothing is allowed, may be any numbers.
+    # Behind a barrier: XLA may compute any numbers for a product with weights that it knows to be 0.
     allowed = jax.lax.optimization_barrier(allowed)
     allowed = jnp.broadcast_to(jnp.tile(allowed, (1, n // allowed.shape[1], 1, 1)), scores.shape)
     sink = jnp.full(1, -jnp.inf) if operands.sinks is None else operands.sinks
@@ -67,15 +67,15 @@ def _attention(call: Call, operands: Operands, wide: dict[str, jax.Array]):
     shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0, shift))
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, scores, 0) - shift), 0)
     total = weights.sum(-1, keepdims=True) + jnp.exp(sink - shift)
-    some = total > 0
-    safe = jnp.where(some, total, 1)
+    sees_keys = total > 0
+    safe = jnp.where(sees_keys, total, 1)
     out = jnp.einsum("bnts,bsnh->btnh", weights / safe, value, precision="highest")
-    lse = jnp.where(some, shift + jnp.log(safe), -jnp.inf)
+    lse = jnp.where(sees_keys, shift + jnp.log(safe), -jnp.inf)
     return out, lse[..., 0].swapaxes(1, 2)
 
 
 def _allowed(call: Call, operands: Operands) -> jax.Array:
-    """[1 or B, heads or N, T, S] bools; heads are taken in turn."""
+    """Returns bools [1 or B, heads or N, T, S]: the pairs that may attend; heads take the masks in turn."""
     if operands.mask is not None:
         allowed = operands.mask[None]
     else:

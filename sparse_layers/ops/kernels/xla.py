@@ -1,12 +1,12 @@
-"""Block-sparse attention in plain XLA: the default on CPU, and what every other platform can fall back to.
+"""The implementation "xla": block-sparse attention in plain XLA, the default on CPU and the fallback elsewhere.
 
-A pass walks over the lists of its blocks of queries (forward) or of keys (backward), one after the other: free entries
-first, without any mask, then masked ones. Nothing of size T x S exists at any time, and the work is proportional to the
+A pass loops over its block lists, of query blocks in the forward pass and of key blocks in the backward pass: free
+entries first, which need no mask, then masked ones. No array of size T x S exists, and the work is proportional to the
 active blocks. Arithmetic is in float32 (float64 for float64 inputs).
 
 Blocks are laid out [list and block, B, K, rows, H]: one index selects contiguous memory, and one batched matrix product
-serves all batch entries and heads that share a list. K counts key heads; the query heads of a group are folded into the
-rows.
+computes all batch entries and heads that share a list. K is the number of key heads; the rows of a query block hold all
+query heads of a key head.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from .transforms import vmap_as_batch
 
 
 def unsupported(call: Call, operands: Operands) -> str | None:
-    """Why this implementation cannot serve the call: it serves every call that is right."""
+    """Returns None: XLA computes every valid call."""
     return None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Attention out [B, T, N, Hv] in the dtype of the query, and its lse [B, T, N] in float32 (or float64)."""
-    return _mapped(functools.partial(_forward, call), operands)
+    """Returns out [B, T, N, Hv] in the dtype of the query, and lse [B, T, N] in float32 (or float64)."""
+    return _with_batched_vmap(functools.partial(_forward, call), operands)
 
 
-def _mapped(function: Callable[..., Any], operands: Operands, *by_query: jax.Array) -> Any:
-    """function(operands, *by_query). Under `jax.vmap`, lists of run time become those of more batch entries.
+def _with_batched_vmap(function: Callable[..., Any], operands: Operands, *by_query: jax.Array) -> Any:
+    """Computes function(operands, *by_query), under `jax.vmap` with more batch entries if lists are made at run time.
 
-    Mapped one by one, their loops would run as long as the longest of all, and copy what they have at every step.
+    A mapped loop would run as long as the longest of all lists, and copy its state at every step.
     """
     if operands.segments is None and operands.mask is None and operands.selection is None:
         return function(operands, *by_query)
@@ -58,10 +58,10 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
         lse = jnp.broadcast_to(sinks.astype(wide)[None, None], lse.shape)
     state = jnp.zeros((*query.shape[:3], value.shape[-1]), wide), lse
 
-    def run(links, arrays):
+    def run(passes, arrays):
         q, k, v, *state = arrays
-        for link in links:
-            state = merge_by_lse(state, _forward_pass(call, link, q, k, v))
+        for pass_blocks in passes:
+            state = merge_by_lse(state, _forward_pass(call, pass_blocks, q, k, v))
         return tuple(state)
 
     out, lse = _by_head_group(call, operands, run, (query, *state), dkv=False)
@@ -70,28 +70,28 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array) -> Gradients:
-    """Gradients of query, key and value, in their dtypes.
-
-    Every pass uses the final ``lse`` [B, T, N]; ``delta`` [B, T, N] is sum(out * dout) less the gradient of lse.
-    """
-    return _mapped(functools.partial(_backward, call), operands, lse, delta, dout)
+    """Returns the gradients of query, key and value in their dtypes; each pass reads the lse of the whole call."""
+    return _with_batched_vmap(functools.partial(_backward, call), operands, lse, delta, dout)
 
 
 def _backward(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
-    def run(links, arrays):
+    def run(passes, arrays):
         q, k, v, *rest = arrays
-        grads = [_backward_pass(call, link, q, k, v, *rest) for link in links]
-        empty = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
-        return tuple(sum(parts, start) for start, *parts in zip(empty, *grads, strict=True))
+        by_pass = [_backward_pass(call, pass_blocks, q, k, v, *rest) for pass_blocks in passes]
+        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)], by_pass)
 
-    return _of_operands(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
+    return _to_gradients(operands, *_by_head_group(call, operands, run, (operands.query, lse, delta, dout), dkv=True))
 
 
-def _of_operands(operands: Operands, dq, dk, dv) -> Gradients:
-    """Gradients in the dtypes of query, key and value, those of repeated key heads summed up."""
+def _sum_over_passes(zeros: Sequence[jax.Array], by_pass: Sequence[Sequence[jax.Array]]) -> tuple[jax.Array, ...]:
+    return tuple(functools.reduce(jnp.add, summands) for summands in zip(zeros, *by_pass, strict=True))
+
+
+def _to_gradients(operands: Operands, dq, dk, dv) -> Gradients:
+    """Returns gradients in the dtypes of the operands, those of repeated key heads summed."""
     dk, dv = (
-        x.reshape(*like.shape[:3], x.shape[2] // like.shape[2], x.shape[3]).sum(3)
-        for x, like in ((dk, operands.key), (dv, operands.value))
+        dx.reshape(*x.shape[:3], dx.shape[2] // x.shape[2], dx.shape[3]).sum(3)
+        for dx, x in ((dk, operands.key), (dv, operands.value))
     )
     return Gradients(dq.astype(operands.query.dtype), dk.astype(operands.key.dtype), dv.astype(operands.value.dtype))
 
@@ -99,116 +99,116 @@ def _of_operands(operands: Operands, dq, dk, dv) -> Gradients:
 # --- heads -----------------------------------------------------------------------------------------------------------
 
 
-# Queries of a block where each chooses by itself. Fewer are no faster, more meet more blocks that few of them chose.
-_LEAST_ROWS = 16
+# Queries of a block if each query selects. Fewer are no faster; more meet more blocks that few of them selected.
+_MIN_SELECTING_ROWS = 16
 
 
 def _uses_mask_tiles(masks: Sequence[Reordered], shape: tuple[int, int]) -> bool:
-    """True if partial blocks are looked up: several masks are not computed in one pass, and some not at all."""
+    """True if partial blocks are read as tiles: a pass computes the rule of one mask at most, and not of every mask."""
     return len(masks) > 1 or not masks[0].computable
 
 
 def _by_head_group(call: Call, operands: Operands, run: Callable, by_query: Sequence[jax.Array], *, dkv: bool):
-    """Calls run(links, (q, k, v, ...)) once for each head group, and joins the heads again.
+    """Calls run(passes, (q, k, v, ...)) once for each head group, and joins the heads of the results.
 
-    With several groups the key heads are repeated to one a query head: the query heads of one key head then need not
-    be in one group. Gradients of keys come back repeated, too.
+    With several groups, key heads are repeated to one for each query head, since the query heads of a key head may be
+    in several groups. Gradients of keys come back repeated, too.
     """
     key, value = operands.key, operands.value
-    query, *others = by_query
+    query, *rest = by_query
     groups = head_groups_of(call, operands, merge=operands.selection is not None)
-    rows = _LEAST_ROWS if operands.selection is None else max(_LEAST_ROWS, operands.selection.granularity)
+    rows = (
+        _MIN_SELECTING_ROWS if operands.selection is None else max(_MIN_SELECTING_ROWS, operands.selection.granularity)
+    )
     if len(groups) > 1:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     results = []
     for group in groups:
-        links = [
-            blocks_of_pass(call, operands, group, passes, rows, _uses_mask_tiles, dkv=dkv) for passes in group.passes
-        ]
-        results.append(run(links, [group.select(x) for x in (query, key, value, *others)]))
-    return [join_heads(parts) for parts in zip(*results, strict=True)]
+        passes = [blocks_of_pass(call, operands, group, x, rows, _uses_mask_tiles, dkv=dkv) for x in group.passes]
+        results.append(run(passes, [group.select(x) for x in (query, key, value, *rest)]))
+    return [join_heads(by_group) for by_group in zip(*results, strict=True)]
 
 
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(call: Call, link: PassBlocks, query, key, value):
-    """(out, lse) of one pass in token order; rows that the pass does not hold have out 0 and lse -inf."""
-    blocks = _Blocks.of(link, False, query, key, value)
+def _forward_pass(call: Call, pass_blocks: PassBlocks, query, key, value):
+    """Returns (out, lse) of one pass by token; tokens without a row in the pass have out 0 and lse -inf."""
+    blocks = _Blocks.of(pass_blocks, False, query, key, value)
     wide, precision = _arithmetic(query)
 
-    def row(_, inputs):
-        line, q, (first, masked, end) = inputs
+    def attend_q_block(_, inputs):
+        major, q, span = inputs  # q [B, K, G * bq, H]
         q = q.astype(wide) * call.scale
 
-        def step(in_part, entry, state):
-            best, total, out = state
-            j = blocks.minor(entry)
-            k, v = blocks.at(blocks.key, line.key + j), blocks.at(blocks.value, line.key + j)
-            scores = _capped(jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision), call)[0]
-            if in_part:
-                scores = jnp.where(blocks.allowed(line, line.block, j, entry), scores, -jnp.inf)
-            raised = jnp.maximum(best, scores.max(-1))
-            shift = jnp.where(raised == -jnp.inf, 0, raised)
-            weights, old = jnp.exp(scores - shift[..., None]), jnp.exp(best - shift)
-            update = jnp.einsum("bkqs,bksd->bkqd", weights, v, precision=precision)
-            return raised, total * old + weights.sum(-1), out * old[..., None] + update
+        def step(masked, entry, state):
+            m_i, l_i, acc = state  # [B, K, G * bq], the same, [B, K, G * bq, Hv]
+            kv_block = blocks.minor_block(entry)
+            k, v = (blocks.load(x, major.first_kv + kv_block) for x in (blocks.key, blocks.value))
+            scores = _soft_cap(jnp.einsum("bkqd,bksd->bkqs", q, k, precision=precision), call)[0]
+            if masked:
+                scores = jnp.where(blocks.allowed(major, major.number, kv_block, entry), scores, -jnp.inf)
+            m_new = jnp.maximum(m_i, scores.max(-1))
+            shift = jnp.where(m_new == -jnp.inf, 0, m_new)
+            p, alpha = jnp.exp(scores - shift[..., None]), jnp.exp(m_i - shift)
+            update = jnp.einsum("bkqs,bksd->bkqd", p, v, precision=precision)
+            return m_new, l_i * alpha + p.sum(-1), acc * alpha[..., None] + update
 
-        none = jnp.zeros_like(q[..., 0])
-        state = none - jnp.inf, none, jnp.broadcast_to(none[..., None], (*none.shape, value.shape[-1]))
-        best, total, out = blocks.walk((first, masked, end), step, state)
-        return None, (out / jnp.where(total == 0, 1, total)[..., None], best + jnp.log(total))
+        zeros = jnp.zeros_like(q[..., 0])
+        state = zeros - jnp.inf, zeros, jnp.broadcast_to(zeros[..., None], (*zeros.shape, value.shape[-1]))
+        m_i, l_i, acc = blocks.loop(span, step, state)
+        return None, (acc / jnp.where(l_i == 0, 1, l_i)[..., None], m_i + jnp.log(l_i))
 
-    _, (out, lse) = lax.scan(row, None, (blocks.lines, blocks.query, blocks.spans))
-    return blocks.of_rows(out), blocks.of_rows(lse, -jnp.inf)
+    _, (out, lse) = lax.scan(attend_q_block, None, (blocks.major_blocks, blocks.query, blocks.spans))
+    return blocks.by_token(out), blocks.by_token(lse, -jnp.inf)
 
 
-def _backward_pass(call: Call, link: PassBlocks, query, key, value, lse, delta, dout):
-    """(dq, dk, dv) of one pass in token order, in the accumulator's dtype."""
-    blocks = _Blocks.of(link, True, query, key, value)
+def _backward_pass(call: Call, pass_blocks: PassBlocks, query, key, value, lse, delta, dout):
+    """Returns (dq, dk, dv) of one pass by token, in the accumulator's dtype."""
+    blocks = _Blocks.of(pass_blocks, True, query, key, value)
     wide, precision = _arithmetic(query)
-    # A row that attends to nothing has no weights to differentiate: any finite shift gives exp(-inf) = 0.
-    by_row = [jnp.where(lse == -jnp.inf, 0, lse), delta, dout]
-    lse, delta, dout = map(blocks.rows, by_row)
+    # A query without keys has p = exp(-inf - lse) = 0 with any finite lse.
+    by_query = jnp.where(lse == -jnp.inf, 0, lse), delta, dout
+    lse, delta, dout = map(blocks.q_blocks, by_query)
     product = functools.partial(jnp.einsum, precision=precision)
 
-    def column(dq, inputs):
-        line, span = inputs
-        j = line.block
-        k, v = blocks.at(blocks.key, line.key + j), blocks.at(blocks.value, line.key + j)
+    def attend_kv_block(dq, inputs):
+        major, span = inputs
+        kv_block = major.number
+        k, v = (blocks.load(x, major.first_kv + kv_block) for x in (blocks.key, blocks.value))
 
-        def step(in_part, entry, state):
+        def step(masked, entry, state):
             dk, dv, dq = state
-            i = blocks.minor(entry)
-            place = line.query + i
+            q_block = blocks.minor_block(entry)
+            index = major.first_q + q_block
             # Scaled as in the forward pass: rounded otherwise, huge scores would fall below their lse.
-            q, do = blocks.at(blocks.query, place) * call.scale, blocks.at(dout, place)
-            scores, slope = _capped(product("bkqd,bksd->bkqs", q, k), call)
-            weights = _weights(scores, blocks.at(lse, place)[..., None])
-            if in_part:
-                weights = jnp.where(blocks.allowed(line, i, j, entry), weights, 0)
-            dscores = weights * (product("bkqd,bksd->bkqs", do, v) - blocks.at(delta, place)[..., None])
+            q, do = blocks.load(blocks.query, index) * call.scale, blocks.load(dout, index)
+            scores, slope = _soft_cap(product("bkqd,bksd->bkqs", q, k), call)
+            p = _exp_below_lse(scores, blocks.load(lse, index)[..., None])
+            if masked:
+                p = jnp.where(blocks.allowed(major, q_block, kv_block, entry), p, 0)
+            ds = p * (product("bkqd,bksd->bkqs", do, v) - blocks.load(delta, index)[..., None])
             if slope is not None:
-                dscores = dscores * slope
-            dv = dv + product("bkqs,bkqd->bksd", weights, do)
-            dk = dk + product("bkqs,bkqd->bksd", dscores, q)
-            dq_block = lax.dynamic_index_in_dim(dq, place, keepdims=False) + product("bkqs,bksd->bkqd", dscores, k)
-            return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, place, 0)
+                ds = ds * slope
+            dv = dv + product("bkqs,bkqd->bksd", p, do)
+            dk = dk + product("bkqs,bkqd->bksd", ds, q)
+            dq_block = lax.dynamic_index_in_dim(dq, index, keepdims=False) + product("bkqs,bksd->bkqd", ds, k)
+            return dk, dv, lax.dynamic_update_index_in_dim(dq, dq_block, index, 0)
 
-        dk, dv, dq = blocks.walk(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
+        dk, dv, dq = blocks.loop(span, step, (jnp.zeros_like(k), jnp.zeros_like(v), dq))
         return dq, (dk, dv)
 
     dq = jnp.zeros_like(blocks.query, wide)
-    dq, grads = lax.scan(column, dq, (blocks.lines, blocks.spans))
-    dk, dv = (blocks.of_columns(x, blocks.layout.lists) for x in grads)
-    return blocks.of_rows(dq * call.scale), dk, dv
+    dq, dkv = lax.scan(attend_kv_block, dq, (blocks.major_blocks, blocks.spans))
+    dk, dv = (blocks.by_key_token(x, blocks.layout.lists) for x in dkv)
+    return blocks.by_token(dq * call.scale), dk, dv
 
 
 # --- second derivatives ----------------------------------------------------------------------------------------------
 #
-# Loops whose length is known at run time only have no derivative in reverse mode. What the op computes beside its
-# derivative is therefore said once more, as sums over a fixed number of pairs of blocks, which JAX differentiates in
-# either mode and to any order. The scores of a pair are computed again wherever they are needed, never kept.
+# Loops whose length is known at run time only have no derivative in reverse mode. Forward and backward are therefore
+# written a second time, as sums over a fixed number of pairs of blocks, which JAX differentiates in either mode and to
+# any order. The scores of a pair are recomputed wherever they are needed, never saved.
 
 
 @forward.defjvp
@@ -222,111 +222,111 @@ def _backward_along(call, primals, tangents):
 
 
 def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    # Any shift of the scores cancels; by lse, sums of weights are about 1.
+    # Any shift of the scores cancels; with lse, the sum of p is about 1.
     shift = lowered_lse(forward(call, jax.lax.stop_gradient(operands))[1])
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
-    def pair(rows, columns, allowed):
-        (q, shift), (k, v) = rows, columns
-        weights = _weights(_pair_of_scores(call, q, k, allowed)[0], shift[..., None])
-        return (weights.sum(-1), jnp.einsum("bkqs,bksd->bkqd", weights, v, precision=_arithmetic(v)[1])), ()
+    def attend_pair(by_query, kv, allowed):
+        (q, shift), (k, v) = by_query, kv
+        p = _exp_below_lse(_masked_scores(call, q, k, allowed)[0], shift[..., None])
+        return (p.sum(-1), jnp.einsum("bkqs,bksd->bkqd", p, v, precision=_arithmetic(v)[1])), ()
 
-    def run(links, arrays):
+    def run(passes, arrays):
         q, k, v, shift = arrays
-        parts = [_by_pairs(link, pair, (q, shift), (k, v))[0] for link in links]
-        start = jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)
-        return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
+        by_pass = [_sum_over_pairs(pass_blocks, attend_pair, (q, shift), (k, v))[0] for pass_blocks in passes]
+        return _sum_over_passes((jnp.zeros_like(shift), jnp.zeros((*shift.shape, v.shape[-1]), shift.dtype)), by_pass)
 
-    total, out = _by_head_group(call, operands, run, (operands.query, shift), dkv=False)
+    l_i, acc = _by_head_group(call, operands, run, (operands.query, shift), dkv=False)
     if operands.sinks is not None:
-        total = total + _weights(operands.sinks.astype(shift.dtype)[None, None], shift)
-    some = total > 0
-    safe = jnp.where(some, total, 1)
-    return (out / safe[..., None]).astype(operands.query.dtype), jnp.where(some, shift + jnp.log(safe), -jnp.inf)
+        l_i = l_i + _exp_below_lse(operands.sinks.astype(shift.dtype)[None, None], shift)
+    sees_keys = l_i > 0
+    l_i = jnp.where(sees_keys, l_i, 1)
+    return (acc / l_i[..., None]).astype(operands.query.dtype), jnp.where(sees_keys, shift + jnp.log(l_i), -jnp.inf)
 
 
 def _backward_by_pairs(call: Call, operands: Operands, lse: jax.Array, delta: jax.Array, dout: jax.Array):
     lse = jnp.where(lse == -jnp.inf, 0, lse)
 
-    def pair(rows, columns, allowed):
-        (q, lse, delta, dout), (k, v) = rows, columns
+    def attend_pair(by_query, kv, allowed):
+        (q, lse, delta, dout), (k, v) = by_query, kv
         product = functools.partial(jnp.einsum, precision=_arithmetic(q)[1])
-        scores, slope = _pair_of_scores(call, q, k, allowed)
-        weights = _weights(scores, lse[..., None])
-        dscores = weights * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None]) * call.scale
-        dscores = dscores if slope is None else dscores * slope
-        dk, dv = product("bkqs,bkqd->bksd", dscores, q), product("bkqs,bkqd->bksd", weights, dout)
-        return (product("bkqs,bksd->bkqd", dscores, k),), (dk, dv)
+        scores, slope = _masked_scores(call, q, k, allowed)
+        p = _exp_below_lse(scores, lse[..., None])
+        ds = p * (product("bkqd,bksd->bkqs", dout, v) - delta[..., None]) * call.scale
+        ds = ds if slope is None else ds * slope
+        dk, dv = product("bkqs,bkqd->bksd", ds, q), product("bkqs,bkqd->bksd", p, dout)
+        return (product("bkqs,bksd->bkqd", ds, k),), (dk, dv)
 
-    def run(links, arrays):
+    def run(passes, arrays):
         q, k, v, *rest = arrays
-        parts = [sum(_by_pairs(link, pair, (q, *rest), (k, v)), ()) for link in links]
-        start = [jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)]
-        return tuple(sum(column, zero) for zero, *column in zip(start, *parts, strict=True))
+        by_pass = [sum(_sum_over_pairs(pass_blocks, attend_pair, (q, *rest), (k, v)), ()) for pass_blocks in passes]
+        return _sum_over_passes([jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)], by_pass)
 
     by_query = operands.query, lse, delta, dout
-    return _of_operands(operands, *_by_head_group(call, operands, run, by_query, dkv=False))
+    return _to_gradients(operands, *_by_head_group(call, operands, run, by_query, dkv=False))
 
 
-def _pair_of_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
-    """Scores of a pair of blocks, -inf where it may not attend, and the slope of the soft cap at them."""
+def _masked_scores(call: Call, q: jax.Array, k: jax.Array, allowed: jax.Array):
+    """Returns the scores of a pair of blocks, -inf where a query may not see a key, and the slope of the soft cap."""
     scores = jnp.einsum("bkqd,bksd->bkqs", q, k, precision=_arithmetic(q)[1]) * call.scale
-    scores, slope = _capped(scores, call)
+    scores, slope = _soft_cap(scores, call)
     return jnp.where(allowed, scores, -jnp.inf), slope
 
 
-def _by_pairs(link: PassBlocks, pair: Callable[..., Any], rows: Sequence[Any], columns: tuple[Any, Any]):
-    """The sums, in token order, of what pair(row blocks, column blocks, allowed) gives to its rows and to its columns.
+def _sum_over_pairs(
+    pass_blocks: PassBlocks, attend_pair: Callable[..., Any], by_query: Sequence[Any], kv: tuple[Any, Any]
+):
+    """Returns the sums, by token, of attend_pair(query blocks, key blocks, allowed) over all pairs of blocks.
 
     Args:
-      link: the pass.
-      pair: takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, gives tuples of such.
-      rows: the query and further arrays [B, T, N, ..], in token order.
-      columns: key and value.
+      pass_blocks: the pass.
+      attend_pair: takes blocks [B, K, G * bq, ..] and [B, K, bkv, ..] in the accumulator's dtype, and returns a tuple
+        of summands like the former and one like the latter.
+      by_query: the query and further arrays [B, T, N, ..].
+      kv: key and value.
     """
-    blocks = _Blocks.of(link, False, rows[0], *columns)
-    of_rows = tuple(map(blocks.rows, rows))
-    of_columns = blocks.key, blocks.value
-    # Lists follow each other. Entries behind the last one stand for the last, lest blocks that nobody chose be read.
-    spans, lines = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.lines)
+    blocks = _Blocks.of(pass_blocks, False, by_query[0], *kv)
+    operands = tuple(map(blocks.q_blocks, by_query)), (blocks.key, blocks.value)
+    # Lists are contiguous. Entries behind the last one repeat it, so that no block is read that no query selected.
+    spans, major_blocks = jnp.asarray(blocks.spans), jax.tree.map(jnp.asarray, blocks.major_blocks)
     entries = jnp.arange(len(blocks.lists.block))
     live = entries < spans[-1, 2]
     entries = jnp.minimum(entries, jnp.maximum(spans[-1, 2] - 1, 0))
-    numbers = jnp.minimum(jnp.searchsorted(spans[:, 2], entries, side="right"), len(spans) - 1)
+    list_numbers = jnp.minimum(jnp.searchsorted(spans[:, 2], entries, side="right"), len(spans) - 1)
 
     @jax.checkpoint
-    def of_cell(of_rows, of_columns, number, entry, live):
-        line, j = jax.tree.map(lambda x: x[number], lines), blocks.minor(entry)
-        free = entry < spans[number, 1]
-        allowed = live & (free | blocks.allowed(line, line.block, j, entry)) if blocks.some(1) else live
-        places = line.query + line.block, line.key + j
-        at = [
-            tuple(blocks.at(x, place) for x in side) for side, place in zip((of_rows, of_columns), places, strict=True)
-        ]
-        return places, *pair(*at, allowed)
+    def attend_entry(operands, list_number, entry, live):
+        major, kv_block = jax.tree.map(lambda x: x[list_number], major_blocks), blocks.minor_block(entry)
+        free = entry < spans[list_number, 1]
+        allowed = live
+        if blocks.has_entries(masked=True):
+            allowed = live & (free | blocks.allowed(major, major.number, kv_block, entry))
+        indices = major.first_q + major.number, major.first_kv + kv_block
+        loaded = [tuple(blocks.load(x, i) for x in arrays) for arrays, i in zip(operands, indices, strict=True)]
+        return indices, *attend_pair(*loaded, allowed)
 
-    def step(sums, cell):
-        places, *found = of_cell(of_rows, of_columns, *cell)
-        sides = zip(places, sums, found, strict=True)
-        return tuple(tuple(map(lambda sum, x, at=at: sum.at[at].add(x), *xs)) for at, *xs in sides), None
+    def step(sums, inputs):
+        indices, *summands = attend_entry(operands, *inputs)
+        sides = zip(indices, sums, summands, strict=True)
+        return tuple(tuple(map(lambda sum, x, i=i: sum.at[i].add(x), *xs)) for i, *xs in sides), None
 
-    _, *shapes = jax.eval_shape(of_cell, of_rows, of_columns, numbers[0], entries[0], live[0])
-    start = [
-        tuple(jnp.zeros_like(side[0], x.dtype, (len(side[0]), *x.shape)) for x in own)
-        for side, own in zip((of_rows, of_columns), shapes, strict=True)
+    _, *shapes = jax.eval_shape(attend_entry, operands, list_numbers[0], entries[0], live[0])
+    zeros = [
+        tuple(jnp.zeros_like(arrays[0], x.dtype, (len(arrays[0]), *x.shape)) for x in summands)
+        for arrays, summands in zip(operands, shapes, strict=True)
     ]
-    (by_row, by_column), _ = lax.scan(step, (*start,), (numbers, entries, live))
-    return tuple(map(blocks.of_rows, by_row)), tuple(blocks.of_columns(x, blocks.layout.kv_lists) for x in by_column)
+    (q_sums, kv_sums), _ = lax.scan(step, (*zeros,), (list_numbers, entries, live))
+    return tuple(map(blocks.by_token, q_sums)), tuple(blocks.by_key_token(x, blocks.layout.kv_lists) for x in kv_sums)
 
 
-def _weights(scores: jax.Array, lse: jax.Array) -> jax.Array:
-    """Computes exp(scores - lse), at most 1 as `lowered_lse` asks for, with the derivatives of the exponential."""
+def _exp_below_lse(scores: jax.Array, lse: jax.Array) -> jax.Array:
+    """Returns exp(scores - lse), at most 1 as `lowered_lse` requires, with the derivatives of the exponential."""
     logs = scores - lse
     return jnp.exp(logs - lax.stop_gradient(jnp.maximum(logs, 0)))
 
 
-def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]:
-    """Soft-capped scores and the slope of the cap at them."""
+def _soft_cap(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]:
+    """Returns soft-capped scores, and the slope of the cap at them or None."""
     if call.soft_cap is None:
         return scores, None
     squashed = jnp.tanh(scores / call.soft_cap)
@@ -334,7 +334,7 @@ def _capped(scores: jax.Array, call: Call) -> tuple[jax.Array, jax.Array | None]
 
 
 def _arithmetic(query: jax.Array):
-    """The dtype that sums are kept in, and the precision of products: no TF32 or bf16 passes for float32 inputs."""
+    """Returns the accumulators' dtype, and the precision of products: no TF32 or bf16 passes for float32 inputs."""
     full = query.dtype in (jnp.float32, jnp.float64)
     return accumulator_dtype(query.dtype), lax.Precision.HIGHEST if full else lax.Precision.DEFAULT
 
@@ -342,21 +342,21 @@ def _arithmetic(query: jax.Array):
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-class _Line(NamedTuple):
-    """A block of the major side and where its list's blocks lie; or the arrays of all of them."""
+class _MajorBlock(NamedTuple):
+    """The major block of a list, and the blocks of its operands; or the arrays of all major blocks."""
 
-    block: Any  # the number of the block
-    query: Any  # where the list's blocks of queries begin
-    key: Any  # where its blocks of keys begin
-    batch: Any  # which batch entry it is of, or 0 if lists are those of all
+    number: Any  # number of the block
+    first_q: Any  # index of the list's first query block
+    first_kv: Any  # index of its first key block
+    batch: Any  # batch entry of the list, or 0 if all entries share it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Layout:
-    """How batch entries and heads are laid out: by the lists that they have in common.
+    """The layout of batch entries and heads in blocks, by the block lists that they share.
 
-    Query head (k * lists + list) * group + g has the given list, and key head k of those in the list's blocks of keys.
-    If there are several lists, these have one key head only, which several of them may share.
+    Query head (k * lists + list) * group + g has the given list, and key head k of those in the list's key blocks.
+    If there are several lists, each has one key head, which several of them may share.
     """
 
     batches: int  # lists by batch entry, or 1
@@ -372,19 +372,19 @@ class _Layout:
             return _Layout(batches, 1, kv_heads, 1, heads // kv_heads)
         return _Layout(batches, by_head, 1, kv_heads, heads // by_head)
 
-    def blocked(self, x: jax.Array, block: int, lists: int, group: int = 1) -> jax.Array:
-        """[B, rows, heads, ...] -> [batches * lists * rows / block, B / batches, K, group * block, ...]."""
+    def to_blocks(self, x: jax.Array, block: int, lists: int, group: int = 1) -> jax.Array:
+        """Returns [batches * lists * rows / block, B / batches, K, group * block, ...] from [B, rows, heads, ...]."""
         b, rows, heads, *rest = x.shape
         shared = b // max(self.batches, 1)
         x = x.reshape(self.batches, shared, rows // block, block, heads // (lists * group), lists, group, *rest)
         x = x.transpose(0, 5, 2, 1, 4, 6, 3, *range(7, x.ndim))
         return x.reshape(self.batches * lists * (rows // block), shared, x.shape[4], group * block, *rest)
 
-    def unblocked(self, x: jax.Array, lists: int, group: int = 1) -> jax.Array:
-        """The inverse of `blocked`."""
+    def from_blocks(self, x: jax.Array, lists: int, group: int = 1) -> jax.Array:
+        """Returns [B, rows, heads, ...]: the inverse of `to_blocks`."""
         blocks, shared, kv_heads, rows, *rest = x.shape
-        each = self.batches * lists
-        sizes = self.batches, lists, blocks // max(each, 1), shared, kv_heads, group, rows // group
+        num_lists = self.batches * lists
+        sizes = self.batches, lists, blocks // max(num_lists, 1), shared, kv_heads, group, rows // group
         x = x.reshape(*sizes, *rest).transpose(0, 3, 2, 6, 4, 1, 5, *range(7, x.ndim + 3))
         return x.reshape(self.batches * shared, sizes[2] * sizes[6], kv_heads * lists * group, *rest)
 
@@ -393,7 +393,7 @@ class _Layout:
 class _Blocks:
     """The operands of a pass in blocks and row order, its lists, and the mask of any pair of blocks."""
 
-    link: PassBlocks
+    pass_blocks: PassBlocks
     layout: _Layout
     lists: BlockLists
     query: jax.Array  # [lists' blocks, B, K, G * bq, H]
@@ -402,85 +402,90 @@ class _Blocks:
     segments: list[jax.Array] | None  # [lists' blocks, B, 1, rows] each, but one list for all heads
 
     @staticmethod
-    def of(link: PassBlocks, kv_major: bool, query, key, value) -> "_Blocks":
-        lists = link.pairs.lists(kv_major)
+    def of(pass_blocks: PassBlocks, dkv: bool, query, key, value) -> "_Blocks":
+        """Returns the operands in blocks, with lists of key blocks if ``dkv``, else of query blocks."""
+        lists = pass_blocks.pairs.lists(dkv)
         layout = _Layout.of(lists, query.shape[2], key.shape[2])
-        rows, cols = (n * side for n, side in zip(link.pairs.blocks, link.shape, strict=True))
-        segments = link.segments
+        orders, shape = (pass_blocks.q_order, pass_blocks.kv_order), pass_blocks.shape
+        rows = tuple(n * size for n, size in zip(pass_blocks.pairs.blocks, shape, strict=True))
+        segments = pass_blocks.segments
         if segments is not None:
-            sides = zip((link.q_order, link.kv_order), segments, (rows, cols), link.shape, strict=True)
-            segments = [layout.blocked(order.gather(ids[..., None], n), side, 1) for order, ids, n, side in sides]
-        q = layout.blocked(link.q_order.gather(query, rows), link.shape[0], layout.lists, layout.group)
-        k, v = (layout.blocked(link.kv_order.gather(x, cols), link.shape[1], layout.kv_lists) for x in (key, value))
-        return _Blocks(link, layout, lists, q, k, v, segments)
+            sides = zip(orders, segments, rows, shape, strict=True)
+            segments = [layout.to_blocks(order.gather(ids[..., None], n), size, 1) for order, ids, n, size in sides]
+        q = layout.to_blocks(orders[0].gather(query, rows[0]), shape[0], layout.lists, layout.group)
+        k, v = (layout.to_blocks(orders[1].gather(x, rows[1]), shape[1], layout.kv_lists) for x in (key, value))
+        return _Blocks(pass_blocks, layout, lists, q, k, v, segments)
 
     @property
     def spans(self) -> Any:
-        """[lines, 3], see `BlockLists`."""
+        """[major blocks of all lists, 3], see `BlockLists`."""
         return self.lists.spans.reshape(-1, 3)
 
     @property
-    def lines(self) -> _Line:
-        """Those of all blocks of the major side, in the order of the spans."""
+    def major_blocks(self) -> _MajorBlock:
+        """The major blocks of all lists, in the order of the spans."""
         batches, lists, major = self.lists.spans.shape[:3]
-        batch, own, block = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
-        queries, keys = self.link.pairs.blocks
-        kv = batch * self.layout.kv_lists + own * self.layout.kv_lists // lists
-        return _Line(block, (batch * lists + own) * queries, kv * keys, batch)
+        batch, list_number, number = (x.ravel().astype(np.int32) for x in np.indices((batches, lists, major)))
+        queries, keys = self.pass_blocks.pairs.blocks
+        kv_list = batch * self.layout.kv_lists + list_number * self.layout.kv_lists // lists
+        return _MajorBlock(number, (batch * lists + list_number) * queries, kv_list * keys, batch)
 
-    def rows(self, x: jax.Array) -> jax.Array:
-        """[B, T, N, ...] in token order -> [lists' blocks, B, K, G * bq, ...]."""
-        (rows, _), (bq, _) = self.link.pairs.blocks, self.link.shape
-        return self.layout.blocked(self.link.q_order.gather(x, rows * bq), bq, self.layout.lists, self.layout.group)
+    def q_blocks(self, x: jax.Array) -> jax.Array:
+        """Returns [lists' blocks, B, K, G * bq, ...] from [B, T, N, ...] by token."""
+        blocks, rows = self.pass_blocks.pairs.blocks[0], self.pass_blocks.shape[0]
+        x = self.pass_blocks.q_order.gather(x, blocks * rows)
+        return self.layout.to_blocks(x, rows, self.layout.lists, self.layout.group)
 
-    def of_rows(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
-        """The inverse of `rows`, ``fill`` in tokens without a row."""
-        return self.link.q_order.scatter(self.layout.unblocked(x, self.layout.lists, self.layout.group), fill)
+    def by_token(self, x: jax.Array, fill: float = 0.0) -> jax.Array:
+        """Returns [B, T, N, ...] by token: the inverse of `q_blocks`, ``fill`` for tokens without a row."""
+        rows = self.layout.from_blocks(x, self.layout.lists, self.layout.group)
+        return self.pass_blocks.q_order.scatter(rows, fill)
 
-    def of_columns(self, x: jax.Array, lists: int) -> jax.Array:
-        """Blocks of keys of so many lists in token order, summed up over the lists of one key head."""
-        x = self.link.kv_order.scatter(self.layout.unblocked(x, lists))
+    def by_key_token(self, x: jax.Array, lists: int) -> jax.Array:
+        """Returns key blocks of all lists as [B, S, K, ...] by token, summed over the lists of one key head."""
+        x = self.pass_blocks.kv_order.scatter(self.layout.from_blocks(x, lists))
         b, s, heads, size = x.shape
-        each = lists // self.layout.kv_lists
-        return x if each == 1 else x.reshape(b, s, heads // each, each, size).sum(3)
+        group = lists // self.layout.kv_lists
+        return x if group == 1 else x.reshape(b, s, heads // group, group, size).sum(3)
 
-    def minor(self, entry: jax.Array) -> jax.Array:
-        """The block of the minor side of an entry."""
+    def minor_block(self, entry: jax.Array) -> jax.Array:
+        """Returns the minor block of an entry."""
         return lax.dynamic_index_in_dim(jnp.asarray(self.lists.block), entry, keepdims=False)
 
-    def at(self, x: jax.Array, place: jax.Array) -> jax.Array:
-        """The block at a place, in the accumulator's dtype."""
-        return lax.dynamic_index_in_dim(x, place, keepdims=False).astype(accumulator_dtype(x.dtype))
+    def load(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Returns one block in the accumulator's dtype."""
+        return lax.dynamic_index_in_dim(x, index, keepdims=False).astype(accumulator_dtype(x.dtype))
 
-    def some(self, part: int) -> bool:
-        """Whether there may be free entries (part 0), or masked ones (part 1)."""
-        spans = self.spans
-        return not self.lists.static or bool((spans[:, part] < spans[:, part + 1]).any())
+    def has_entries(self, masked: bool) -> bool:
+        """True if the lists may have free entries, or masked entries if ``masked``."""
+        spans, start = self.spans, int(masked)
+        return not self.lists.static or bool((spans[:, start] < spans[:, start + 1]).any())
 
-    def walk(self, span: Any, step: Callable[..., Any], state: Any) -> Any:
-        """step(is it masked, entry, state) over the free entries of a list, and then over the masked ones."""
-        for part in (0, 1):
-            if self.some(part):
-                state = lax.fori_loop(span[part], span[part + 1], functools.partial(step, bool(part)), state)
+    def loop(self, span: Any, step: Callable[..., Any], state: Any) -> Any:
+        """Returns the state after step(masked, entry, state) for the free entries of a list, then the masked ones."""
+        for start, masked in ((0, False), (1, True)):
+            if self.has_entries(masked):
+                state = lax.fori_loop(span[start], span[start + 1], functools.partial(step, masked), state)
         return state
 
-    def allowed(self, line: _Line, i: jax.Array, j: jax.Array, entry: jax.Array) -> jax.Array:
-        """Which pairs of a masked entry, blocks (i, j), may attend: [.., G * bq, bkv]."""
-        (bq, bkv), link, lists = self.link.shape, self.link, self.lists
-        found = [jnp.ones(self.link.shape, bool)]
-        if link.rule is not None:
-            found.append(link.rule(i * bq + jnp.arange(bq)[:, None], j * bkv + jnp.arange(bkv)[None, :]))
-        elif link.tiles is not None:
-            tile = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
-            own = lax.dynamic_index_in_dim(jnp.asarray(link.tiles), jnp.maximum(tile, 0), keepdims=False)
-            found.append(own | (tile < 0))
+    def allowed(self, major: _MajorBlock, q_block: jax.Array, kv_block: jax.Array, entry: jax.Array) -> jax.Array:
+        """Returns bools [.., G * bq, bkv]: the pairs of a masked entry that may attend."""
+        (bq, bkv), pass_blocks, lists = self.pass_blocks.shape, self.pass_blocks, self.lists
+        limits = [jnp.ones((bq, bkv), bool)]
+        if pass_blocks.rule is not None:
+            q_rows, kv_rows = q_block * bq + jnp.arange(bq)[:, None], kv_block * bkv + jnp.arange(bkv)[None, :]
+            limits.append(pass_blocks.rule(q_rows, kv_rows))
+        elif pass_blocks.tiles is not None:
+            number = lax.dynamic_index_in_dim(jnp.asarray(lists.tile), entry, keepdims=False)
+            tile = lax.dynamic_index_in_dim(jnp.asarray(pass_blocks.tiles), jnp.maximum(number, 0), keepdims=False)
+            limits.append(tile | (number < 0))
         if lists.active_rows_mask is not None:
             bits = lax.dynamic_index_in_dim(lists.active_rows_mask, entry, keepdims=False)
-            part = np.arange(bq, dtype=np.int32) // link.granularity
-            found.append(((bits >> part) & 1).astype(bool)[:, None])
+            q_group = np.arange(bq, dtype=np.int32) // pass_blocks.granularity
+            limits.append(((bits >> q_group) & 1).astype(bool)[:, None])
         if self.segments is not None:
-            places = (line.batch * n + x for n, x in zip(link.pairs.blocks, (i, j), strict=True))
-            q, k = (lax.dynamic_index_in_dim(s, x, keepdims=False) for s, x in zip(self.segments, places, strict=True))
-            found.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
-        allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in found))
+            sides = zip(self.segments, pass_blocks.pairs.blocks, (q_block, kv_block), strict=True)
+            q, k = (lax.dynamic_index_in_dim(ids, major.batch * n + i, keepdims=False) for ids, n, i in sides)
+            limits.append((q[..., :, None] == k[..., None, :]) & (q[..., :, None] >= 0))  # [B, 1, bq, bkv]
+        allowed = functools.reduce(jnp.logical_and, (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in limits))
         return jnp.tile(allowed, (1, 1, self.layout.group, 1))

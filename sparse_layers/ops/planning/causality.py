@@ -9,7 +9,8 @@ from ...masks.algebra import And, Mask, Not, Or
 from ...masks.bounded_cache import bounded_cache
 from ...masks.primitives import Causal, Empty, LogSparse, Random, Window
 from .blocks import active_blocks, outside_trace
-from .plan import Pass, make_plan
+from .plan import Pass
+from .planner import make_plan
 
 
 def is_causal(mask: Mask, length: int) -> bool:

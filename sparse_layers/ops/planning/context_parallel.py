@@ -17,10 +17,12 @@ from ...masks.primitives import Empty
 from ...masks.states import EMPTY
 from .blocks import active_blocks, outside_trace
 from .causality import is_causal
+from .costs import PAIRS_PER_ROW
 from .exchanges import AllGather, AllToAll, Exchange, Halo, Received
-from .plan import PAIRS_PER_ROW, Wish, decomposition_costs, decompositions
+from .planner import decomposition_costs
 from .platforms import TUNING
-from .row_orders import Reordered, RowOrder, mask_period
+from .row_orders import Reordered, RowOrder, RowOrderPair, mask_period
+from .terms import decompositions
 
 # The cost of a row received from another device, and of one more in the backward pass, in PAIRS_PER_ROW. Between two
 # H200, rows of 32 heads of 128 came at 170 GB/s, two of them in the time of 800 pairs of each head, both ways.
@@ -168,10 +170,10 @@ def _stretch(costs: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _assign_exchanges(
-    mask_parts: Iterable[tuple[Wish, Mask, np.ndarray]], length: int, devices: int, groups: int
+    mask_parts: Iterable[tuple[RowOrderPair, Mask, np.ndarray]], length: int, devices: int, groups: int
 ) -> dict[Exchange, tuple[Mask, np.ndarray]] | None:
     """Returns, for each exchange, its part and the costs of computing it; None if a part has no exchange."""
-    by_wish: dict[Wish | None, tuple[Mask, np.ndarray]] = {}
+    by_wish: dict[RowOrderPair | None, tuple[Mask, np.ndarray]] = {}
     for wish, mask, costs in mask_parts:  # all that is computed in natural order takes one exchange
         _add_part(by_wish, wish if _stride_of(wish) > 1 or _gathers_keys(wish) else None, mask, costs)
     cheapest: dict[Exchange, tuple[Mask, np.ndarray]] = {}
@@ -243,7 +245,7 @@ def _cost(exchange: Exchange, costs: np.ndarray, groups: int) -> float:
     return float(computed.max()) + RECEIVED_ROW * PAIRS_PER_ROW * rows
 
 
-def _possible_exchanges(wish: Wish | None, mask: Mask, length: int, devices: int) -> list[Exchange]:
+def _possible_exchanges(wish: RowOrderPair | None, mask: Mask, length: int, devices: int) -> list[Exchange]:
     """Returns the exchanges that a part may take; it is computed in the row orders of ``wish``, or in natural order."""
     exchanges: list[Exchange] = []
     if wish is not None and _gathers_keys(wish):
@@ -264,14 +266,14 @@ def _possible_exchanges(wish: Wish | None, mask: Mask, length: int, devices: int
     return [*exchanges, *(dataclasses.replace(exchange, zigzag=True) for exchange in gathers)]
 
 
-def _stride_of(wish: Wish) -> int:
+def _stride_of(wish: RowOrderPair) -> int:
     """Returns the stride if queries and keys are both in residue-major order; else 1."""
     q_order, kv_order = wish
     stride = q_order.shape[-1]
     return stride if q_order == kv_order == RowOrder.residue_major(q_order.length, stride) else 1
 
 
-def _gathers_keys(wish: Wish) -> bool:
+def _gathers_keys(wish: RowOrderPair) -> bool:
     """True if queries in natural order attend to a few gathered keys."""
     return wish[0].natural and not wish[1].natural
 

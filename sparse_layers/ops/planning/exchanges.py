@@ -23,8 +23,9 @@ import numpy as np
 from ...masks.algebra import And, Mask, Not, Or
 from ...masks.primitives import Causal, Empty, Full, Strided, Window
 from .params import BwdParams, FwdParams
-from .plan import Plan, Wish, make_plan
-from .row_orders import Reordered, RowOrder, mask_period
+from .plan import Plan
+from .planner import make_plan
+from .row_orders import Reordered, RowOrder, RowOrderPair, mask_period
 
 # The first of a device's tokens, and the one behind the last.
 Span = tuple[int, int]
@@ -113,7 +114,7 @@ class Exchange(abc.ABC):
         """Returns the rows that a device receives."""
 
     @abc.abstractmethod
-    def row_orders(self, rank: int) -> Wish:
+    def row_orders(self, rank: int) -> RowOrderPair:
         """Returns the row orders of a device's queries and keys."""
 
     def local_mask(self, mask: Mask, rank: int) -> Mask:
@@ -168,7 +169,7 @@ class Halo(Exchange):
         """Returns the keys that come from each of the devices on one side, the nearest first."""
         return [min(self.local_len, reach - first) for first in range(0, reach, self.local_len)]
 
-    def row_orders(self, rank: int) -> Wish:
+    def row_orders(self, rank: int) -> RowOrderPair:
         first = rank * self.local_len
         queries = _consecutive(self.length, first, self.local_len)
         return queries, _consecutive(self.length, first - self.left, self.kv_rows)
@@ -255,7 +256,7 @@ class AllGather(Exchange):
         chunks = [range(half, 2 * self.devices, 2) for half in (0, 1)]
         return [[(c // 2, min(c, 2 * self.devices - 1 - c)) for c in half] for half in chunks]
 
-    def row_orders(self, rank: int) -> Wish:
+    def row_orders(self, rank: int) -> RowOrderPair:
         home = next((home for home, compute in self.query_moves if compute == rank), rank)
         return _consecutive(self.length, home * self.local_len + self.query_span[0], self.q_rows), self.order
 
@@ -283,7 +284,7 @@ class AllToAll(Exchange):
     def received(self, rank: int) -> Received:
         return Received(*[self.local_len - self.local_len // self.devices] * 4)
 
-    def row_orders(self, rank: int) -> Wish:
+    def row_orders(self, rank: int) -> RowOrderPair:
         order = RowOrder.gathered(
             self.length, self.stride, rank * self.local_residues, (rank + 1) * self.local_residues
         )

@@ -409,6 +409,24 @@ def _clipped(order: RowOrder, token: Any) -> Any:
     return token if isinstance(token, jax.Array) else np.minimum(token, order.length - 1)
 
 
+# The row orders of queries and of keys.
+RowOrderPair = tuple[RowOrder, RowOrder]
+
+
+def describe_orders(orders: RowOrderPair) -> str:
+    """Returns the row orders of queries and keys in words, once if they are the same.
+
+    Example:
+      >>> describe_orders((RowOrder(64), RowOrder.gathered(64, 64, 0, 4)))
+      'keys: tokens 0 to 3 only'
+    """
+    q_order, kv_order = orders
+    if q_order == kv_order or (q_order.natural and kv_order.natural):
+        return str(q_order)
+    sides = (("queries", q_order), ("keys", kv_order))
+    return ", ".join(f"{side}: {order}" for side, order in sides if not order.natural)
+
+
 def mask_period(mask: Mask) -> int | None:
     """A number of tokens by which queries and keys may both be moved, and the mask says the same; None if not known.
 

@@ -1,4 +1,4 @@
-"""Selections: which key blocks each query looks at, decided at run time by scores, a router or another layer."""
+"""Selections: the key blocks that each query attends to, chosen at run time by scores, a router or another layer."""
 
 import reprlib
 from typing import Any, Literal, overload
@@ -20,36 +20,36 @@ GRANULARITIES = (1, 16, 64, 128)
 @register_node
 @jax.tree_util.register_pytree_with_keys_class
 class Selection:
-    """The key blocks that queries look at, chosen at run time: ``selection=`` of `block_sparse_attention`.
+    """The key blocks that queries attend to, chosen at run time: ``selection=`` of `block_sparse_attention`.
 
-    A query attends to the keys of its blocks that the mask and the segment ids allow, in one exact softmax. A pytree
-    whose only leaf is ``ids``, immutable: layers may share it, and `jax.jit`, `jax.vmap`, `jax.lax.scan` and
+    A query attends to the keys of its blocks that the mask and the segment ids allow, in one exact softmax. A selection
+    is an immutable pytree with the one leaf ``ids``: layers may share it, and `jax.jit`, `jax.vmap`, `jax.lax.scan` and
     `jax.checkpoint` take it. No gradient flows into ids.
 
     Args:
-      ids: integers [..., ceil(T / granularity), G, k]; of the leading axes, the op takes B or none, and layers those of
-        their input. Each row holds numbers of key blocks in any order: -1 stands for none, and what comes twice counts
-        once; k may be 0. G is 1 (all heads choose alike), K (one choice for each key head) or N (one for each query
-        head). Numbers without a block are refused where they can be seen, and inside jit left out.
+      ids: integers [..., ceil(T / granularity), G, k]. Leading axes are a batch or none in the op, and those of the
+        input in layers. A row holds numbers of key blocks in any order: -1 is no block, duplicates count once, and k
+        may be 0. G is 1 (one selection for all heads), K (one for each key head) or N (one for each query head).
+        Numbers beyond the last block are refused, or ignored inside jit.
       block: keys in a block, a multiple of 16 from 16 to 512: block j holds keys j * block to (j + 1) * block - 1.
-      granularity: neighbouring queries that choose together: 1, 16, 64 or 128.
+      granularity: neighbouring queries that share a row: 1, 16, 64 or 128.
 
     Attributes:
-      ids: int32, of the shape given.
-      block: as given.
-      granularity: as given.
+      ids: int32, of the argument's shape.
+      block: see the argument.
+      granularity: see the argument.
 
     Raises:
-      ValueError: a block or granularity that is none of these; ids of less than three axes, that are no integers,
-        below -1, or that do not fit into int32.
+      ValueError: another block or granularity; ids have less than three axes, are no integers, are below -1, or do not
+        fit into int32.
       TypeError: ids are no array.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparse_layers as sl
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 2, 16))
-      >>> ids = jnp.tile(jnp.array([0, 2, -1]), (1, 8, 1, 1))  # everyone looks at keys 0 to 31 and 64 to 95 ...
-      >>> chosen = sl.Selection(ids, block=32, granularity=16)
-      >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=chosen).shape  # ... as far as these are past
+      >>> ids = jnp.tile(jnp.array([0, 2, -1]), (1, 8, 1, 1))  # all queries see keys 0 to 31 and 64 to 95 ...
+      >>> selection = sl.Selection(ids, block=32, granularity=16)
+      >>> sl.block_sparse_attention(q, k, v, sl.Causal(), selection=selection).shape  # ... of the past
       (1, 128, 2, 16)
     """
 
@@ -73,7 +73,7 @@ class Selection:
         if seen is not None and seen.size and not -1 <= int(seen.min()) <= int(seen.max()) < 2**31:
             raise ValueError(f"ids must be numbers of blocks, or -1 for none, got {seen.min()} to {seen.max()}")
         if seen is None and not np.can_cast(ids.dtype, np.int32):
-            # No sequence has a block of the largest number, so clipping keeps what is left out.
+            # No sequence has a block of the largest number, so clipped ids are still ignored.
             ids = jnp.clip(ids, None if ids.dtype.kind == "u" else -1, 2**31 - 1)
         self._set(jnp.asarray(ids, jnp.int32), block, granularity)
 
@@ -99,28 +99,28 @@ class Selection:
 
     @classmethod
     def tree_unflatten(cls, static, leaves):
-        return _restored(*leaves, *static)  # anything may stand for ids: axes to map over, shardings, cotangents
+        return _restored(*leaves, *static)  # leaves may be axes to map over, shardings or cotangents
 
 
 def _restored(ids: Any, block: int, granularity: int) -> Selection:
-    """A selection of ids that have been looked at before, or by nobody."""
+    """Returns a selection without checks, for ids that were checked before or are no arrays."""
     selection = object.__new__(Selection)
     selection._set(ids, block, granularity)
     return selection
 
 
 def known(x: Any) -> np.ndarray | None:
-    """The numbers of an array, or None if they cannot be seen: inside jit, or with parts on other hosts."""
+    """Returns the values of an array, or None if they are not here: inside jit, or with shards on other hosts."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
     return np.asarray(x)
 
 
 def checked_sizes(block: Any, granularity: Any) -> tuple[int, int]:
-    """The sizes of a selection.
+    """Returns the block and the granularity of a selection.
 
     Raises:
-      ValueError: others than `Selection` takes.
+      ValueError: a value that `Selection` does not take.
     """
     size = as_int(block)
     if size is None or size % 16 or not 16 <= size <= 512:
@@ -169,35 +169,34 @@ def top_k_blocks(
     start: Any = 0,
     return_scores: bool = False,
 ) -> Selection | tuple[Selection, jax.Array]:
-    """Selects the k key blocks of the highest scores for each row of queries: of equal ones, those that come first.
+    """Selects the k key blocks of the highest scores for each row of queries, of equal scores the earlier ones.
 
-    Row r stands for queries r * granularity to (r + 1) * granularity - 1. Its own block is that of its last query.
-    Forced blocks come before all others, and count among the k. A score of -inf or NaN is never chosen, unless forced.
-    If there are fewer than k blocks to choose from, the rest is -1. No gradient flows through the choice; through the
-    scores that are returned, it does.
+    Row r holds queries r * granularity to (r + 1) * granularity - 1. Its own block is that of its last query. Forced
+    blocks come before all others, and count among the k. Scores of -inf and NaN are selected only if forced. Ids are -1
+    where fewer than k blocks can be selected. No gradient flows through the selection, but returned scores have one.
 
-    In published methods: ``forced=Window(0)`` is the own block of MoBA and MSA, ``Prefix(1) | Window(1)`` the first
-    and the last two of NSA, ``Prefix(1) | Window(n - 1)`` the first and n local ones of InfLLM-v2.
+    In published methods, ``forced=Window(0)`` is the own block of MoBA and MSA, ``Prefix(1) | Window(1)`` the first
+    and the last two blocks of NSA, ``Prefix(1) | Window(n - 1)`` the first and n local blocks of InfLLM-v2.
 
     Args:
       scores: floats [..., ceil(T / granularity), G, blocks]; axes as in `Selection`.
-      k: blocks to choose, >= 0.
+      k: blocks to select, >= 0.
       block: keys in a block.
       granularity: queries in a row.
-      causal: whether to choose only blocks that begin no later than the row's last query: its own and those before.
-        What of its own block is in the future is still for the mask of the attention to hide.
-      forced: a mask in units of blocks, in which a row's position is its own block: those it allows are chosen;
-        None for none.
-      start: position of the first query among the keys, maybe a JAX array [] of integers: for scores made for some
-        queries at a time, and for queries that are the last of the keys.
-      return_scores: also return the scores of the chosen blocks, -inf where there is none.
+      causal: True to select only a row's own block and those before it. The mask of the attention must still hide later
+        keys of the own block.
+      forced: a mask in units of blocks, where a row is at the position of its own block: it forces the blocks that it
+        allows. None for none.
+      start: position of the first query among the keys, an integer or an integer JAX array []: for scores of a chunk of
+        queries, and for queries that are the last of the keys.
+      return_scores: True to return the scores of the selected blocks, too, -inf where the id is -1.
 
     Returns:
-      The `Selection`, of k ids in a row; with ``return_scores`` the pair of it and the scores [..., Tq, G, k].
+      The `Selection` with k ids in a row; with ``return_scores`` the pair of it and the scores [..., Tq, G, k].
 
     Raises:
-      ValueError: scores that are no floats or have other axes; k or start below 0, or k below the number of forced
-        blocks of a row; sizes that `Selection` refuses; flags that are no bools.
+      ValueError: scores are no floats or have other axes; k or start is below 0, or k below a row's number of forced
+        blocks; `Selection` refuses the sizes; a flag is no bool.
       TypeError: scores are no array, or forced is no mask.
 
     Example:
@@ -219,36 +218,36 @@ def top_k_blocks(
     if not isinstance(forced, Mask):
         raise TypeError(f"forced must be a mask in units of blocks, got {type(forced).__name__}: {forced!r}")
     rows, _, blocks = scores.shape[-3:]
-    may, must = _rules(rows, blocks, block, granularity, causal, forced, start)
+    allowed, must = _allowed_and_forced(rows, blocks, block, granularity, causal, forced, start)
     if isinstance(must, np.ndarray) and must.size and must.sum(1).max() > k:
         raise ValueError(f"k must be at least the number of forced blocks, here up to {must.sum(1).max()}, got {k}")
     # Bools [..., rows, 1, blocks], with as many axes as the scores.
-    may, must = (jnp.expand_dims(x, (*range(scores.ndim - 3), -2)) for x in (may, must))
+    allowed, must = (jnp.expand_dims(x, (*range(scores.ndim - 3), -2)) for x in (allowed, must))
     # A forced block comes before one with a score of infinity.
     rank = jnp.minimum(jax.lax.stop_gradient(scores), jnp.finfo(scores.dtype).max)
     rank = jnp.where(rank == 0, 0, rank)  # -0 equals 0, but top_k takes it for less
-    rank = jnp.where(must, jnp.inf, jnp.where(may & (rank > -jnp.inf), rank, -jnp.inf))
+    rank = jnp.where(must, jnp.inf, jnp.where(allowed & (rank > -jnp.inf), rank, -jnp.inf))
     best, ids = jax.lax.top_k(rank, min(k, blocks))
     ends = [(0, 0)] * (scores.ndim - 1) + [(0, k - ids.shape[-1])]
     ids = jnp.pad(jnp.where(best > -jnp.inf, ids, -1).astype(jnp.int32), ends, constant_values=-1)
-    chosen = _restored(ids, block, granularity)
+    selection = _restored(ids, block, granularity)
     if not return_scores:
-        return chosen
-    found = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
-    return chosen, jnp.where(ids >= 0, found, -jnp.inf)
+        return selection
+    selected_scores = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+    return selection, jnp.where(ids >= 0, selected_scores, -jnp.inf)
 
 
-def _rules(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
-    """Bools [rows, blocks] each: which may be chosen, and of these, which must be; numpy's if ``start`` is known."""
-    xp: Any = jnp if isinstance(start, jax.Array) else np
+def _allowed_and_forced(rows, blocks, block, granularity, causal, forced, start) -> tuple[Any, Any]:
+    """Returns bools [rows, blocks]: the blocks that may be selected, and of these the forced ones."""
+    xp: Any = jnp if isinstance(start, jax.Array) else np  # numpy's bools can be checked before any work starts
     last = checked_position("start", start) + (xp.arange(rows) + 1) * granularity - 1
-    own, other = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
-    may = other <= own if causal else xp.ones((rows, blocks), bool)
-    return may, may & xp.broadcast_to(forced(own, other), may.shape)
+    own_block, kv_block = xp.minimum(last // block, blocks - 1)[:, None], xp.arange(blocks)[None]
+    allowed = kv_block <= own_block if causal else xp.ones((rows, blocks), bool)
+    return allowed, allowed & xp.broadcast_to(forced(own_block, kv_block), allowed.shape)
 
 
 def checked_position(name: str, position: Any) -> Any:
-    """The argument ``name``, a position among the keys: an integer, or a JAX array [] of one.
+    """Returns the argument ``name``, a position among the keys: an integer or an integer JAX array [].
 
     Raises:
       ValueError: another shape or dtype, or an integer below 0.
@@ -263,17 +262,17 @@ def checked_position(name: str, position: Any) -> Any:
 
 @strict_kwargs
 def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
-    """The mean of each block of tokens, as of keys: ``out[j] = mean(x[j * block : (j + 1) * block])``.
+    """Returns the mean of each block of tokens: ``out[j] = mean(x[j * block : (j + 1) * block])``.
 
     Args:
       x: floats [..., S, K, H].
-      block: tokens in a block, >= 1. The last block may be shorter: its mean is that of the tokens there are.
+      block: tokens in a block, >= 1. The last block may be shorter: its mean is that of its tokens.
 
     Returns:
       [..., ceil(S / block), K, H] in the dtype of x, summed up in float32 (float64 for float64); differentiable.
 
     Raises:
-      ValueError: x of other axes, or no floats; block no integer >= 1.
+      ValueError: x has other axes or no floats; block is no integer >= 1.
       TypeError: x is no array.
 
     Example:
@@ -285,9 +284,9 @@ def mean_pool_blocks(x: jax.Array, block: int) -> jax.Array:
     block = checked("block", block, Positive)
     *batch, tokens, heads, size = x.shape
     blocks = -(-tokens // block)
-    wide = jnp.pad(x, [(0, 0)] * len(batch) + [(0, blocks * block - tokens), (0, 0), (0, 0)])
-    wide = wide.reshape(*batch, blocks, block, heads, size)
-    total = wide.sum(-3, dtype=jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    x_blocks = jnp.pad(x, [(0, 0)] * len(batch) + [(0, blocks * block - tokens), (0, 0), (0, 0)])
+    x_blocks = x_blocks.reshape(*batch, blocks, block, heads, size)
+    total = x_blocks.sum(-3, dtype=jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     number = np.minimum(block, tokens - np.arange(blocks) * block)
     return (total / jnp.asarray(number.reshape(*(1,) * len(batch), blocks, 1, 1), total.dtype)).astype(x.dtype)
 

@@ -12,8 +12,8 @@ import safetensors.numpy
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers.modules.loading.families import Config, described
-from sparse_layers.modules.loading.safetensors import stored
+from sparse_layers.modules.loading.families import Config, read_settings
+from sparse_layers.modules.loading.safetensors import find_tensors
 from tests.programs import on_devices
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -112,7 +112,7 @@ def test_windows_by_block_lists():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_generations_of_configurations_say_the_same(name):
-    new, old = (described(Config(FIXTURES / name / file))[1] for file in ("config.json", "config_4.json"))
+    new, old = (read_settings(Config(FIXTURES / name / file))[1] for file in ("config.json", "config_4.json"))
     assert new == old
     windows = WINDOWS.get(name, [None] * 3)
     masks = [sl.Causal() if width is None else sl.Causal() & sl.Window(width - 1) for width in windows]
@@ -130,15 +130,15 @@ def settings(folder, name, drop=(), **config):
     file = folder / "config.json"
     found = json.loads((FIXTURES / name / "config_4.json").read_text())
     file.write_text(json.dumps({key: value for key, value in (found | config).items() if key not in drop}))
-    return described(Config(file))[1]
+    return read_settings(Config(file))[1]
 
 
 def test_configurations_without_layer_types(tmp_path):
     for name in ("qwen2", "gemma2"):
-        known = described(Config(FIXTURES / name / "config.json"))[1]
+        known = read_settings(Config(FIXTURES / name / "config.json"))[1]
         assert settings(tmp_path, name, drop=("layer_types",)) == known
     known = settings(tmp_path, "gemma3_text", drop=("layer_types",), sliding_window_pattern=3)
-    assert known == described(Config(FIXTURES / "gemma3_text" / "config.json"))[1]
+    assert known == read_settings(Config(FIXTURES / "gemma3_text" / "config.json"))[1]
     assert settings(tmp_path, "qwen2", drop=("layer_types",), use_sliding_window=False)["patterns"] == (sl.Causal(),)
     assert settings(tmp_path, "mistral", sliding_window=None)["patterns"] == (sl.Causal(),)
 
@@ -292,7 +292,9 @@ def test_files_that_are_refused(tmp_path):
     other = {"model.norm.weight": np.zeros(3, np.float32), "y": np.ones(2, np.float32)}
     safetensors.numpy.save_file(other, folder / "b.safetensors")
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "y": "b.safetensors"}}))
-    np.testing.assert_array_equal(stored(folder)["model.norm.weight"].read(), tensors("qwen3")["model.norm.weight"])
+    np.testing.assert_array_equal(
+        find_tensors(folder)["model.norm.weight"].read(), tensors("qwen3")["model.norm.weight"]
+    )
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: cannot be read as JSON"):
         sl.from_huggingface(folder)

@@ -1,4 +1,4 @@
-"""A step from the cache equals the full forward in its row, for every causal pattern, and reads that row only."""
+"""Decoding steps equal the full forward in their row, for every causal pattern, and read that row only."""
 
 import functools
 
@@ -85,11 +85,11 @@ def reference(q, k, v, mask, **options):
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_the_full_forward(name):
-    """Unequal prompts, one of them empty: what is filled at once and what is stepped give the same rows."""
+    """Unequal prompts, one of them empty: a filled cache and a stepped one give the same rows."""
     mask, (q, k, v) = CASES[name], arrays()
     options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
     start = np.array([0, T // 3, T - 2])
-    # Nothing beyond a prompt may count: keys from there on are poisoned, though finite.
+    # Keys behind a prompt must not count: they are poisoned, with finite numbers.
     padding = np.arange(T)[None, :] >= start[:, None]
     poisoned = [np.where(padding[..., None, None], np.float32(1e6), x) for x in (k, v)]
     out, want = compared(mask, (q, k, v), start, poisoned, **options)
@@ -107,7 +107,7 @@ WHOLE = {  # mask, key heads, heads that choose, block, granularity; of 12 query
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_steps_that_choose_blocks_equal_the_full_forward(name):
-    """Random choices: some come twice, some are none, some lie in the future."""
+    """Random selections: some ids are repeated, some are -1, some lie in the future."""
     mask, kv_heads, choosing, block, granularity = WHOLE[name]
     shape = B, -(-T // granularity), choosing, 4
     ids = np.random.default_rng(1).integers(-1, -(-T // block), shape)
@@ -145,8 +145,8 @@ SEVERAL += ["empty rows", "four parts", "every second key"]
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "one choice", "by query head", "heads in turn"])
-def test_several_tokens_a_step_and_tokens_taken_back(name):
-    """Steps of 5 tokens, of which 0 to 5 are right; the others are taken back, and one follows where they stood."""
+def test_steps_of_several_tokens_and_rollback(name):
+    """Steps of 5 drafts, of which 0 to 5 are accepted; the others are rolled back and overwritten."""
     mask, kv_heads, choosing, block, _ = WHOLE.get(name, (CASES.get(name), 4, 0, 16, 1))
     q, k, v = arrays(heads=(N, kv_heads, kv_heads))
     ids = np.random.default_rng(1).integers(-1, -(-T // block), (B, T, choosing, 4))
@@ -162,7 +162,7 @@ def test_tokens_are_taken_back_where_a_reach_is_known_roughly(monkeypatch):
 
 
 def by_several(mask, arrays, count, chosen=None):
-    """(steps, reference): the right ones among the results of steps of ``count`` tokens and of one, in turn."""
+    """(steps, reference): the accepted results of steps of ``count`` tokens and of one token, in turn."""
     start = np.array([0, T // 3, T - 9])
     right = jnp.asarray(np.random.default_rng(2).integers(0, count + 1, (20, B)))
     options = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7}
@@ -211,7 +211,7 @@ def test_low_precision(dtype):
 
 @pytest.mark.parametrize("name", ["sliding_window", "four parts", "array", "bigbird"])
 def test_filled_is_what_steps_make(name):
-    """In every place that holds a token the prompt's cache and the stepped one hold the same."""
+    """Every row with a token is the same in a filled cache and in a stepped one."""
     mask, (_, k, v) = CASES[name], arrays()
     lengths = jnp.array([1, 33, T])
 
@@ -259,19 +259,19 @@ def test_a_step_reads_the_patterns_row(name):
 
 @pytest.mark.parametrize("name", ["bigbird:block=64", "logsparse"])
 def test_listed_rows_are_few(name):
-    """Blocks that a table lists: at most those of 16 keys that one of 16 neighbouring queries sees."""
+    """A table lists at most the blocks of 16 keys that one of 16 neighbouring queries sees."""
     allowed = sl.preset(name).dense(4096).reshape(256, 16, 256, 16).any((1, 3)).sum(1).max() * 16
     assert sum(part.num_reads for part in plan_cache_parts(sl.preset(name), 4096)) <= allowed + 128
     assert allowed < 1024
 
 
 def test_bytes_of_a_step():
-    """What the compiler counts follows the pattern's row, not the length."""
+    """The compiler's bytes follow the pattern's row, not the length."""
 
     def bytes_read(name, length):
         cache = jax.eval_shape(lambda: sl.KVCache.empty(sl.preset(name), length, batch=1, num_heads=2, head_size=64))
         token, position = jax.ShapeDtypeStruct((1, 2, 64), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        # Before it is fused: of a fused gather, XLA counts all that could have been gathered.
+        # Before fusion: XLA counts the whole operand of a fused gather.
         return jax.jit(sl.KVCache.attend).lower(cache, token, position).cost_analysis()["bytes accessed"]
 
     window = [bytes_read("sliding_window:window=512", length) for length in (2048, 16384)]
@@ -281,7 +281,7 @@ def test_bytes_of_a_step():
 
 
 def test_bytes_of_a_step_that_chooses():
-    """What the compiler counts and sets aside follows the blocks, not the length: nor is the cache copied."""
+    """The compiler's bytes and temporary memory follow the blocks, not the length: the cache is not copied."""
     x, chosen = jnp.ones((1, 2, 64)), sl.Selection(jnp.zeros((1, 1, 2, 4), int), block=64)
 
     def lowered(method, length, *tokens, **options):
@@ -369,7 +369,7 @@ def test_nothing_of_the_padding_counts(name):
 
 
 def test_long_sequences_read_their_row_too():
-    """Blocks grow with the length where there are too many; rings and tables follow the pattern all the same."""
+    """Blocks grow with the length where there are too many; rings and tables still follow the pattern."""
     for mask, most in ((sl.Window(127), 128), (sl.Causal() & (sl.Window(31) | sl.Strided(512)), 32 + 512)):
         assert sum(part.num_reads for part in plan_cache_parts(mask, 1 << 18)) == most
     assert sum(part.num_reads for part in plan_cache_parts(sl.LogSparse(), 1 << 17)) < 400
@@ -377,7 +377,7 @@ def test_long_sequences_read_their_row_too():
 
 @pytest.mark.parametrize("axes", ["None, 'x'", "'x'"])
 def test_heads_or_sequences_may_lie_on_several_devices(axes):
-    """No device asks another for anything: an array's axes stay apart, so that each can be split."""
+    """Sharded steps need no collectives: an array's axes stay separate, so each can be sharded."""
     code = f"""
 import jax, jax.numpy as jnp, sparse_layers as sl
 mesh = jax.sharding.Mesh(jax.devices(), ("x",))

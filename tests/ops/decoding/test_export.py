@@ -14,7 +14,7 @@ from tests.programs import on_devices
 
 T, N, K, H = 48, 4, 2, 8
 RNG = np.random.default_rng(0)
-# One pattern for each way in which a cache keeps keys or chooses them.
+# One pattern for each store of keys, and for selections.
 PATTERNS = {
     "all keys": sl.Causal(),
     "a ring": sl.Causal() & sl.Window(7),
@@ -63,7 +63,7 @@ def prefill(caches, k, v, lengths):
 
 
 def step(caches, q, k, v, position):
-    """What each cache finds, and the caches after the step."""
+    """The outputs of a step for each cache, and the caches after it."""
     index = {"index": (q[:, :K], k[:, :1])}
     return {
         name: cache.step(q, k, v, position, **(index if isinstance(cache.selection, sl.MSA) else {}))

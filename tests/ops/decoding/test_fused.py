@@ -1,4 +1,4 @@
-"""Steps by kernels that read the cache where it lies: the numbers are XLA's, and what nobody sees may hold anything."""
+"""Decoding steps by the kernel, which reads the cache in place, equal XLA's; masked rows may hold anything."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ OPTIONS = {"sinks": jnp.linspace(-1, 1, N), "logits_soft_cap": 5.0, "scale": 0.7
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """A pattern, and how it is stepped.
+    """A pattern, and the steps over it.
 
     Attributes:
       mask: whatever `KVCache.empty` takes.
@@ -77,7 +77,7 @@ def filled(case, dtype=jnp.float32):
 
 
 def poisoned(cache):
-    """With NaN in place of zeros, which are where there is no token yet."""
+    """A cache with NaN instead of zeros, that is in rows without a token."""
     keys, values = (tuple(np.where(x == 0, np.nan, x) for x in each) for each in (cache.keys, cache.values))
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -106,7 +106,7 @@ def test_steps_equal_the_full_forward(name, monkeypatch):
     cache, (q, k, v) = filled(case)
     ids = chosen = None
     if case.lists:
-        # Some come twice, some are none, some lie in the future; the last block is a short one.
+        # Some ids are repeated, some are -1, some lie in the future; the last block is shorter.
         ids = np.random.default_rng(1).integers(-1, -(-T // 16), (B, T, case.lists, 4))
         chosen = sl.Selection(ids, block=16)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, traced_call
+from sparse_layers.ops import attention, implementations, traced_call
 from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import hardware
@@ -21,7 +21,7 @@ CAUSAL, DEFAULTS = sl.Causal(), (FwdParams(), BwdParams())
 def on_a_gpu(monkeypatch):
     """Lets the package believe that JAX computes on an H200, and cuDNN's attention be XLA's."""
     gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200", local_hardware_id=0)
-    for module in (attention, cudnn, hardware):
+    for module in (attention, implementations, cudnn, hardware):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [gpu])
     dense = jax.nn.dot_product_attention

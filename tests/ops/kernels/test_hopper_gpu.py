@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import sparse_layers as sl
-from sparse_layers.ops import attention, traced_call
+from sparse_layers.ops import attention, implementations, traced_call
 from sparse_layers.ops.kernels import cudnn
 from sparse_layers.ops.kernels.call import Call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
@@ -382,7 +382,7 @@ def test_the_default_on_hopper_is_the_faster_one(monkeypatch, mask, size, name):
     gpu = types.SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H200", local_hardware_id=0)
     monkeypatch.setattr(jax, "local_devices", lambda *_, **__: [gpu])
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
-    for module in (attention, cudnn, platforms):
+    for module in (attention, implementations, cudnn, platforms):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(bridge, "gluon_unsupported", lambda: None)
     monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, 132))

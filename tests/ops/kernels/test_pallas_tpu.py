@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 import sparse_layers as sl
 from sparse_layers.masks.states import EMPTY, FULL, PARTIAL
-from sparse_layers.ops.kernels.pallas_tpu import sides
+from sparse_layers.ops.kernels.pallas_tpu import kernel_masks
 from sparse_layers.ops.kernels.pallas_tpu.schedule import LIMITED, Steps
 from sparse_layers.ops.planning.block_lists import BlockPairs, planned_block_pairs
 from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
@@ -34,7 +34,7 @@ def unpacked(steps):
     scalars = [np.asarray(x) for x in steps.scalars]
     batches, classes, length = steps.words.shape
     return [
-        [[tuple(map(int, steps.at(scalars, b, c, s))) for s in range(length)] for c in range(classes)]
+        [[tuple(map(int, steps.read(scalars, b, c, s))) for s in range(length)] for c in range(classes)]
         for b in range(batches)
     ]
 
@@ -59,7 +59,7 @@ def entries(lists):
 
 
 def as_steps(lists):
-    """What `Steps` must hold, by list: a major block without entries keeps one dead step to write its zeros."""
+    """What `Steps` must hold, by list: a major block without entries keeps one empty step to write its zeros."""
     batches, heads, majors, _ = lists.spans.shape
     found = entries(lists)
     return [
@@ -359,14 +359,14 @@ def test_no_batch_entries():
 def test_masks_are_the_same_along_lanes(name, monkeypatch):
     (starts, shape), mask = ((32, 24), (40, 16)), sl.preset(name, **SMALL[name])
 
-    def pairs(mask, least, flipped):
-        monkeypatch.setattr(sides, "WORTH_LYING", least)
-        found = sides.allowed_pairs(mask, starts, shape, flipped)
-        return found.T if flipped else found
+    def pairs(mask, least, transposed):
+        monkeypatch.setattr(kernel_masks, "MIN_COLUMN_OPERATIONS", least)
+        found = kernel_masks.allowed_pairs(mask, starts, shape, transposed)
+        return found.T if transposed else found
 
     for one in sl.as_masks(mask):
-        (link,) = candidates(one, 100)[0].chains[0]
-        wanted = link.mask.dense(100, 100)[32:72, 24:40]
-        ways = itertools.product([link.mask], (0, 10**6), (False, True))
+        (one_pass,) = candidates(one, 100)[0].chains[0]
+        wanted = one_pass.mask.dense(100, 100)[32:72, 24:40]
+        ways = itertools.product([one_pass.mask], (0, 10**6), (False, True))
         for found in compiled(lambda: list(itertools.starmap(pairs, ways)))():  # noqa: B023
             np.testing.assert_array_equal(found, wanted)

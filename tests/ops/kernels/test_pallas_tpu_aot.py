@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import topologies
 
 import sparse_layers as sl
-from sparse_layers.ops.planning import plan as plans
+from sparse_layers.ops.planning import costs
 from tests.ops.cases import candidates
 
 pytest.importorskip("libtpu", reason="needs libtpu: pip install 'sparse-layers[tpu-aot]'")
@@ -162,7 +162,7 @@ def test_compiles_also(generation, mask, passes, options):
 
 @pytest.mark.parametrize("name", ["strided", "bigbird"])
 def test_compiles_rules_too_long_for_tiles(name, monkeypatch):
-    monkeypatch.setattr(plans, "MAX_TILED", 0)
+    monkeypatch.setattr(costs, "MAX_TILED", 0)
     assert kernels("v5e", sl.preset(name), fwd_params=SMALL) == both(1)
 
 

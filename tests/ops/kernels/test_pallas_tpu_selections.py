@@ -1,4 +1,4 @@
-"""What is particular to selections in the TPU kernels, interpreted; `test_selections.py` holds their values, too."""
+"""Selections in the TPU kernels, interpreted: blocks of several groups of queries. `test_selections.py` has more."""
 
 import dataclasses
 
@@ -15,20 +15,20 @@ from tests.ops.test_selections import Case
 T = 75
 IDS = np.repeat([[0, 0, 1, 1, -1], [0, 1, 2, 2, 2]], 15, axis=1)
 TABLE = np.random.default_rng(0).random((T, T)) < 0.5
-# Blocks of several parts that choose for themselves, and of one: queries in a block are 16 by 16.
+# Query blocks of several groups that select on their own, of 16 queries each.
 SEVERAL = {"granularity": 16, "block": 16, "fwd": (32, 16), "bwd": (64, 16)}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("parts", sl.Causal(), T, scope="1", sinks=True, **SEVERAL),
-        Case("one part", sl.Causal(), T, segments=(IDS, IDS), soft_cap=3.0, **SEVERAL | {"fwd": (16, 16)}),
+        Case("several groups", sl.Causal(), T, scope="1", sinks=True, **SEVERAL),
+        Case("one group", sl.Causal(), T, segments=(IDS, IDS), soft_cap=3.0, **SEVERAL | {"fwd": (16, 16)}),
         Case("masks in turn", (sl.Causal(), sl.Array(TABLE)), T, heads=(4, 2), batch=1, **SEVERAL),
     ],
     ids=str,
 )
-def test_blocks_of_parts(case):
+def test_blocks_of_query_groups(case):
     check(case, case.call("pallas_tpu"))
 
 
@@ -57,7 +57,7 @@ def test_lists_that_do_not_fit_together_take_turns(case, fits, monkeypatch):
         dataclasses.replace(case, scale=0.5).call("pallas_tpu")  # another call, for this one is compiled
 
 
-def test_choices_of_single_queries_are_refused():
+def test_selections_of_single_queries_are_refused():
     chosen = sl.Selection(np.zeros((1, 64, 1, 1), np.int32), block=32)
     q = jnp.zeros((1, 64, 2, 16))
     with pytest.raises(NotImplementedError, match=r"granularity 1, only of at least 16"):

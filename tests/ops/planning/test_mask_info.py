@@ -10,9 +10,8 @@ import sparse_layers as m
 from sparse_layers.masks.adapters import MaskMod
 from sparse_layers.masks.algebra import Array
 from sparse_layers.ops.planning import mask_info
+from sparse_layers.ops.planning.binding import HeadMasks, bind
 from sparse_layers.ops.planning.mask_info import (
-    HeadMasks,
-    bind,
     process_dynamic_mask,
     process_dynamic_mask_dkv,
     process_mask,

@@ -10,10 +10,11 @@ import pytest
 
 import sparse_layers as sl
 from sparse_layers.masks.states import FULL
-from sparse_layers.ops.planning import plan as plans
+from sparse_layers.ops.planning import costs, planner
 from sparse_layers.ops.planning.block_lists import planned_block_pairs, unpack_tiles
 from sparse_layers.ops.planning.platforms import TUNING
-from sparse_layers.ops.planning.row_orders import RowOrder
+from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
+from sparse_layers.ops.planning.terms import decompositions
 from sparse_layers.tools.oracle import DenseAttention
 from tests.ops.cases import BOTH_WAYS, NEEDED, SMALL, candidates, compiled
 
@@ -151,9 +152,7 @@ def test_the_chosen_plan_is_a_candidate_and_exact(name):
     plan = sl.make_plan(sl.preset(name, **NEEDED[name]), 300, 270)
     assert_exact(plan)
     for mask, weighed in zip(plan.masks, plan.candidates, strict=True):
-        assert {name for name, _ in weighed} == {
-            name for name, _ in plans.decompositions(mask, 300, 270, TUNING["xla"])
-        }
+        assert {name for name, _ in weighed} == {name for name, _ in decompositions(mask, 300, 270, TUNING["xla"])}
         assert [cost for _, cost in weighed] == sorted(cost for _, cost in weighed)
 
 
@@ -242,12 +241,12 @@ def test_explicit_block_sizes_win():
 
 
 def draft(mask, length, name="xla", **sizes):
-    mask = plans.Reordered(mask, RowOrder(length), RowOrder(length))
-    return plans._Draft(mask, sl.FwdParams(**sizes), TUNING[name])
+    mask = Reordered(mask, RowOrder(length), RowOrder(length))
+    return costs.Draft(mask, sl.FwdParams(**sizes), TUNING[name])
 
 
 def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_CELLS", 1000)
+    monkeypatch.setattr(costs, "MAX_CELLS", 1000)
     dense = draft(sl.Full(), 128 * 64)
     assert dense.shape == (512, 512) and dense.blocks == 256  # 2 lists of 16 x 16 cells; of 32 x 32 there were 2048
     assert draft(sl.Window(100), 128 * 64).shape == (128, 128)
@@ -255,32 +254,32 @@ def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):
 
 
 def test_blocks_for_hopper_grow_along_the_side_that_is_walked(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_CELLS", 1000)
+    monkeypatch.setattr(costs, "MAX_CELLS", 1000)
     dense, plain = draft(sl.Full(), 128 * 64, "hopper"), sl.BwdParams()
-    assert dense.shape == (128, 2048) and dense.finish(plain).bwd_shape == (2048, 128)
-    assert dense.finish(sl.BwdParams(deterministic=True)).bwd_shape == (256, 256)  # by plain Triton, blocks of 64
-    assert dense.finish(sl.BwdParams(q_blocksize=64)).bwd_shape == (64, 64)
-    assert draft(sl.Window(100), 128 * 64, "hopper").finish(plain).bwd_shape == (128, 128)
+    assert dense.shape == (128, 2048) and dense.bwd_shape(plain) == (2048, 128)
+    assert dense.bwd_shape(sl.BwdParams(deterministic=True)) == (256, 256)  # by plain Triton, blocks of 64
+    assert dense.bwd_shape(sl.BwdParams(q_blocksize=64)) == (64, 64)
+    assert draft(sl.Window(100), 128 * 64, "hopper").bwd_shape(plain) == (128, 128)
     chosen = draft(sl.Full(), 128 * 64, "hopper", q_blocksize=256, kv_blocksize=128)
-    assert chosen.shape == chosen.finish(plain).bwd_shape == (256, 128)
+    assert chosen.shape == chosen.bwd_shape(plain) == (256, 128)
     (few,) = sl.make_plan(sl.Full(), 60, 1000, implementation="hopper").chains[0]
     assert few.fwd_shape == few.bwd_shape == (64, 128)
-    monkeypatch.setattr(plans, "MAX_CELLS", 100)  # more rows than that
+    monkeypatch.setattr(costs, "MAX_CELLS", 100)  # more rows than that
     assert draft(sl.Full(), 128 * 65, "hopper").shape == (256, 16384)
 
 
 def test_blocks_for_tpus_follow_the_density():
     size = {width: draft(sl.Causal() & sl.Window(width), 8192, "pallas_tpu").shape[0] for width in (1, 500, 4000)}
     assert size[1] < size[4000] == draft(sl.Causal(), 8192, "pallas_tpu").shape[0] == 1024
-    costs = {
-        edge: plans._cost(draft(sl.Window(1), 8192).mask, (edge, edge), TUNING["pallas_tpu"]) for edge in (256, 512)
+    cost_by_edge = {
+        edge: costs.pass_cost(draft(sl.Window(1), 8192).mask, (edge, edge), TUNING["pallas_tpu"]) for edge in (256, 512)
     }
-    assert size[1] == min(costs, key=costs.__getitem__)
+    assert size[1] == min(cost_by_edge, key=cost_by_edge.__getitem__)
     assert draft(sl.Causal(), 100, "pallas_tpu").shape == (128, 128)
     # Of a window of 1024, blocks of 1024 are all partial, blocks of 512 are not: masks cost, too.
     tuning, window = TUNING["pallas_tpu"], draft(sl.preset("sliding_window"), 8192).mask
     unmasked = dataclasses.replace(tuning, partial_cost=1.0)
-    assert plans._cheapest(window, tuning) == (512, 512) and plans._cheapest(window, unmasked) == (1024, 1024)
+    assert costs.cheapest_shape(window, tuning) == (512, 512) and costs.cheapest_shape(window, unmasked) == (1024, 1024)
 
 
 def test_tpus_read_masks_of_many_operations_as_tiles():
@@ -288,16 +287,16 @@ def test_tpus_read_masks_of_many_operations_as_tiles():
     found = {}
     for name in ("causal", "sliding_window", "bigbird"):
         mask = draft(sl.preset(name), 8192).mask
-        found[name] = plans.count_operations(mask), plans.uses_mask_tiles(mask, (1024, 1024), tuning)
+        found[name] = costs.count_operations(mask), costs.uses_mask_tiles(mask, (1024, 1024), tuning)
     assert found["causal"] == (3, False) and found["sliding_window"] == (5, True)
     assert found["bigbird"][0] > 15 and found["bigbird"][1]
     # Where tiles would take too long to make, blocks are chosen that leave less to be masked, or the rule is computed.
     long = draft(sl.preset("bigbird"), 131072, "pallas_tpu")
-    assert not plans.uses_mask_tiles(long.mask, (1024, 1024), tuning)
-    assert long.shape == (256, 256) and plans.uses_mask_tiles(long.mask, long.shape, tuning)
-    assert plans._cost(long.mask, (1024, 1024), tuning) > 2 * long.cost
+    assert not costs.uses_mask_tiles(long.mask, (1024, 1024), tuning)
+    assert long.shape == (256, 256) and costs.uses_mask_tiles(long.mask, long.shape, tuning)
+    assert costs.pass_cost(long.mask, (1024, 1024), tuning) > 2 * long.cost
     # Other implementations compute what they can.
-    assert not plans.uses_mask_tiles(long.mask, (256, 256), TUNING["xla"])
+    assert not costs.uses_mask_tiles(long.mask, (256, 256), TUNING["xla"])
 
 
 @pytest.mark.parametrize("name", sorted((SMALL.keys() - BOTH_WAYS) | {"prefix_lm"}))
@@ -318,10 +317,10 @@ def test_lists_for_tpus_fit_scalar_memory():
     tiled = draft(sl.from_mask_mod(lambda b, h, q, k: q >= k), 1 << 13, "pallas_tpu")
     assert tiled.shape == (1024, 1024)
     with_half = dataclasses.replace(tuning, max_list_bytes=4 * (36 + 8))  # just enough at 4 bytes a step
-    assert plans._cheapest(draft(sl.Causal(), 1 << 13).mask, with_half) == (1024, 1024)
-    assert plans._cheapest(tiled.mask, with_half) == (2048, 2048)
+    assert costs.cheapest_shape(draft(sl.Causal(), 1 << 13).mask, with_half) == (1024, 1024)
+    assert costs.cheapest_shape(tiled.mask, with_half) == (2048, 2048)
     nowhere = dataclasses.replace(tuning, max_list_bytes=1)
-    assert plans._cheapest(tiled.mask, nowhere) == (tuning.max_block,) * 2
+    assert costs.cheapest_shape(tiled.mask, nowhere) == (tuning.max_block,) * 2
 
 
 def test_plans_know_for_whom_they_were_made():
@@ -338,7 +337,7 @@ def test_plans_know_for_whom_they_were_made():
 
 
 def names(mask, q_len=4096, kv_len=None):
-    return [name for name, _ in plans.decompositions(mask, q_len, kv_len or q_len)]
+    return [name for name, _ in decompositions(mask, q_len, kv_len or q_len)]
 
 
 def test_blocks_for_gpus_are_fine_where_little_is_kept():
@@ -462,7 +461,7 @@ def test_grids_are_cut_into_the_cheapest_tiles():
 @pytest.mark.parametrize("by", [0, 1, 5, 7, 12])
 def test_columns_that_are_shifted_are_gathered(by):
     mask = sl.Causal() & (sl.Window(9) | sl.Shifted(sl.Columns(8, 5, 7), by))
-    names = [name for name, _ in plans.decompositions(mask, 300, 300)]
+    names = [name for name, _ in decompositions(mask, 300, 300)]
     assert any("keys: gathered tokens" in name for name in names)
     for plan in candidates(mask, 300):
         assert_exact(plan)
@@ -482,7 +481,7 @@ def test_equal_content_makes_equal_plans():
 
     plan = make()
     assert make() is plan and make(kv_len=64) is plan and make(fwd_params=sl.FwdParams()) is plan
-    plans._make_plan.cache_clear()
+    planner._make_plan.cache_clear()
     again = make()
     assert again is not plan and again == plan and hash(again) == hash(plan)
     others = [make(6), make(length=65), make(kv_len=65), make(fwd_params=sl.FwdParams(q_blocksize=64))]

@@ -3,7 +3,6 @@ import xml.etree.ElementTree
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.planning import report
 
 
 def test_kept_blocks_are_those_of_the_mask():
@@ -14,7 +13,7 @@ def test_kept_blocks_are_those_of_the_mask():
             tiles = block_pass.mask.dense(rows, columns).reshape(rows // 16, 16, columns // 32, 32)
             expected = np.add(tiles.any((1, 3)), tiles.all((1, 3)), dtype=int)
             found = np.zeros_like(expected)
-            row, column, state = report.kept(block_pass)
+            row, column, state = block_pass.active_blocks()
             found[row, column] = state
             np.testing.assert_array_equal(found, expected)
 
@@ -26,7 +25,7 @@ def test_a_plan_in_a_notebook():
     table = xml.etree.ElementTree.fromstring(html.replace("<br>", "<br/>"))
     assert "".join(table.find("caption").itertext()) == "Plan of 4096 queries and 4096 keys"
     title, *passes = table.findall("tr")
-    assert repr(mask) in "".join(title.itertext()) and f"{report.saving(plan, 0, True)}" in "".join(title.itertext())
+    assert repr(mask) in "".join(title.itertext()) and f"{plan.saving(0, True)}" in "".join(title.itertext())
     assert [[cell.text for cell in line][:3] for line in passes] == [
         [f"pass {number}", str(block_pass.q_order), f"{block_pass.fwd_blocks} of 1024 blocks of 128 x 128"]
         for number, block_pass in enumerate(plan.chains[0], 1)

@@ -29,17 +29,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ....masks.states import EMPTY
-from .launch import LOG2E, Arrays, Block, Blocks, Link, Place, by_kind, dot, launch, masked_scores, scores
+from .launch import (
+    LOG2E,
+    BlockOperand,
+    BlockOperands,
+    GridPosition,
+    PassArrays,
+    PassConfig,
+    compute_by_kind,
+    dot,
+    launch,
+    mask_logits,
+    to_logits,
+)
 from .schedule import Steps
 
 
 def backward_pass(
-    link: Link, steps: Steps, arrays: Arrays, lse: jax.Array, delta: jax.Array, dout: jax.Array, members: int
+    config: PassConfig,
+    steps: Steps,
+    arrays: PassArrays,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    members: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of one pass of a chain in float32.
 
     Args:
-      link: the pass.
+      config: the pass.
       steps: its active blocks by key block.
       arrays: its operands; tiles are those of [bkv, bq].
       lse: [B, heads, blocks, 1, bq], of the whole chain; +inf in rows without keys.
@@ -50,22 +68,22 @@ def backward_pass(
     Returns:
       dq [B, heads, rows, H] without the scale, dk [B, heads / members, columns, H] and dv [.., Hv].
     """
-    blocks = Blocks(link, flipped=True)
+    blocks = BlockOperands(config, transposed=True)
     batch, heads = arrays.query.shape[:2]
-    bq, bkv = link.shape
+    bq, bkv = config.shape
     dq = jnp.zeros_like(arrays.query, jnp.float32)
-    outputs = {"dq": Block(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
+    outputs = {"dq": BlockOperand(jax.ShapeDtypeStruct(dq.shape, dq.dtype), None, None)}
     for name, like in (("dk", arrays.key), ("dv", arrays.value)):
         shape = jax.ShapeDtypeStruct((batch, heads // members, *like.shape[2:]), jnp.float32)
         block = None, None, bkv, like.shape[-1]
-        outputs[name] = Block(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
-    by_row = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
+        outputs[name] = BlockOperand(shape, block, lambda b, h, step, _: (b, h // members, step.major, 0))
+    by_query = {"lse": blocks.vector(lse), "delta": blocks.vector(delta), "dout": blocks.by_query(dout)}
     dq, dk, dv = launch(
-        functools.partial(_kernel, link),
+        functools.partial(_kernel, config),
         "sparse_bwd",
         steps,
         (batch, heads // members, members),
-        blocks.operands(arrays) | by_row | {"dq_start": Block(dq, None, None)},
+        blocks.operands(arrays) | by_query | {"dq_start": BlockOperand(dq, None, None)},
         outputs,
         {
             "dk_acc": pltpu.VMEM((bkv, arrays.key.shape[-1]), jnp.float32),
@@ -80,11 +98,11 @@ def backward_pass(
     return dq, dk, dv
 
 
-def _kernel(link: Link, refs: Any, place: Place) -> None:
+def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
     # s, p, ds: [N, M]. dk_acc: [N, H]. dv_acc: [N, Hv].
-    step, dq = place.step, _Accumulator(link, refs, place)
+    step, dq = position.step, _Accumulator(config, refs, position)
 
-    @pl.when(place.begins)
+    @pl.when(position.is_first_visit)
     def _():
         refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
         refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
@@ -92,8 +110,8 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
     def compute(masked, limited):
         dq.start_load()
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
-        s, slope = scores(link, dot(k, q, (1, 1)))
-        s = masked_scores(link, refs, place, s, masked, limited, flipped=True)
+        s, slope = to_logits(config, dot(k, q, (1, 1)))
+        s = mask_logits(config, refs, position, s, masked, limited, transposed=True)
         p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
@@ -103,29 +121,29 @@ def _kernel(link: Link, refs: Any, place: Place) -> None:
         dq.add(dot(k, ds, (0, 0)).T)
 
     dq.begin()
-    by_kind(step, link, compute)
+    compute_by_kind(step, config, compute)
     dq.end()
 
-    @pl.when(place.ends)
+    @pl.when(position.is_last_visit)
     def _():
-        refs.dk[...] = refs.dk_acc[...] * link.call.scale
+        refs.dk[...] = refs.dk_acc[...] * config.call.scale
         refs.dv[...] = refs.dv_acc[...]
 
 
 class _Accumulator:
     """Adds to dq in HBM, as all of dq may not fit VMEM, through two buffers [M, H] in VMEM that alternate.
 
-    While this step computes, the block of the next step is loaded, and that of the step before is stored. A block is
+    While a step computes, the block of the next step is loaded, and that of the step before is stored. A block is
     loaded ahead only if it differs from this step's, and only after the last store. So a sum is never loaded before it
     is complete.
     """
 
-    def __init__(self, link: Link, refs: Any, place: Place):
-        self.refs, self.place, self.rows = refs, place, link.shape[0]
+    def __init__(self, config: PassConfig, refs: Any, position: GridPosition):
+        self.refs, self.position, self.rows = refs, position, config.shape[0]
 
     def begin(self) -> None:
         """Resets the state in the first step of a batch entry and group of heads; every step calls it first."""
-        pl.when(self.place.starts)(lambda: self._set(0, 0, 0))
+        pl.when(self.position.is_first_step)(lambda: self._set(0, 0, 0))
 
     def start_load(self) -> None:
         """Starts to load this step's block, unless the step before did."""
@@ -134,18 +152,18 @@ class _Accumulator:
         @pl.when(ahead == 0)
         def _():
             pl.when(pending == 1)(self._store(1 - slot).wait)
-            self._load(self.place.head, self.place.step, slot).start()
+            self._load(self.position.head, self.position.step, slot).start()
             self._set(slot, 0, 0)
 
     def add(self, update: jax.Array) -> None:
         """Adds to this step's block, and starts to store it and to load that of the next step."""
         slot, _, pending = self._state()
         pl.when(pending == 1)(self._store(1 - slot).wait)
-        head, step = self.place.following()
-        next_differs = (head != self.place.head) | (step.minor != self.place.step.minor)
-        ahead = next_differs & (step.kind != EMPTY) & ~self.place.finishes
+        head, step = self.position.next_step()
+        next_differs = (head != self.position.head) | (step.minor != self.position.step.minor)
+        ahead = next_differs & (step.kind != EMPTY) & ~self.position.is_last_step
         pl.when(ahead)(self._load(head, step, 1 - slot).start)
-        self._load(self.place.head, self.place.step, slot).wait()
+        self._load(self.position.head, self.position.step, slot).wait()
         self.refs.dq_tiles[slot] += update
         self._store(slot).start()
         self._set(1 - slot, ahead.astype(jnp.int32), 1)
@@ -153,17 +171,17 @@ class _Accumulator:
     def end(self) -> None:
         """Waits for the store in the last step of a batch entry and group of heads; every step calls it last."""
         slot, _, pending = self._state()
-        pl.when(self.place.finishes & (pending == 1))(self._store(1 - slot).wait)
+        pl.when(self.position.is_last_step & (pending == 1))(self._store(1 - slot).wait)
 
     def _block(self, head, step):
-        return self.refs.dq.at[self.place.batch, head, pl.ds(step.minor * self.rows, self.rows)]
+        return self.refs.dq.at[self.position.batch, head, pl.ds(step.minor * self.rows, self.rows)]
 
     def _load(self, head, step, slot):
         dq_block, buffer = self._block(head, step), self.refs.dq_tiles.at[slot]
         return pltpu.make_async_copy(dq_block, buffer, self.refs.loaded.at[slot])
 
     def _store(self, slot):
-        dq_block, buffer = self._block(self.place.head, self.place.step), self.refs.dq_tiles.at[slot]
+        dq_block, buffer = self._block(self.position.head, self.position.step), self.refs.dq_tiles.at[slot]
         return pltpu.make_async_copy(buffer, dq_block, self.refs.stored)
 
     def _state(self):

@@ -1,4 +1,4 @@
-"""What the kernels share: operands in blocks, the launch over a list of steps, the scores of a pair of blocks.
+"""The launch of a TPU kernel over a list of steps, its operands in blocks, and the logits of a pair of blocks.
 
 Operands are laid out [B, heads, rows, size] in the row order of the pass, so that one (rows, size) block is one
 transfer. Every TPU attention needs a copy that brings the heads before the tokens; a row order is part of that copy.
@@ -21,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ....masks.states import FULL, PARTIAL
 from ...planning.row_orders import RowOrder
 from ..call import Call
+from .kernel_masks import LANES, allowed_pairs, from_bits, to_column
 from .schedule import LIMITED, Step, Steps
-from .sides import LANES, allowed_pairs, column, from_bits
 
 OPTIONAL = "tile", "q_ids", "kv_ids", "start", "start_lse"
 LOG2E = math.log2(math.e)
@@ -31,19 +31,19 @@ VMEM_BYTES = 48 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """One pass of a chain for the query heads first, first + stride, ...: what every kernel of it has to know.
+class PassConfig:
+    """The static arguments of the kernels of one pass, for the query heads first, first + stride, ...
 
     Attributes:
       call: the call of the op.
       heads: number of these query heads.
-      first: the first of them.
+      first: index of the first.
       stride: from one to the next.
       group: query heads that share a key head.
       shape: (bq, bkv).
       granularity: queries of a block that select together; 1 without a selection.
-      mask: computes a partial block from row indices; None if its tiles are given, or if there are no partial blocks.
-      limited: whether segment ids or the choices of parts of a block of queries limit blocks, too.
+      mask: computes a partial block from row indices; None if tiles hold them, or no block is partial.
+      limited: True if segment ids limit blocks, too, or a selection that differs within a block of queries.
     """
 
     call: Call
@@ -57,81 +57,86 @@ class Link:
     limited: bool
 
     def kv_head(self, index: Any) -> Any:
-        """The key head of the index-th query head."""
+        """Returns the key head of a query head by its index in the pass."""
         return (self.first + self.stride * index) // self.group
 
 
-class Place(NamedTuple):
-    """Where a kernel is in its grid, as scalars."""
+class GridPosition(NamedTuple):
+    """The position of a kernel in its grid, as scalars."""
 
     batch: Any  # the batch entry
     head: Any  # the query head
     step: Step
-    parts: Any  # which parts of the block of queries chose the block of keys, bit by bit; or None
-    begins: Any  # whether this is the first visit of the output block
-    ends: Any  # whether it is the last
-    starts: Any  # whether it is the first of this batch entry and group of heads
-    finishes: Any  # whether it is the last of them
-    following: Callable[[], tuple[Any, Step]]  # the head and step that come next, where there is a next one
+    active_rows_mask: Any  # bit i: the i-th group of queries of the block selected the key block; or None
+    is_first_visit: Any  # of the output block
+    is_last_visit: Any  # of the output block
+    is_first_step: Any  # of this batch entry and group of heads
+    is_last_step: Any  # of this batch entry and group of heads
+    next_step: Callable[[], tuple[Any, Step]]  # head and step of the next grid step, if there is one
 
 
-class Arrays(NamedTuple):
-    """What the kernels of a pass read, in row order; h counts the heads of the link."""
+class PassArrays(NamedTuple):
+    """The operands that the kernels of a pass read, in row order."""
 
     query: jax.Array  # [B, heads, rows, H]
     key: jax.Array  # [B, K, columns, H]
     value: jax.Array  # [B, K, columns, Hv]
-    tiles: jax.Array | None = None  # of [bq, bkv], where a kernel is flipped [bkv, bq]; see `as_bits`
+    tiles: jax.Array | None = None  # mask tiles of [bq, bkv], transposed [bkv, bq], as bits; see `as_bits`
     q_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bq]
     kv_ids: jax.Array | None = None  # int32 [B, 1, blocks, 1, bkv]
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """An operand of a launch: its array, and which block of it a step reads or writes.
+class BlockOperand:
+    """An operand of a launch: its array, and the block of it that a step reads or writes.
 
     Attributes:
       array: the operand, or for an output its `jax.ShapeDtypeStruct`.
-      block: shape of a block, None for an axis that is indexed away; None for all of it, left in HBM.
-      index: block indices from (b, h, step, tile): batch entry, query head, `Step`, mask tile.
+      block_shape: as of `pl.BlockSpec`; None if the whole array stays in HBM.
+      index_map: block indices from (b, h, step, mask_tile): batch entry, query head, `Step`, number of a mask tile.
     """
 
     array: Any
-    block: tuple[int | None, ...] | None
-    index: Callable[..., tuple[Any, ...]] | None
+    block_shape: tuple[int | None, ...] | None
+    index_map: Callable[..., tuple[Any, ...]] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Makes the `Block` of any operand of a pass; ``flipped``: key blocks are the major ones (dk and dv)."""
+class BlockOperands:
+    """Makes the `BlockOperand` of each operand of a pass.
 
-    link: Link
-    flipped: bool
+    Attributes:
+      config: the pass.
+      transposed: True if key blocks are the major ones, as for dk and dv. Logits are [bkv, bq] then.
+    """
 
-    def by_query(self, array: Any) -> Block:
-        """Of [B, heads, rows, size]."""
-        block = None, None, self.link.shape[0], array.shape[-1]
-        return Block(array, block, lambda b, h, step, _: (b, h, self._q(step), 0))
+    config: PassConfig
+    transposed: bool
 
-    def by_key(self, array: Any) -> Block:
-        """Of [B, K, columns, size]."""
-        block = None, None, self.link.shape[1], array.shape[-1]
-        return Block(array, block, lambda b, h, step, _: (b, self.link.kv_head(h), self._kv(step), 0))
+    def by_query(self, array: Any) -> BlockOperand:
+        """Returns the operand of [B, heads, rows, size]."""
+        block_shape = None, None, self.config.shape[0], array.shape[-1]
+        return BlockOperand(array, block_shape, lambda b, h, step, _: (b, h, self._q(step), 0))
 
-    def vector(self, array: Any) -> Block:
-        """Of [B, heads, blocks, 1, bq]."""
-        block = None, None, None, 1, self.link.shape[0]
-        return Block(array, block, lambda b, h, step, _: (b, h, self._q(step), 0, 0))
+    def by_kv_head(self, array: Any) -> BlockOperand:
+        """Returns the operand of [B, K, columns, size]."""
+        block_shape = None, None, self.config.shape[1], array.shape[-1]
+        return BlockOperand(array, block_shape, lambda b, h, step, _: (b, self.config.kv_head(h), self._kv(step), 0))
 
-    def operands(self, arrays: Arrays) -> dict[str, Block | None]:
-        """Of all that a pass reads."""
-        bq, bkv = self.link.shape
-        tile = () if arrays.tiles is None else arrays.tiles.shape[1:]
+    def vector(self, array: Any) -> BlockOperand:
+        """Returns the operand of [B, heads, blocks, 1, bq]."""
+        block_shape = None, None, None, 1, self.config.shape[0]
+        return BlockOperand(array, block_shape, lambda b, h, step, _: (b, h, self._q(step), 0, 0))
+
+    def operands(self, arrays: PassArrays) -> dict[str, BlockOperand | None]:
+        """Returns the operands that a pass reads, None for those that it does not have."""
+        bq, bkv = self.config.shape
+        tile_shape = () if arrays.tiles is None else arrays.tiles.shape[1:]
         return {
             "query": self.by_query(arrays.query),
-            "key": self.by_key(arrays.key),
-            "value": self.by_key(arrays.value),
-            "tile": _optional(arrays.tiles, tile, lambda b, h, step, tile: (tile, 0, 0)),
+            "key": self.by_kv_head(arrays.key),
+            "value": self.by_kv_head(arrays.value),
+            "tile": _optional(arrays.tiles, tile_shape, lambda b, h, step, mask_tile: (mask_tile, 0, 0)),
             "q_ids": _optional(arrays.q_ids, (None, None, 1, bq), lambda b, h, step, _: (b, 0, self._q(step), 0, 0)),
             "kv_ids": _optional(
                 arrays.kv_ids, (None, None, 1, bkv), lambda b, h, step, _: (b, 0, self._kv(step), 0, 0)
@@ -139,60 +144,61 @@ class Blocks:
         }
 
     def _q(self, step: Step) -> Any:
-        return step.minor if self.flipped else step.major
+        return step.minor if self.transposed else step.major
 
     def _kv(self, step: Step) -> Any:
-        return step.major if self.flipped else step.minor
+        return step.major if self.transposed else step.minor
 
 
-def _optional(array: Any, block: tuple[int | None, ...], index: Callable[..., tuple[Any, ...]]) -> Block | None:
-    return None if array is None else Block(array, (None, *block), index)
+def _optional(
+    array: Any, block_shape: tuple[int | None, ...], index_map: Callable[..., tuple[Any, ...]]
+) -> BlockOperand | None:
+    return None if array is None else BlockOperand(array, (None, *block_shape), index_map)
 
 
 def launch(
-    kernel: Callable[[Any, Place], None],
+    kernel: Callable[[Any, GridPosition], None],
     name: str,
     steps: Steps,
     grid: tuple[int, int, int],
-    inputs: dict[str, Block | None],
-    outputs: dict[str, Block],
+    inputs: dict[str, BlockOperand | None],
+    outputs: dict[str, BlockOperand],
     scratch: dict[str, Any],
     aliases: dict[str, str] | None = None,
 ) -> list[jax.Array]:
     """Runs a kernel over (batch entries, heads, steps, members of a head group), compiled on TPUs, else interpreted.
 
     Args:
-      kernel: called with a namespace of all references by name (None for optional inputs that are not there) and a
-        `Place`.
-      name: of the kernel in profiles.
+      kernel: called with a namespace of all references by name (None for absent optional inputs) and its position.
+      name: name of the kernel in profiles.
       steps: the list of steps.
       grid: (batch entries, groups of query heads that share an output block, members of such a group).
-      inputs: read by the kernel.
-      outputs: written by it.
+      inputs: the operands that the kernel reads.
+      outputs: the operands that it writes.
       scratch: memory that lasts from step to step.
-      aliases: inputs whose memory becomes an output's.
+      aliases: inputs whose memory becomes that of an output.
     """
-    given = {key: block for key, block in inputs.items() if block is not None}
-    names = [*given, *outputs, *scratch]
+    present = {name: operand for name, operand in inputs.items() if operand is not None}
+    names = [*present, *outputs, *scratch]
     scalars = steps.scalars
     batches, groups, members = grid
 
-    def spec(block: Block) -> pl.BlockSpec:
-        choose = block.index
-        if choose is None:
+    def spec(operand: BlockOperand) -> pl.BlockSpec:
+        by_step = operand.index_map
+        if by_step is None:
             return pl.BlockSpec(memory_space=pl.ANY)
 
-        def index(b, h, s, member, *refs):
+        def index_map(b, h, s, member, *refs):
             head = h * members + member
-            return choose(b, head, steps.at(refs, b, head, s), steps.tile(refs, b, head, s))
+            return by_step(b, head, steps.read(refs, b, head, s), steps.mask_tile(refs, b, head, s))
 
-        return pl.BlockSpec(block.block, index)
+        return pl.BlockSpec(operand.block_shape, index_map)
 
     def body(*refs):
         named = dict.fromkeys(OPTIONAL) | dict(zip(names, refs[len(scalars) :], strict=True))
-        kernel(SimpleNamespace(**named), _place(steps, refs, members))
+        kernel(SimpleNamespace(**named), _grid_position(steps, refs, members))
 
-    varying = jax.typeof(next(iter(given.values())).array).manual_axis_type
+    varying = jax.typeof(next(iter(present.values())).array).manual_axis_type
 
     def run(interpret, *arrays):
         *arrays, count = arrays
@@ -204,12 +210,12 @@ def launch(
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(batches, groups, count if isinstance(steps.count, jax.Array) else steps.count, members),
-                in_specs=[spec(x) for x in given.values()],
+                in_specs=[spec(x) for x in present.values()],
                 out_specs=[spec(x) for x in outputs.values()],
                 scratch_shapes=[*scratch.values()],
             ),
             input_output_aliases={
-                len(scalars) + [*given].index(i): [*outputs].index(o) for i, o in (aliases or {}).items()
+                len(scalars) + [*present].index(i): [*outputs].index(o) for i, o in (aliases or {}).items()
             },
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -221,110 +227,112 @@ def launch(
         with jax.enable_x64(False):
             return call(*arrays)
 
-    arrays = [*scalars, *(x.array for x in given.values()), jnp.asarray(steps.count, jnp.int32)]
+    arrays = [*scalars, *(x.array for x in present.values()), jnp.asarray(steps.count, jnp.int32)]
     return lax.platform_dependent(*arrays, tpu=functools.partial(run, False), default=functools.partial(run, True))
 
 
-def _place(steps: Steps, scalars: Any, members: int) -> Place:
+def _grid_position(steps: Steps, scalars: Any, members: int) -> GridPosition:
     batch, group, s, member = (pl.program_id(axis) for axis in range(4))
     head, final, last_member = group * members + member, pl.num_programs(2) - 1, member == members - 1
-    step = steps.at(scalars, batch, head, s)
+    step = steps.read(scalars, batch, head, s)
 
-    def following():
+    def next_step():
         next_s, next_member = (
             jnp.where(last_member, jnp.minimum(s + 1, final), s),
             jnp.where(last_member, 0, member + 1),
         )
         next_head = group * members + next_member
-        return next_head, steps.at(scalars, batch, next_head, next_s)
+        return next_head, steps.read(scalars, batch, next_head, next_s)
 
-    return Place(
+    return GridPosition(
         batch,
         head,
         step,
-        steps.parts(scalars, batch, head, s),
-        begins=(step.first == 1) & (member == 0),
-        ends=(step.last == 1) & last_member,
-        starts=(s == 0) & (member == 0),
-        finishes=(s == final) & last_member,
-        following=following,
+        steps.read_active_rows_mask(scalars, batch, head, s),
+        is_first_visit=(step.is_first == 1) & (member == 0),
+        is_last_visit=(step.is_last == 1) & last_member,
+        is_first_step=(s == 0) & (member == 0),
+        is_last_step=(s == final) & last_member,
+        next_step=next_step,
     )
 
 
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
-def by_rows(order: RowOrder, x: jax.Array, block: int) -> jax.Array:
-    """[B, T, heads, size] in token order -> [B, heads, rows, size] in row order, rows padded to whole blocks."""
-    return order.gather(x, padded(order.rows, block)).swapaxes(1, 2)
+def to_rows(order: RowOrder, x: jax.Array, block: int) -> jax.Array:
+    """Returns [B, heads, rows, size] in row order from [B, T, heads, size] by token, rows padded to whole blocks."""
+    return order.gather(x, pad_length(order.rows, block)).swapaxes(1, 2)
 
 
 def vector(order: RowOrder, x: jax.Array, block: int) -> jax.Array:
-    """[B, T, heads] in token order -> [B, heads, blocks, 1, block] in row order."""
-    x = order.gather(x, padded(order.rows, block)).swapaxes(1, 2)
+    """Returns [B, heads, blocks, 1, block] in row order from [B, T, heads] by token."""
+    x = order.gather(x, pad_length(order.rows, block)).swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1, 1, block)
 
 
-def by_tokens(order: RowOrder, x: jax.Array, fill: float = 0.0) -> jax.Array:
-    """[B, heads, rows, ..] -> [B, T, heads, ..], the inverse of `by_rows`; ``fill`` in tokens without a row."""
+def to_tokens(order: RowOrder, x: jax.Array, fill: float = 0.0) -> jax.Array:
+    """Returns [B, T, heads, ..] from [B, heads, rows, ..]: the inverse of `to_rows`; ``fill`` for missing tokens."""
     return order.scatter(x.swapaxes(1, 2), fill)
 
 
-def padded(n: int, block: int) -> int:
-    """n, rounded up to whole blocks."""
+def pad_length(n: int, block: int) -> int:
+    """Returns n rounded up to whole blocks."""
     return -(-n // block) * block
 
 
 # --- inside kernels --------------------------------------------------------------------------------------------------
 
 
-def by_kind(step: Step, link: Link, compute: Callable[[bool, bool], None]) -> None:
-    """Calls compute(masked, limited) as the kind of a step asks for, and not at all in a dead step."""
+def compute_by_kind(step: Step, config: PassConfig, compute: Callable[[bool, bool], None]) -> None:
+    """Calls compute(masked, limited) by the kind of a step; an empty step computes nothing."""
     pl.when(step.kind == FULL)(lambda: compute(False, False))
-    pl.when(step.kind == PARTIAL)(lambda: compute(True, link.limited))
-    if link.limited:
+    pl.when(step.kind == PARTIAL)(lambda: compute(True, config.limited))
+    if config.limited:
         pl.when(step.kind == LIMITED)(lambda: compute(False, True))
 
 
-def scores(link: Link, product: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Logits in base 2 from the products q . k, and the slope of the soft cap at them."""
-    cap = link.call.soft_cap
+def to_logits(config: PassConfig, product: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns logits to base 2 from the products q . k, and the slope of the soft cap at them."""
+    cap = config.call.soft_cap
     if cap is None:
-        return product * (link.call.scale * LOG2E), None
-    squashed = jnp.tanh(product * (link.call.scale / cap))
+        return product * (config.call.scale * LOG2E), None
+    squashed = jnp.tanh(product * (config.call.scale / cap))
     return squashed * (cap * LOG2E), 1 - squashed * squashed
 
 
-def masked_scores(
-    link: Link, refs: Any, place: Place, s: jax.Array, masked: bool, limited: bool, flipped: bool
+def mask_logits(
+    config: PassConfig, refs: Any, position: GridPosition, s: jax.Array, masked: bool, limited: bool, transposed: bool
 ) -> jax.Array:
-    """Scores [bq, bkv] (``flipped``: [bkv, bq]) with -inf where a pair may not attend."""
+    """Returns logits [bq, bkv], or [bkv, bq] if ``transposed``, with -inf where a query may not see a key."""
     allowed = []
-    q_block, kv_block = (place.step.minor, place.step.major) if flipped else (place.step.major, place.step.minor)
-    if masked and link.mask is not None:
-        starts = q_block * link.shape[0], kv_block * link.shape[1]
-        allowed.append(allowed_pairs(link.mask, starts, link.shape, flipped))
+    q_block, kv_block = (
+        (position.step.minor, position.step.major) if transposed else (position.step.major, position.step.minor)
+    )
+    if masked and config.mask is not None:
+        first_rows = q_block * config.shape[0], kv_block * config.shape[1]
+        allowed.append(allowed_pairs(config.mask, first_rows, config.shape, transposed))
     elif masked and refs.tile is not None:
         allowed.append(from_bits(refs.tile[...], s.shape[0]))
-    if limited and place.parts is not None:
-        part = lax.broadcasted_iota(jnp.int32, s.shape, int(flipped)) >> link.granularity.bit_length() - 1
-        allowed.append((place.parts >> part) & 1 != 0)
+    if limited and position.active_rows_mask is not None:
+        q_group = lax.broadcasted_iota(jnp.int32, s.shape, int(transposed)) >> config.granularity.bit_length() - 1
+        allowed.append((position.active_rows_mask >> q_group) & 1 != 0)
     if limited and refs.q_ids is not None:
         q, k = refs.q_ids[...], refs.kv_ids[...]
-        q, k = (q, column(k)) if flipped else (column(q), k)
+        q, k = (q, to_column(k)) if transposed else (to_column(q), k)
         allowed.append((q == k) & (q >= 0))
     return jnp.where(functools.reduce(jnp.logical_and, allowed), s, -jnp.inf) if allowed else s
 
 
 def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """Matrix product over the given axes, summed in float32; float32 operands are not rounded to bfloat16."""
+    """Returns the matrix product over two axes, summed in float32; float32 operands are not rounded to bfloat16."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def lanes(x: jax.Array, width: int) -> jax.Array:
-    """[n, LANES], the same in every lane -> something that broadcasts against [n, width]."""
+def across_lanes(x: jax.Array, width: int) -> jax.Array:
+    """Returns an array that broadcasts against [n, width] from [n, LANES] with equal lanes."""
     if width % LANES:
         return x[:, :1]
     return x if width == LANES else jnp.concatenate([x] * (width // LANES), axis=1)

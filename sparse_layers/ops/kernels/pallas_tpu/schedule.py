@@ -1,8 +1,8 @@
-"""The blocks that a kernel visits, one after the other: a list of steps without holes, packed for scalar memory.
+"""The schedule of a TPU kernel: block lists as one list of steps without holes, packed for scalar memory.
 
-`BlockLists` have one list for each major block. A TPU kernel's grid takes one flat list instead: its length is the
-number of entries, and each step says which blocks to read, whether a mask applies, and whether it is the first or the
-last of its major block. The major block is that of the output: queries for the forward pass, keys for dk and dv.
+`BlockLists` have one list for each major block. A TPU kernel's grid takes one flat list instead, as long as the number
+of entries. Each step says which blocks to read, whether a mask applies, and whether it is the first or the last of its
+major block. The major block is the block of the output: queries for the forward pass, keys for dk and dv.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 from ....masks.states import EMPTY, FULL, PARTIAL
 from ...planning.block_lists import BlockLists
 
-# What a step may be beside these three: masked, but without a mask tile. Segment ids or choices limit it.
+# The fourth kind of a step: masked, but without a mask tile. Segment ids or a selection limit it.
 LIMITED = 3
 # Scalar memory of a TPU core is 1 MiB on every generation; the compiler keeps some of it.
 SMEM_BYTES = (1 << 20) - (24 << 10)
@@ -23,31 +23,31 @@ FLAG_BITS = 4
 
 
 class Step(NamedTuple):
-    """One step of a list, as scalars."""
+    """One step of a schedule, as scalars."""
 
     major: Any  # block of the output
-    minor: Any  # block of the other side
+    minor: Any  # block of the other operands
     kind: Any  # EMPTY, PARTIAL, FULL or LIMITED
-    first: Any  # whether it is the first of its major block, 0 or 1
-    last: Any  # whether it is the last
+    is_first: Any  # 1 in the first step of the major block, else 0
+    is_last: Any  # 1 in its last step, else 0
 
 
-class TooLong(ValueError):
-    """Step lists do not fit scalar memory."""
+class ScalarMemoryExceeded(ValueError):
+    """The error of step lists that do not fit scalar memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Step lists for all batch entries and heads of one launch, as long as the longest.
+    """The step lists of all batch entries and heads of one launch, padded to the longest.
 
     Attributes:
       words: int32 [LB, LH, steps]; batch entry b and head h have list (b, h // group % LH). Each word holds the fields
         of a `Step`.
       tiles: int32 of the same shape, the mask tile of a step; None if there are no tiles.
-      active_rows_mask: int32 of the same shape, as in `BlockLists`, or None.
+      active_rows_mask: int32 of the same shape, the groups of queries that selected the key block, bit by bit; or None.
       count: number of steps of the longest list: the grid's size, a traced scalar for lists made at run time.
-      minor_bits: how many bits of a word hold the minor block.
-      group: how many neighbouring heads share a list.
+      minor_bits: the bits of a word that hold the minor block.
+      group: the number of neighbouring heads that share a list.
     """
 
     words: Any
@@ -58,83 +58,84 @@ class Steps:
     group: int
 
     @staticmethod
-    def of(lists: BlockLists, has_tiles: bool, what: str) -> "Steps":
-        """The steps of lists, numpy's if these are; ``what`` names the pass in the error.
+    def of(lists: BlockLists, has_tiles: bool, name: str) -> "Steps":
+        """Returns the steps of block lists, numpy arrays for static lists; errors ``name`` the pass.
 
         Raises:
-          ValueError: they do not fit a word, or scalar memory (`TooLong`).
+          ValueError: they do not fit a word, or scalar memory (`ScalarMemoryExceeded`).
         """
         batches, heads, blocks, _ = lists.spans.shape
         minor_bits = max(1, (lists.minor_blocks - 1).bit_length())
         if (blocks - 1).bit_length() + minor_bits + FLAG_BITS > 32:
             raise ValueError(
-                f"pallas_tpu: {what} has {blocks} x {lists.minor_blocks} blocks, more than a 32-bit word can "
+                f"pallas_tpu: {name} has {blocks} x {lists.minor_blocks} blocks, more than a 32-bit word can "
                 "number; choose larger q_blocksize and kv_blocksize"
             )
         xp: Any = np if lists.static else jnp
-        # A major block without entries has one dead step, for its output has to be written.
+        # A major block without entries has one empty step, for its output has to be written.
         counts = lists.counts[..., 1]
         ends = xp.cumsum(xp.maximum(counts, 1), axis=-1, dtype=np.int32)
         starts, total = xp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)]), ends[..., -1:]
         if lists.static:
             count = steps = int(total.max())
         else:
-            each = len(lists.block) // (batches * heads)
-            count, steps = total.max(), min(each + blocks, blocks * lists.minor_blocks)
+            entries = len(lists.block) // (batches * heads)
+            count, steps = total.max(), min(entries + blocks, blocks * lists.minor_blocks)
         fields = 1 + has_tiles + (lists.active_rows_mask is not None)
         if (size := 4 * batches * heads * steps * fields) > SMEM_BYTES:
-            raise TooLong(
-                f"pallas_tpu: {what} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
+            raise ScalarMemoryExceeded(
+                f"pallas_tpu: {name} has {batches * heads} lists of {steps} steps, which take {size} bytes of scalar "
                 f"memory, and {SMEM_BYTES} are there; choose larger q_blocksize and kv_blocksize"
             )
-        place = np.arange(steps, dtype=np.int32)
-        major = _reached(starts, steps)
-        # Shorter lists end in dead steps that repeat the last blocks, so nothing is loaded for them.
-        live, step = place < total, xp.minimum(place, total - 1)
+        position = np.arange(steps, dtype=np.int32)
+        major = _major_of_steps(starts, steps)
+        # Shorter lists end in empty steps that repeat the last blocks, so nothing is loaded for them.
+        live, step = position < total, xp.minimum(position, total - 1)
 
         def of_major(x):
             return xp.take_along_axis(x, major, axis=-1)
 
-        within = step - of_major(starts)
-        entry = xp.minimum(of_major(lists.spans[..., 0]) + within, len(lists.block))
+        step_in_major = step - of_major(starts)
+        entry = xp.minimum(of_major(lists.spans[..., 0]) + step_in_major, len(lists.block))
 
         def of_entry(x):
             return xp.append(x, np.zeros(1, np.int32))[entry]
 
         tile, empty = of_entry(lists.tile), of_major(counts) == 0
-        kind = xp.where(within < of_major(lists.counts[..., 0]), FULL, xp.where(tile < 0, LIMITED, PARTIAL))
+        kind = xp.where(step_in_major < of_major(lists.counts[..., 0]), FULL, xp.where(tile < 0, LIMITED, PARTIAL))
         kind = xp.where(live & ~empty, kind, EMPTY)
-        first, last = ((live & (within == x)).astype(np.int32) for x in (0, of_major(ends - starts) - 1))
-        flags = kind + 4 * first + 8 * last
+        ends_of_major = 0, of_major(ends - starts) - 1
+        is_first, is_last = ((live & (step_in_major == x)).astype(np.int32) for x in ends_of_major)
+        flags = kind + 4 * is_first + 8 * is_last
         minor = xp.where(empty, 0, of_entry(lists.block))
         words = (((major << minor_bits) | minor) << FLAG_BITS) | flags
         tiles = None
         if has_tiles:  # steps without a tile keep the last one, so nothing is loaded for them, too
-            latest = np.maximum.accumulate if lists.static else lax.cummax
-            held = latest(xp.where(kind == PARTIAL, place, 0), axis=2)
-            tiles = xp.maximum(xp.take_along_axis(tile, held, axis=-1), 0)
+            cummax = np.maximum.accumulate if lists.static else lax.cummax
+            last_with_tile = cummax(xp.where(kind == PARTIAL, position, 0), axis=2)
+            tiles = xp.maximum(xp.take_along_axis(tile, last_with_tile, axis=-1), 0)
         active_rows_mask = None if lists.active_rows_mask is None else of_entry(lists.active_rows_mask)
         return Steps(words.astype(np.int32), tiles, active_rows_mask, count, minor_bits, lists.group)
 
     @property
     def scalars(self) -> list[Any]:
-        """What the kernel prefetches."""
+        """The scalars that the kernel prefetches."""
         fields = self.words, self.tiles, self.active_rows_mask
         return [jnp.asarray(x, np.int32).reshape(-1) for x in fields if x is not None]
 
-    def at(self, scalars: Any, batch: Any, head: Any, step: Any) -> Step:
+    def read(self, scalars: Any, batch: Any, head: Any, step: Any) -> Step:
         """Reads one step, in an index map or in a kernel; ``scalars`` are the references to `scalars`."""
         word = scalars[0][self._index(batch, head, step)]
         minor = (word >> FLAG_BITS) & ((1 << self.minor_bits) - 1)
         major = (word >> (FLAG_BITS + self.minor_bits)) & ((1 << (32 - FLAG_BITS - self.minor_bits)) - 1)
         return Step(major, minor, word & 3, (word >> 2) & 1, (word >> 3) & 1)
 
-    def tile(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
-        """The mask tile of one step, or None if there are none."""
+    def mask_tile(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
+        """Reads the number of the mask tile of one step; None if there are no tiles."""
         return None if self.tiles is None else scalars[1][self._index(batch, head, step)]
 
-    def parts(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
-        """Bit by bit, which parts of the block of queries chose the entry of one step; None if they choose together."""
+    def read_active_rows_mask(self, scalars: Any, batch: Any, head: Any, step: Any) -> Any:
+        """Reads, bit by bit, the groups of queries that selected the key block; None if a block selects as one."""
         if self.active_rows_mask is None:
             return None
         return scalars[1 if self.tiles is None else 2][self._index(batch, head, step)]
@@ -145,8 +146,8 @@ class Steps:
         return row * steps + step
 
 
-def _reached(starts: Any, steps: int) -> Any:
-    """How many of the ascending, distinct ``starts`` [LB, LH, n] each step has reached, less one: [LB, LH, steps]."""
+def _major_of_steps(starts: Any, steps: int) -> Any:
+    """Returns the major block of each step [LB, LH, steps] from the first steps of the major blocks [LB, LH, n]."""
     lists = np.indices(starts.shape, sparse=True)[:2]
     if isinstance(starts, np.ndarray):
         marks = np.zeros((*starts.shape[:2], steps), np.int32)

@@ -1,0 +1,147 @@
+"""`SparseAttention`: Flax's multi-head attention layer whose attention step follows a pattern."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import reprlib
+
+from ..masks.algebra import Mask
+from ..ops.planning.plan import Plan
+from ..scorers import Scorer, scorer_of
+from .attention_fn import Pattern
+from .options import CrossOptions, KernelOptions
+from .rope import Rope
+from .settings import PROJECTIONS, check_settings, check_stream, projections_with_bias, query_features
+from .step import attention_step
+
+
+class JointRMSNorm(nnx.RMSNorm):
+    """RMS norm of heads [..., N, H] over all features of a token together, N * H of them."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns normalized heads, an array like x."""
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+
+
+class SparseAttention(nnx.MultiHeadAttention):
+    """The common base of `SparseSelfAttention` and `SparseCrossAttention`: parameters, pattern and attention step.
+
+    Args:
+      lengths: see `attention_step`.
+      rope, rope_theta: see `SparseSelfAttention`.
+      **options: see `SparseCrossAttention`, which documents all other arguments.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: see `SparseSelfAttention`.
+    """
+
+    _limits: ClassVar[tuple[str, ...]]  # names of the arguments that limit lengths
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None,
+        out_features: int | None,
+        num_kv_heads: int | None,
+        in_kv_features: int | None = None,
+        *,
+        lengths: Mapping[str, int],
+        head_dim: int | None,
+        pattern: Pattern,
+        dropout_rate: float,
+        rope: Rope | None = None,
+        rope_theta: float | None = None,
+        rngs: nnx.Rngs,
+        **options: Unpack[CrossOptions],
+    ):
+        check_settings(
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+            num_kv_heads=num_kv_heads,
+            in_kv_features=in_kv_features,
+            head_dim=head_dim,
+            rope=rope,
+            rope_theta=rope_theta,
+            rngs=rngs,
+            **options,
+        )
+        check_stream(rngs, "params", "the parameters")
+        qkv_features = query_features(num_heads, in_features, qkv_features, head_dim)
+        flax: dict[str, Any] = dict(options)
+        use_sinks, epsilon = flax.pop("use_sinks", False), flax.pop("norm_epsilon", 1e-6)
+        biases, norm = projections_with_bias(flax.pop("use_bias", True)), flax.pop("normalize_qk", False)
+        kernels = {name: flax.pop(name) for name in options.keys() & KernelOptions.__optional_keys__}
+        step = attention_step(
+            pattern,
+            lengths,
+            num_heads,
+            num_heads if num_kv_heads is None else num_kv_heads,
+            qkv_features // num_heads,
+            options.get("dtype"),
+            rope=rope,
+            rope_theta=rope_theta,
+            dropout_rate=dropout_rate,
+            **kernels,
+        )
+        super().__init__(
+            num_heads,
+            in_features,
+            qkv_features,
+            out_features,
+            num_kv_heads,
+            in_kv_features,
+            attention_fn=step,
+            decode=False,
+            use_bias=bool(biases),
+            normalize_qk=bool(norm),
+            rngs=rngs,
+            **flax,
+        )
+        for name in PROJECTIONS if biases else ():
+            if name not in biases:
+                projection = getattr(self, name)
+                projection.use_bias, projection.bias = False, nnx.data(None)
+        for name, heads in (("query_ln", self.num_heads), ("key_ln", self.num_kv_heads)) if norm else ():
+            if norm in ("rms", "rms_joint"):
+                make, size = (nnx.RMSNorm, 1) if norm == "rms" else (JointRMSNorm, heads)
+                shared: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+                shared |= {"promote_dtype": self.ln_promote_dtype}
+                shared["scale_metadata"] = flax.get(f"{name}_scale_metadata", {})
+                setattr(self, name, make(size * self.head_dim, epsilon=epsilon, **shared))
+            else:
+                getattr(self, name).epsilon = epsilon
+        # Arrays are kept as masks: NNX would take an array for state, not for part of the layer's definition.
+        self.pattern = pattern if isinstance(pattern, str | Mask | Scorer) else step.fn.masks
+        for name, length in lengths.items():
+            setattr(self, name, length)
+        self.sinks = nnx.Param(jnp.zeros(num_heads, self.param_dtype)) if use_sinks else nnx.data(None)
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type(self), same_line=True)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "in_features", "pattern"):
+            yield reprlib.Attr(name, getattr(self, name))
+        scorer = self.attention_fn.fn.selection
+        if scorer is not None and scorer_of(self.pattern) is None:
+            yield reprlib.Attr("selection", scorer)
+        for name, length in self.lengths.items():
+            yield reprlib.Attr(name, length)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The longest length of each input, by the name of its argument."""
+        return {name: getattr(self, name) for name in self._limits}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the pattern for the longest inputs (cached)."""
+        return self.attention_fn.fn.plan(*self.lengths.values())
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
