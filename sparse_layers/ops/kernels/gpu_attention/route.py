@@ -8,7 +8,7 @@ import jax
 
 from ....masks.bounded_cache import bounded_cache
 from ...planning.head_groups import HeadGroup
-from ...planning.report import heads
+from ...planning.report import head_names
 from ..call import Call
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
@@ -113,7 +113,7 @@ class Route(NamedTuple):
         if len(row_orders) > 1:
             words.append(" and ".join(dict.fromkeys(work.orders for work in launch.work.unfused())))
         if len(self.groups) > 1:
-            words.append(heads(self.groups[launch.group].first, self.groups[launch.group].step))
+            words.append(head_names(self.groups[launch.group].first, self.groups[launch.group].step))
         return f" ({'; '.join(words)})" if words else ""
 
 
