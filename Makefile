@@ -30,7 +30,7 @@ pytest := $(bin)/python -m pytest -n $(JOBS) --dist worksteal
 # The tests of `make check`: of the op, those that interpret no kernel.
 op := tests/ops/test_attention.py
 fast := tests/masks tests/misuses tests/ops/planning $(op) tests/test_main.py tests/test_public.py tests/test_records.py
-fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py
+fast += tests/test_glossary.py tests/test_rooms.py tests/test_warnings.py tests/ops/kernels/test_routes.py
 fast += $(foreach kernel,pallas_tpu triton,--deselect '$(op)::test_values_and_gradients[$(kernel)')
 
 # What a second version of JAX and Flax cannot change: builds of the package, records, what Triton alone compiles. The

@@ -55,6 +55,10 @@ def pick_implementation(name: str | None, call: Call, operands: Operands, is_who
             raise NotImplementedError(f"{name}: {reason}; implementation=None or 'xla' serves this call")
         return name
     target, (name, reasons) = platform(), rank_implementations(call, operands, is_whole)
+    _log.debug("block_sparse_attention runs %r%s", name, f"; {_listed(reasons)}" if reasons else "")
+    if _log.isEnabledFor(logging.DEBUG) and hasattr(IMPLEMENTATIONS[name], "notes"):
+        for note in IMPLEMENTATIONS[name].notes(call, operands):
+            _log.debug("%r: %s", name, note)
     if name in FALLBACK and target != "cpu":
         why = _listed(reasons) if reasons else f"no kernels for {target} yet"
         _warn_once(f"block_sparse_attention runs {name!r}, which is slow on {target}: {why}")
@@ -63,6 +67,8 @@ def pick_implementation(name: str | None, call: Call, operands: Operands, is_who
 
 def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) -> tuple[str, dict[str, str]]:
     """Returns the implementation that ``implementation=None`` picks, and the reasons against those before it.
+
+    It logs nothing, so that tools may ask, too.
 
     Raises:
       NotImplementedError: no implementation supports the call; with reasons.
@@ -76,10 +82,6 @@ def rank_implementations(call: Call, operands: Operands, is_whole: bool = True) 
         if reason is None and hasattr(backend, "not_preferred"):
             reason = backend.not_preferred(call, operands)
         if reason is None:
-            _log.debug("block_sparse_attention runs %r%s", name, f"; {_listed(reasons)}" if reasons else "")
-            if _log.isEnabledFor(logging.DEBUG) and hasattr(backend, "notes"):
-                for note in backend.notes(call, operands):
-                    _log.debug("%r, %s", name, note)
             return name, reasons
         reasons[name] = reason
     raise NotImplementedError(f"no implementation can serve this call; {_listed(reasons)}")

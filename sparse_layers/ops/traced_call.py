@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from ..scorers import Scorer
-from .implementations import IMPLEMENTATIONS, rank_implementations
+from .implementations import IMPLEMENTATIONS, pick_implementation, rank_implementations
 from .kernels.call import Call
 from .kernels.gpu import bridge, hardware
 from .kernels.gpu_attention import ENGINES
 from .kernels.operands import Operands
+from .kernels.validation import checked_scalars
 from .planning.plan import Plan
 from .planning.platforms import assuming
 from .planning.selection import Selection
+
+# Heads of a call whose heads are not known.
+ASSUMED_HEADS = 32
 
 
 class TracedCall(NamedTuple):
@@ -26,10 +30,13 @@ class TracedCall(NamedTuple):
 
     Attributes:
       implementation: one of `implementations`.
-      reasons: for each implementation that is preferred to it, why that one does not serve the call.
+      reasons: for each implementation that is preferred to it, why that one does not serve the call; {} if the call
+        names its implementation.
       forward: the launches of the forward pass in their order; () for implementations that launch no kernels of ours.
       backward: those of the backward pass.
-      notes: for each pass that the implementation hands to another one, the reason.
+      notes: sentences about the launches: why some are not the implementation's own, and which ones are not listed.
+      error: the message of the NotImplementedError that the call raises, if it names an implementation that cannot
+        serve it; else None.
     """
 
     implementation: str
@@ -37,9 +44,12 @@ class TracedCall(NamedTuple):
     forward: tuple[bridge.RecordedLaunch, ...]
     backward: tuple[bridge.RecordedLaunch, ...]
     notes: tuple[str, ...]
+    error: str | None = None
 
     def __str__(self) -> str:
         """The implementation, and below it its launches, what it hands on, and why no preferred one serves the call."""
+        if self.error is not None:
+            return f"NotImplementedError, {self.error}"
         lines = [repr(self.implementation)]
         for direction, launches in (("forward", self.forward), ("backward", self.backward)):
             if launches:
@@ -48,46 +58,90 @@ class TracedCall(NamedTuple):
         return "\n  ".join(lines)
 
 
+def assumed_heads(plan: Plan) -> int:
+    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan([sl.Causal()] * 5, 64))
+      (32, 35)
+    """
+    period = len(plan.masks)
+    return period * -(-ASSUMED_HEADS // period)
+
+
 def trace_call(
     plan: Plan,
     dtype: Any = jnp.bfloat16,
     head_size: int = 128,
     *,
-    groups: int = 1,
+    heads: tuple[int, int] | None = None,
     scorer: Scorer | None = None,
     segment_ids: bool = False,
+    sinks: bool = False,
+    logits_soft_cap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    recompute: bool = False,
     device: hardware.Device | None = None,
 ) -> TracedCall:
-    """Traces a call with a plan, ``implementation=None``, one batch entry and 32 key heads of each mask.
+    """Traces a call with a plan and one batch entry.
 
     Args:
       plan: the plan, made for the device.
       dtype: of query, key and value.
       head_size: of query, key and value.
-      groups: query heads of a key head.
+      heads: query heads and key heads; None for `assumed_heads` of both.
       scorer: that selects blocks within the plan's masks, if one does.
-      segment_ids: whether the calls have segment ids.
+      segment_ids: whether the call has segment ids.
+      sinks: whether the call has sinks.
+      logits_soft_cap, scale, implementation: those of the call, as in `block_sparse_attention`.
+      recompute: whether the backward pass computes the forward pass again.
       device: the GPU, which need not be there; None for the device at hand.
 
     Raises:
       ModuleNotFoundError: a GPU is given, and Triton is not installed.
     """
-    lengths, kv_heads, shaped = (plan.q_len, plan.kv_len), 32 * len(plan.masks), jax.ShapeDtypeStruct
+    if device is not None:
+        bridge.check_triton()
+    lengths, (num_heads, kv_heads) = (plan.q_len, plan.kv_len), heads or (assumed_heads(plan),) * 2
+    shaped = jax.ShapeDtypeStruct
     query, key = (
-        shaped((1, t, n, head_size), dtype) for t, n in zip(lengths, (kv_heads * groups, kv_heads), strict=True)
+        shaped((1, length, n, head_size), dtype) for length, n in zip(lengths, (num_heads, kv_heads), strict=True)
     )
     arrays: dict[str, Any] = {"query": query, "key": key, "value": key}
     if segment_ids:
         arrays["segments"] = tuple(shaped((1, length), jnp.int32) for length in lengths)
+    if sinks:
+        arrays["sinks"] = shaped((num_heads,), jnp.float32)
     if scorer is not None and scorer.selects(plan.q_len):
         ids = shaped((1, plan.q_len, (query if scorer.per_query_head else key).shape[2], scorer.count), jnp.int32)
         arrays["selection"] = jax.eval_shape(functools.partial(Selection, block=scorer.block), ids)
     operands, params = Operands(**arrays), (plan.fwd_params, plan.bwd_params)
-    call = Call(plan, (128, 128), (128, 128), params, 1.0, None)
+    call = Call(plan, (128, 128), (128, 128), params, *checked_scalars(scale, logits_soft_cap, head_size))
     with assuming(device):
-        name, reasons = rank_implementations(call, operands)
-        notes = tuple(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
-        return TracedCall(name, reasons, *trace_launches(name, call, operands), notes)
+        name, reasons = implementation, {}
+        if name is None:
+            name, reasons = rank_implementations(call, operands)
+        else:
+            try:
+                pick_implementation(name, call, operands)
+            except NotImplementedError as error:
+                return TracedCall(name, {}, (), (), (), str(error))
+        notes = list(getattr(IMPLEMENTATIONS[name], "notes", lambda *_: [])(call, operands))
+        if scorer is not None and operands.selection is not None:
+            notes += _notes_of(scorer)
+        if recompute:
+            notes.append("the forward pass runs once more before the backward pass, which recomputes it")
+        return TracedCall(name, reasons, *trace_launches(name, call, operands), tuple(notes))
+
+
+def _notes_of(scorer: Scorer) -> list[str]:
+    """Sentences about the launches of a layer that are not those of its call of the op."""
+    notes = ["the launches that score and choose blocks come before these and are not listed"]
+    if scorer.indexed:
+        notes.append("the launches of the index loss, in training, are not listed either")
+    return notes
 
 
 def trace_launches(

@@ -1,6 +1,7 @@
 """Numbers: how dense a mask is, what its plan computes, and what a layer or a model does."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, overload
 
@@ -14,7 +15,8 @@ from ..masks.pictures import FORMULA, cell_size, shortened
 from ..masks.presets import half_notes
 from ..masks.primitives import Causal
 from ..ops import traced_call
-from ..ops.kernels.gpu.hardware import device_named
+from ..ops.kernels.gpu.bridge import check_triton
+from ..ops.kernels.gpu.hardware import Device, device_named
 from ..ops.planning.context_parallel import MaskPart, gather_all_keys, min_received, padded_length, plan_exchanges
 from ..ops.planning.exchanges import Received, TokenBytes
 from ..ops.planning.params import BwdParams, FwdParams
@@ -27,7 +29,10 @@ from .advice import advice
 from .pictures import check_size, picture
 from .subjects import LONGEST, Planned, lengths_of, plans_of, refuse_given
 
-_DTYPE, _HEAD_SIZE = "bfloat16", 128  # of heads, where they are not known
+# What is assumed of a call. Nothing knows its batch; the dtype and head size are those of calls of which no layer says.
+_DTYPE, _HEAD_SIZE, _BATCH = "bfloat16", 128, "1 batch entry"
+# Fields of `Planned` that are arguments of `trace_call`.
+_OPTIONS = "scorer", "heads", "sinks", "logits_soft_cap", "scale", "implementation", "recompute"
 
 
 @overload
@@ -38,14 +43,19 @@ def describe(
     *,
     size: int = 48,
     devices: int = 1,
-    device: str | None = None,
+    device: str | tuple[int, int] | None = None,
     segment_ids: bool = False,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
 ) -> str: ...
 @overload
 def describe(
-    subject: Any, *, size: int = 48, devices: int = 1, device: str | None = None, segment_ids: bool = False
+    subject: Any,
+    *,
+    size: int = 48,
+    devices: int = 1,
+    device: str | tuple[int, int] | None = None,
+    segment_ids: bool = False,
 ) -> str: ...
 @strict_kwargs
 def describe(
@@ -55,7 +65,7 @@ def describe(
     *,
     size: int = 48,
     devices: int = 1,
-    device: str | None = None,
+    device: str | tuple[int, int] | None = None,
     segment_ids: bool = False,
     fwd_params: FwdParams | None = None,
     bwd_params: BwdParams | None = None,
@@ -80,10 +90,12 @@ def describe(
         received: the keys that a device's queries see elsewhere, and by residues all that changes places. These are
         bytes of a batch entry where heads and their size are known, as those of most layers are, and rows of all heads
         elsewhere. Grouped heads of a layer are reckoned with: keys that fewer heads have are cheaper to send.
-      device: a GPU, which need not be there: "a100", "h100", "h200", "b200", "rtx3090", "rtx4090", "rtx5090", or a
-        compute capability such as "9.0". The plan and the kernels are then those of this GPU; Triton must be installed.
-        None for the device at hand.
-      segment_ids: whether calls have segment ids, which may change the kernels.
+      device: a GPU, which need not be there: a name such as "h100"; JAX's ``device_kind``, "NVIDIA H100 80GB HBM3"; or
+        a compute capability, "9.0" or (9, 0), for the first GPU of the list that has it. An unknown name ends in an
+        error with this list. The plan and the kernels are then those of this GPU; Triton must be installed. None for
+        the device at hand.
+      segment_ids: whether calls have segment ids, which may change the kernels. The kernels are those of one batch
+        entry on one device, with the heads, head size, dtype and options of a layer; the text says what is assumed.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
       bwd_params: block sizes of a mask's plan in the backward pass, as in `make_plan`.
 
@@ -99,7 +111,7 @@ def describe(
       ValueError: a length is missing or out of range, or given with what has lengths of its own, as are block sizes;
         size or devices is less than 1; more devices than tokens; device is not known.
       TypeError: subject is none of the above and holds none; says where it looked.
-      ModuleNotFoundError: device is given, and Triton is not installed.
+      ModuleNotFoundError: device is given, and Triton is not installed; says what to install.
 
     Example:
       >>> import sparse_layers as sl
@@ -126,6 +138,8 @@ def describe(
     checked("devices", devices, Positive)
     checked("segment_ids", segment_ids, bool)
     gpu = None if device is None else device_named(device)
+    if gpu is not None:
+        check_triton()
     plans = plans_of(subject)
     if plans is None:
         scorer = scorer_of(subject)
@@ -139,26 +153,45 @@ def describe(
             lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)
     texts = {}
     for which, planned in plans.items():
-        if gpu is not None:
-            planned = planned._replace(plan=_plan_for(gpu, planned))
-        dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
-        options: dict[str, Any] = {"groups": planned.groups, "scorer": planned.scorer, "segment_ids": segment_ids}
-        traced = traced_call.trace_call(planned.plan, dtype, head_size, device=gpu, **options)
-        place = "here" if device is None else f"on {device}"
-        texts[which] = _text(planned, size, devices, f"runs {place}, {_setting(planned)}: {traced}")
+        planned = planned._replace(plan=_plan_for(gpu, planned))
+        runs = f"runs {_place(device, devices)}, {_setting(planned)}: {_traced(planned, gpu, segment_ids)}"
+        texts[which] = _text(planned, size, devices, runs)
     notes = half_notes(subject, *(planned.plan.masks for planned in plans.values()))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
 
 
-def _plan_for(gpu: Any, planned: Planned) -> Plan:
-    """The plan of the same masks and settings for another GPU."""
+def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
+    """The plan of the same masks and settings for another GPU, or of a layer's calls at hand, which know the dtype."""
     plan = planned.plan
+    if gpu is None and planned.heads is None:
+        return plan
     with assuming(gpu):
-        name = default_implementation(planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE)
+        name = planned.implementation or default_implementation(
+            planned.dtype or _DTYPE, planned.head_size or _HEAD_SIZE
+        )
         params = {"fwd_params": plan.fwd_params, "bwd_params": plan.bwd_params}
         return make_plan(plan.masks, plan.q_len, plan.kv_len, implementation=name, **params)
+
+
+def _traced(planned: Planned, gpu: Device | None, segment_ids: bool) -> traced_call.TracedCall:
+    """The call of the op that a layer makes, or that is assumed for a mask."""
+    dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
+    options: dict[str, Any] = {name: getattr(planned, name) for name in _OPTIONS}
+    return traced_call.trace_call(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu, **options)
+
+
+def _place(device: Any, devices: int) -> str:
+    """The device of the call. It has the whole sequence: of a shared one, kernels may be others."""
+    if device is None:
+        place = "here"
+    elif isinstance(device, str) and not re.fullmatch(r"\d+\.\d", device):
+        place = f"on {device}"
+    else:
+        capability = device if isinstance(device, str) else "{}.{}".format(*device)
+        place = f"on compute capability {capability}"
+    return place if devices == 1 else f"{place} if one device has the whole sequence"
 
 
 def _text(planned: Planned, size: int, devices: int, routed: str) -> str:
@@ -171,18 +204,28 @@ def _text(planned: Planned, size: int, devices: int, routed: str) -> str:
 
 
 def _setting(planned: Planned) -> str:
-    """The dtype and head size of a layer, and those that are assumed where it has none."""
-    dtype, size = planned.dtype, planned.head_size
-    if dtype and size:
-        return f"in {dtype} with heads of {size}"
-    if dtype:
-        return f"in {dtype}, assuming heads of {_HEAD_SIZE}"
-    return f"assuming {_DTYPE} with heads of {_HEAD_SIZE}"
+    """The dtype, heads and head size of a layer, and what is assumed beside them."""
+    known, assumed = [], []
+    (known if planned.dtype else assumed).append(planned.dtype or _DTYPE)
+    size = planned.head_size or _HEAD_SIZE
+    if planned.heads is None:
+        heads = f"{traced_call.assumed_heads(planned.plan)} heads"
+    else:
+        num_heads, kv_heads = planned.heads
+        heads = f"{num_heads} head{'s' * (num_heads > 1)}"
+        if num_heads != kv_heads:
+            heads = f"{num_heads} query heads and {kv_heads} key head{'s' * (kv_heads > 1)}"
+    if (planned.heads is None) == (planned.head_size is None):
+        (assumed if planned.heads is None else known).append(f"{heads} of {size}")
+    else:
+        (assumed if planned.heads is None else known).append(heads)
+        (assumed if planned.head_size is None else known).append(f"head size {size}")
+    return ", ".join([f"in {', '.join(known)}"] * bool(known) + [f"assuming {', '.join([*assumed, _BATCH])}"])
 
 
 def _spread(planned: Planned, devices: int) -> Iterator[str]:
     """The lines about a sequence that several devices share."""
-    plan, scorer, groups, token, *_ = planned
+    plan, scorer, groups, token = planned.plan, planned.scorer, planned.groups, planned.token
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if devices > length:
         raise ValueError(f"devices must be at most {length}, the tokens that they share, got {devices}")

@@ -34,7 +34,7 @@ from ..ops.planning import platforms
 from ..ops.planning.params import BwdParams, FwdParams
 from ..ops.planning.plan import Plan
 from ..ops.planning.planner import make_plan
-from ..ops.traced_call import trace_call
+from ..ops.traced_call import ASSUMED_HEADS, trace_call
 from . import oracle
 
 ANSWERS = ("out", "dq", "dk", "dv")
@@ -180,7 +180,7 @@ def report() -> str:
         for text, names in calls.items():
             lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
     if here == "gpu":
-        lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, heads of 128"]
+        lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, {ASSUMED_HEADS} heads of 128, 1 batch entry"]
         lines += [f"  {name}: {_indented(trace_call(make_plan(name, _LENGTH)))}" for name in _TRACED]
     return "\n".join(lines)
 

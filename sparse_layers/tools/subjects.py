@@ -29,18 +29,31 @@ class Planned(NamedTuple):
     Attributes:
       plan: the plan.
       scorer: that chooses blocks within it, if one does.
-      groups: how many query heads share a key head.
+      heads: query heads and key heads, if they are known.
       token: bytes of one token, if heads and their size are known.
       dtype: the name of the dtype that it computes in, if it is known.
       head_size: features of a head, if they are known.
+      sinks: whether heads have sinks.
+      logits_soft_cap, scale, implementation: those of the layer's calls of the op.
+      recompute: whether the backward pass computes the forward pass again.
     """
 
     plan: Plan
     scorer: Scorer | None = None
-    groups: int = 1
+    heads: tuple[int, int] | None = None
     token: TokenBytes | None = None
     dtype: str | None = None
     head_size: int | None = None
+    sinks: bool = False
+    logits_soft_cap: float | None = None
+    scale: float | None = None
+    implementation: str | None = None
+    recompute: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head; 1 if heads are not known."""
+        return 1 if self.heads is None else self.heads[0] // self.heads[1]
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
@@ -68,7 +81,9 @@ def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
     attention = dict(_members(subject)).get("attention")  # that of a block
     if attention is None:
         return _planned(subject)
-    return _planned(_unbound(attention), subject.features)
+    plans = _planned(_unbound(attention), subject.features) or {}
+    recompute = getattr(subject, "remat", False)
+    return {name: x._replace(recompute=x.recompute or recompute) for name, x in plans.items()} or None
 
 
 def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
@@ -96,10 +111,9 @@ def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | 
 
     ``features`` are those of its inputs, if they are known.
     """
-    pattern, key_heads = (getattr(subject, name, None) for name in ("pattern", "num_kv_heads"))
-    groups = subject.num_heads // key_heads if key_heads else 1
-    dtype, head_size = _dtype(subject), _head_size(subject, features)
-    settings = groups, _token(subject, dtype, head_size), dtype, head_size
+    pattern, heads, dtype = getattr(subject, "pattern", None), _heads(subject), _dtype(subject)
+    head_size = _head_size(subject, features)
+    settings = heads, _token(heads, dtype, head_size), dtype, head_size, *_options(subject)
     if hasattr(subject, "plans"):  # a `NativeSparseAttention`
         scorers = {"selected": pattern}
         return {name: Planned(plan, scorers.get(name), *settings) for name, plan in subject.plans.items()}
@@ -112,10 +126,31 @@ def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | 
     return {"": Planned(plan, scorer, *settings)} if isinstance(plan, Plan) else None
 
 
+def _heads(layer: Any) -> tuple[int, int] | None:
+    """Query heads and key heads of a layer; None of an attention function."""
+    heads = getattr(layer, "num_heads", None)
+    return None if heads is None else (heads, getattr(layer, "num_kv_heads", None) or heads)
+
+
+def _options(layer: Any) -> tuple[bool, float | None, float | None, str | None, bool]:
+    """The options of a layer's calls of the op: (has sinks, logits_soft_cap, scale, implementation, recompute).
+
+    A layer of Linen has attributes of these names. One of NNX or Haiku has a function that does, or three of them.
+    """
+    step = getattr(layer, "attention_fn", None) or getattr(layer, "attention_step", None)
+    fn = getattr(step, "fn", None) or getattr(layer, "selected", None) or layer
+    sinks = getattr(layer, "use_sinks", False) or getattr(layer, "sinks", None) is not None
+    cap, scale, implementation = (getattr(fn, name, None) for name in ("logits_soft_cap", "scale", "implementation"))
+    return sinks, cap, scale, implementation, getattr(fn, "recompute", False)
+
+
 def _dtype(layer: Any) -> str | None:
     """The dtype that a layer computes in; None of what has no parameters, and computes in that of its inputs."""
-    dtype = getattr(layer, "dtype", None) or getattr(layer, "param_dtype", None)
-    return None if dtype is None else jnp.dtype(dtype).name
+    for module in (layer, getattr(layer, "query", None)):  # a `NativeSparseAttention` of NNX keeps it in projections
+        dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
+        if dtype is not None:
+            return jnp.dtype(dtype).name
+    return None
 
 
 def _head_size(layer: Any, features: int | None) -> int | None:
@@ -125,14 +160,11 @@ def _head_size(layer: Any, features: int | None) -> int | None:
     return size or (features // heads if heads and features else None)
 
 
-def _token(layer: Any, dtype: str | None, size: int | None) -> TokenBytes | None:
+def _token(heads: tuple[int, int] | None, dtype: str | None, size: int | None) -> TokenBytes | None:
     """Bytes of one token of a layer's heads of a size, if both are known."""
-    heads = getattr(layer, "num_heads", None)
-    if not heads or not size:
+    if heads is None or not size:
         return None
-    return TokenBytes.of(
-        heads, getattr(layer, "num_kv_heads", None) or heads, size, jnp.dtype(dtype or "float32").itemsize
-    )
+    return TokenBytes.of(*heads, size, jnp.dtype(dtype or "float32").itemsize)
 
 
 # --- models of users' own --------------------------------------------------------------------------------------------

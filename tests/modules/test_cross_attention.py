@@ -175,8 +175,8 @@ def test_linen_has_the_parameters_values_and_gradients_of_nnx(options):
 def test_the_layer_shows_its_plan_and_its_lengths():
     layer = make(sl.Window(3, 5))
     assert layer.plan is sl.make_plan(sl.Window(3, 5), T, S, fwd_params=BLOCKS)
-    setting = "in float32 with heads of 4"
-    assert sl.describe(layer) == sl.describe(layer.plan).replace("assuming bfloat16 with heads of 128", setting)
+    setting = "in float32, 4 heads of 4, assuming 1"
+    assert sl.describe(layer) == sl.describe(layer.plan).replace("assuming bfloat16, 32 heads of 128, 1", setting)
     line = "SparseCrossAttention(num_heads=4, num_kv_heads=4, head_dim=4, in_features=16, pattern=Window("
     assert repr(layer).startswith(line) and repr(layer).endswith("q_len=20, kv_len=28)")
 

@@ -1,5 +1,6 @@
 import pathlib
 import re
+import sys
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 import sparse_layers as sl
 from sparse_layers import linen
 from sparse_layers.ops import traced_call
+from sparse_layers.ops.kernels.gpu import hardware
 from sparse_layers.ops.planning.context_parallel import plan_exchanges
 from tests.tools.cases import MASKS, expected_cells
 
@@ -60,30 +62,53 @@ def test_describe_explains_its_signs():
 @pytest.mark.parametrize(
     "subject, setting",
     [
-        (sl.Causal(), "assuming bfloat16 with heads of 128"),
-        (sl.make_attention_fn("causal", 64), "assuming bfloat16 with heads of 128"),
-        (linen.SparseSelfAttention(2, pattern="causal", seq_len=64), "in float32, assuming heads of 128"),
+        (sl.Causal(), "assuming bfloat16, 32 heads of 128, 1 batch entry"),
+        (
+            sl.make_plan([sl.Causal(), sl.Window(1), sl.Window(2)], 64),
+            "assuming bfloat16, 33 heads of 128, 1 batch entry",
+        ),
+        (sl.make_attention_fn("causal", 64), "assuming bfloat16, 32 heads of 128, 1 batch entry"),
+        (
+            linen.SparseSelfAttention(2, pattern="causal", seq_len=64),
+            "in float32, 2 heads, assuming head size 128, 1 batch entry",
+        ),
         (
             linen.SparseSelfAttention(2, pattern="causal", seq_len=64, dtype="float16", head_dim=32),
-            "in float16 with heads of 32",
+            "in float16, 2 heads of 32, assuming 1 batch entry",
         ),
-        (linen.SparseTransformerBlock(4, 64, pattern="causal", seq_len=64), "in float32 with heads of 16"),
-        (linen.NativeSparseAttention(4, head_dim=16, dtype="bfloat16", seq_len=64), "in bfloat16 with heads of 16"),
+        (
+            linen.SparseTransformerBlock(4, 64, num_kv_heads=1, pattern="causal", seq_len=64),
+            "in float32, 4 query heads and 1 key head of 16, assuming 1 batch entry",
+        ),
+        (
+            linen.NativeSparseAttention(4, head_dim=16, dtype="bfloat16", seq_len=64),
+            "in bfloat16, 4 heads of 16, assuming 1 batch entry",
+        ),
+        (
+            sl.NativeSparseAttention(4, 64, dtype="float16", seq_len=64, rngs=nnx.Rngs(0)),
+            "in float16, 4 heads of 16, assuming 1 batch entry",
+        ),
+        (
+            sl.SparseSelfAttention(1, 64, pattern="causal", seq_len=64, rngs=nnx.Rngs(0)),
+            "in float32, 1 head of 64, assuming 1 batch entry",
+        ),
     ],
 )
-def test_describe_says_dtype_and_head_size(subject, setting, monkeypatch):
+def test_describe_says_dtype_heads_and_head_size(subject, setting, monkeypatch):
     asked = []
 
-    def route(plan, dtype, head_size, **_):
-        asked.append(f"{dtype} {head_size}")
+    def route(plan, dtype, head_size, *, heads, **_):
+        num_heads, kv_heads = heads or (traced_call.assumed_heads(plan),) * 2
+        asked.append(f"{dtype} {num_heads} {kv_heads} {head_size}")
         return traced_call.TracedCall("xla", {}, (), (), ())
 
     monkeypatch.setattr(traced_call, "trace_call", route)
     text = sl.describe(subject, 64) if isinstance(subject, sl.Mask) else sl.describe(subject)
     said = re.findall("^runs here, (.*): 'xla'$", text, re.M)
     assert said and set(said) == {setting}
-    dtype, size = re.search(r"(\w*float\w*).* (\d+)$", setting).groups()
-    assert set(asked) == {f"{dtype} {size}"}
+    numbers = re.search(r"(\w*float\w*), (\d+) (?:query heads and (\d+) key )?heads?.*? (?:of|size) (\d+),", setting)
+    dtype, heads, kv_heads, size = numbers.groups()
+    assert set(asked) == {f"{dtype} {heads} {kv_heads or heads} {size}"}
 
 
 def runs(text):
@@ -93,7 +118,7 @@ def runs(text):
 
 def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
     pytest.importorskip("triton", reason="needs triton: pip install triton")
-    window, setting = sl.Causal() & sl.Window(511), "assuming bfloat16 with heads of 128"
+    window, setting = sl.Causal() & sl.Window(511), "assuming bfloat16, 32 heads of 128, 1 batch entry"
     assert runs(sl.describe(window, 8192, device="h100")) == [
         f"runs on h100, {setting}: 'hopper'",
         "  forward: hopper forward_kernel",
@@ -106,7 +131,12 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
     settings = sl.BwdParams(deterministic=True)
     text = sl.describe(window, 8192, device="9.0", bwd_params=settings)
     assert runs(text)[2] == "  backward: triton dq_kernel, then triton dkv_kernel"
-    assert runs(text)[3].startswith("  natural order, backward: plain Triton, for they add to dq in the order")
+    assert runs(text)[0] == f"runs on compute capability 9.0, {setting}: 'hopper'"
+    assert runs(text)[3] == (
+        "  Triton runs backward, because the Hopper backward kernel adds to dq in any order, which "
+        "BwdParams(deterministic=True) rules out"
+    )
+    assert text == sl.describe(window, 8192, device=(9, 0), bwd_params=settings)
     # The plan is that GPU's, too, and what a Plan was made for before does not matter.
     plan = sl.make_plan(window, 8192, implementation="xla", bwd_params=settings)
     assert sl.describe(plan, device="9.0") == text
@@ -115,19 +145,92 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
         "  not 'hopper': it needs compute capability 9.0, and this GPU has 8.0",
     ]
     layer = sl.SparseSelfAttention(4, 256, pattern=window, seq_len=1024, dtype="bfloat16", rngs=nnx.Rngs(0))
-    assert runs(sl.describe(layer, device="h200"))[0] == "runs on h200, in bfloat16 with heads of 64: 'hopper'"
+    setting = "in bfloat16, 4 heads of 64, assuming 1 batch entry"
+    assert runs(sl.describe(layer, device="h200"))[0] == f"runs on h200, {setting}: 'hopper'"
     # Selections of single queries, of which some are decided at run time; grouped heads have no kernel for all three.
-    forward, backward = runs(sl.describe(sl.MoBA(64, 8), 8192, device="h100"))[1:3]
+    forward, backward, *notes = runs(sl.describe(sl.MoBA(64, 8), 8192, device="h100"))[1:6]
     assert forward.split(", then ")[::2] == [
         "  forward: triton kv_outer_kernel (if neighbouring queries disagree)",
-        "triton forward_kernel (if they agree)",
+        "triton forward_kernel (if neighbouring queries agree)",
+    ]
+    assert notes == [
+        "  Triton runs forward if neighbouring queries disagree, because the Hopper kernel that gathers queries "
+        "computes gradients only",
+        "  Triton runs forward if neighbouring queries agree, because the Hopper forward kernel takes blocks of 128 "
+        "queries and 64 or a multiple of 128 keys, got 32 queries and 64 keys",
+        "  the launches that score and choose blocks come before these and are not listed",
     ]
     assert backward == "  backward: hopper query_gather_kernel (split lists)"
     short = runs(sl.describe(sl.MoBA(64, 8), 512, device="h100"))
     assert "kv_outer" not in "".join(short), "every query looks at all blocks"
+    assert "score and choose" not in "".join(short)
     grouped = {"num_kv_heads": 2, "pattern": "sparse_transformer_strided", "dtype": "bfloat16", "rngs": nnx.Rngs(0)}
     layer = sl.SparseSelfAttention(4, 256, seq_len=4096, **grouped)
     assert "with dk and dv" not in runs(sl.describe(layer, device="h200"))[2]
+
+
+def test_describe_says_which_launches_of_two_passes_go_to_triton():
+    """With few heads, one kernel would do both forward passes, and has a list that is too long."""
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    options = {"pattern": "sparse_transformer_fixed", "seq_len": 4096, "dtype": "bfloat16", "rngs": nnx.Rngs(0)}
+    lines = runs(sl.describe(sl.SparseSelfAttention(4, 512, **options), device="h100"))
+    assert lines[1].startswith("  forward: triton forward_kernel (two passes, split lists), then")
+    note = (
+        "  Triton runs forward (natural order and keys: gathered tokens 96 to 127 of every 128), because one block list"
+    )
+    assert [line for line in lines if "runs forward" in line] == [lines[3]] and lines[3].startswith(note)
+    heads = (sl.Causal(), sl.preset("sparse_transformer_strided"))
+    lines = runs(sl.describe(heads, 8192, device="h100"))[3:]
+    assert [line.partition(", because")[0] for line in lines] == [
+        f"  Triton runs {way} (residue-major order, stride 128; heads 1, 3, ...)" for way in ("forward", "backward")
+    ]
+
+
+def test_describe_says_which_error_a_call_raises():
+    """A layer names its implementation, and the GPU is another one."""
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    shared = {"num_heads": 4, "head_dim": 64, "seq_len": 256, "pattern": "causal"}
+    layer = linen.SparseSelfAttention(implementation="hopper", dtype="bfloat16", **shared)
+    assert runs(sl.describe(layer, device="a100")) == [
+        "runs on a100, in bfloat16, 4 heads of 64, assuming 1 batch entry: NotImplementedError, hopper: it needs "
+        "compute capability 9.0, and this GPU has 8.0; implementation=None or 'xla' serves this call"
+    ]
+    layer = linen.SparseSelfAttention(implementation="cudnn", use_sinks=True, dtype="bfloat16", **shared)
+    assert "NotImplementedError, cudnn: it does not know sinks;" in sl.describe(layer, device="a100")
+
+
+def test_describe_says_what_its_launches_are_not():
+    pytest.importorskip("triton", reason="needs triton: pip install triton")
+    lines = runs(sl.describe("causal", 1024, devices=8, device="h100"))
+    assert lines[0].startswith("runs on h100 if one device has the whole sequence, assuming ")
+    assert "the whole sequence" not in sl.describe("causal", 1024, device="h100")
+    again = "  the forward pass runs once more before the backward pass, which recomputes it"
+    fn = sl.make_attention_fn("causal", 1024, recompute=True)
+    block = {"pattern": "causal", "seq_len": 1024, "rngs": nnx.Rngs(0)}
+    remat, plain = (sl.SparseTransformerBlock(2, 128, remat=remat, **block) for remat in (True, False))
+    assert [again in runs(sl.describe(x, device="h100")) for x in (fn, remat, plain)] == [True, True, False]
+    index = linen.SparseSelfAttention(4, num_kv_heads=2, head_dim=16, pattern=sl.MSA(16, 4), seq_len=512)
+    assert "  the launches of the index loss, in training, are not listed either" in runs(
+        sl.describe(index, device="h100")
+    )
+
+
+def test_describe_logs_nothing(caplog):
+    with caplog.at_level("DEBUG", "sparse_layers"):
+        sl.describe(sl.Causal(), 64)
+        assert not caplog.records
+        q = np.ones((1, 64, 1, 8), np.float32)
+        sl.block_sparse_attention(q, q, q, sl.Causal())
+    assert "block_sparse_attention runs 'xla'" in [record.getMessage() for record in caplog.records]
+
+
+def test_describe_says_what_to_install(monkeypatch):
+    """Before it does any work: the subject is not looked at."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^device: triton, .* its extra 'gpu', on Linux$"):
+        sl.describe(None, device="h100")
+    with pytest.raises(ModuleNotFoundError, match=r"^device: "):
+        traced_call.trace_call(sl.make_plan(sl.Causal(), 64), device=hardware.DEVICES["h100"])
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "h1000"), ("device", 90), ("segment_ids", 1)])
@@ -325,8 +428,8 @@ def test_devices_in_the_documentation():
 
 def test_describe_of_models():
     patterns = (sl.Window(3), sl.Causal() & sl.Strided(4))
-    setting = "in float32 with heads of 2"
-    texts = [sl.describe(pattern, 16).replace("assuming bfloat16 with heads of 128", setting) for pattern in patterns]
+    setting, assumed = "in float32, 2 heads of 2, assuming 1", "assuming bfloat16, 32 heads of 128, 1"
+    texts = [sl.describe(pattern, 16).replace(assumed, setting) for pattern in patterns]
 
     def model(*layers, **options):
         return nnx.eval_shape(lambda: sl.SparseTransformer(8, 2, 4, *layers, seq_len=16, rngs=nnx.Rngs(0), **options))

@@ -274,24 +274,31 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
         ({}, None),
         ({"sizes": (128, 128), "block": 128}, None),
         ({"block": 512}, None),  # cut, see `kv_outer.divisor`
-        ({"sizes": (96, 96)}, r"heads of \(64, 128\), and these have \(96, 96\)"),
-        ({"sizes": (128, 64)}, r"and these have \(128, 64\)"),
-        ({"block": 32}, r"blocks of \(64, 128\) keys, and these have 32"),
-        ({"block": 192}, "and these have 96"),
-        ({"documents": True}, "without segment ids"),
-        ({"deterministic": True}, "in the order in which they are done"),
-        ({"granularity": 16}, "gathered that choose one by one"),
+        ({"sizes": (96, 96)}, "heads of 64 or 128, got 96$"),
+        ({"sizes": (128, 64)}, "got 128 of q and k, 64 of v$"),
+        ({"block": 32}, "tiles of 64 or 128 keys, got 32$"),
+        ({"block": 192}, "keys, got 96$"),
+        ({"documents": True}, "takes no segment ids"),
+        ({"deterministic": True}, "dq in any order"),
+        ({"granularity": 16}, "need single queries that select"),
     ],
 )
 def test_whom_it_serves(launched, options, reason):
     """Then Hopper is preferred, and what is said to be left to plain Triton is the forward pass at most."""
     call, operands = call_of(**options)
     found, not_preferred = query_gather_unsupported(call, operands), hopper.not_preferred(call, operands)
-    backward = [note for note in hopper.notes(call, operands) if "backward: plain Triton" in note]
+    notes = hopper.notes(call, operands)
+    backward = [note for note in notes if re.search(r"\bbackward\b.*, because", note)]
     if reason is None:
         assert found is None and not_preferred is None and not backward
-    else:
-        assert re.search(reason, found or "") and "take all that any" in (not_preferred or "") and len(backward) == 1
+    elif "granularity" in options:
+        assert re.search(reason, found or "") and (not_preferred or "").endswith("computes the blocks of all")
+        assert len(backward) == 1
+    else:  # the reason against gathering is that against the implementation, and that of the launches of others
+        assert re.search(reason, found or "") and (not_preferred or "").endswith(f"computes the blocks of all; {found}")
+        gathered = "Triton runs backward if neighbouring queries disagree"
+        assert [note for note in notes if note.startswith(gathered)] == [f"{gathered}, because {found}"]
+        assert any("backward if neighbouring queries agree" in note for note in backward)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ class Call:
 def told(launches) -> str:
     """Launches without the ending of kernels' names; those if neighbours agree come last."""
     text = " + ".join(str(launch).replace("_kernel", "") for launch in launches)
-    return text.replace("if neighbouring queries disagree", "if not").replace("if they agree", "if agreed")
+    return text.replace("if neighbouring queries disagree", "if not").replace(
+        "if neighbouring queries agree", "if agreed"
+    )
 
 
 CALLS = [
@@ -358,6 +360,15 @@ def test_what_runs(call):
     assert call.routed() == call.route
 
 
+def test_the_debug_log_names_what_is_left_to_triton(caplog):
+    (call,) = [call for call in CALLS if str(call) == "strided-h100"]
+    with caplog.at_level("DEBUG", "sparse_layers"):
+        call.routed()
+    lines = [record.getMessage().partition(", because")[0] for record in caplog.records]
+    passes = [f"'hopper': Triton runs {way} (residue-major order, stride 128)" for way in ("forward", "backward")]
+    assert lines == ["block_sparse_attention runs 'hopper'", *passes]
+
+
 def test_the_table_meets_every_kernel_of_attention():
     """By the names of the functions: those that serve selections of single queries, too."""
     named = {word for call in CALLS for part in call.route.split(" | ") for word in part.split() if word != "+"}
@@ -373,10 +384,37 @@ def test_nothing_is_left_of_a_gpu_that_was_assumed():
     assert hardware.local_device() == here
 
 
-@pytest.mark.parametrize("name", ["h1000", "9.1", "", 90, None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h1000", "9.1", "", "NVIDIA", 90, None, (9,), (9.0, 0), (9, 1)),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),  # with fewer multiprocessors
+    ],
+)
 def test_unknown_gpus_are_refused(name):
     with pytest.raises(
-        ValueError, match=r"device must be the name of a GPU or its compute capability, one of .*'h100'"
+        ValueError, match=r"device must be the name of a GPU or its compute capability, got .* Known: .*, h100, "
     ):
         hardware.device_named(name)
-    assert hardware.device_named("H100") == hardware.device_named("9.0") == hardware.DEVICES["h100"]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("H100", "h100"),
+        ("9.0", "h100"),
+        ((9, 0), "h100"),
+        ("10.3", "b300"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),  # with fewer multiprocessors
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_names_of_gpus(name, device):
+    """Also JAX's ``device_kind``."""
+    assert hardware.device_named(name) == hardware.DEVICES[device]

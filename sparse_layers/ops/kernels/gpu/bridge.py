@@ -155,6 +155,21 @@ def record_condition(condition: str, function: Callable[..., Any]) -> Callable[.
     return branch
 
 
+def check_triton() -> None:
+    """Checks that Triton is installed, whose kernels are traced.
+
+    Raises:
+      ModuleNotFoundError: it is not; says what to install.
+    """
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"device: triton, which traces the kernels of a GPU, is not installed ({error}): install this package with "
+            "its extra 'gpu', on Linux"
+        ) from error
+
+
 def gluon_unsupported() -> str | None:
     """Returns why Gluon kernels cannot be launched with what is installed, None if they can.
 

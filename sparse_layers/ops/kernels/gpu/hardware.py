@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 from ....arguments.checks import suggest
@@ -36,29 +37,49 @@ class Device(NamedTuple):
         return f"{self.capability // 10}.{self.capability % 10}"
 
 
-# GPUs that calls can be traced for without one.
+# GPUs that calls can be traced for without one. `device_named` reads JAX's ``device_kind`` as one of these names.
 DEVICES = {
     "a100": Device(80, 166912, 108),
     "h100": Device(90, 232448, 132),
+    "h100pcie": Device(90, 232448, 114),
     "h200": Device(90, 232448, 132),
     "b200": Device(100, 232448, 148),
+    "b300": Device(103, 232448, 148),
     "rtx3090": Device(86, 101376, 82),
     "rtx4090": Device(89, 101376, 128),
     "rtx5090": Device(120, 101376, 170),
 }
 
 
+# Words of a ``device_kind`` that change neither the kernels nor the number of multiprocessors.
+_MODEL_WORDS = re.compile(r"nvidia|geforce|sxm\d?|hbm\d\w?|nvl|\d+gb")
+
+
 def device_named(name: Any) -> Device:
-    """Returns the GPU of a name in `DEVICES`, or the first of a compute capability such as "9.0".
+    """Returns the GPU of `DEVICES` that a name stands for.
+
+    Args:
+      name: a name in `DEVICES`; a compute capability, "9.0" or (9, 0), for the first GPU that has it; or JAX's
+        ``device_kind``, "NVIDIA H100 80GB HBM3".
 
     Raises:
       ValueError: an unknown name; says which there are.
     """
     by_name = {device.compute_capability: device for device in reversed(DEVICES.values())} | DEVICES
-    if not isinstance(name, str) or name.lower() not in by_name:
-        rule = "device must be the name of a GPU or its compute capability"
-        raise ValueError(f"{rule}, one of {', '.join(map(repr, by_name))}; got {suggest(name, by_name)}")
-    return by_name[name.lower()]
+    if isinstance(name, tuple) and len(name) == 2 and all(type(number) is int for number in name):
+        spellings = [f"{name[0]}.{name[1]}"]
+    else:
+        spellings = _spellings(name) if isinstance(name, str) else []
+    for spelling in spellings:
+        if spelling in by_name:
+            return by_name[spelling]
+    raise ValueError(f"device must be the name of a GPU or its compute capability, got {suggest(name, by_name)}")
+
+
+def _spellings(name: str) -> list[str]:
+    """Returns the names in `DEVICES` that a name or a ``device_kind`` may mean, the most exact one first."""
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if not _MODEL_WORDS.fullmatch(word)]
+    return [name.lower(), "".join(words), "".join(word for word in words if word != "pcie")]
 
 
 def padded_size(size: int) -> int:

@@ -31,24 +31,25 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
 
     selection = operands.selection
     if selection is not None and selection.granularity < settings.TILE_ROWS:
-        if query_gather_unsupported(call, operands) is None:
+        gather_reason = query_gather_unsupported(call, operands)
+        if gather_reason is None:
             return None
         # Plain Triton's tiles have hardly more queries than choose together.
-        return f"its tiles of {settings.TILE_ROWS} queries take all that any {selection.granularity} of them chose"
-    reasons = [one.forward for one in route("hopper", call, operands).passes]
-    return reasons[0] if reasons and all(reasons) else None
+        granularity = selection.granularity
+        selecting = "each query selects" if granularity == 1 else f"every {granularity} queries select"
+        waste = f"{selecting} other blocks, and a tile of {settings.TILE_ROWS} queries computes the blocks of all"
+        return f"{waste}; {gather_reason}" if granularity == 1 else waste
+    reasons = route("hopper", call, operands).forward_reasons
+    if not reasons or not all(reasons):
+        return None
+    return f"Triton would run the whole forward pass, because {' and '.join(dict.fromkeys(map(str, reasons)))}"
 
 
 def notes(call: Call, operands: Operands) -> list[str]:
-    """The passes that are left to plain Triton, and why, in words."""
+    """Returns a sentence for each reason that leaves launches to plain Triton."""
     from .route import route
 
-    return [
-        f"{one.orders}, {direction}: plain Triton, for {reason}"
-        for one in route("hopper", call, operands).passes
-        for direction, reason in (("forward", one.forward), ("backward", one.backward))
-        if reason
-    ]
+    return route("hopper", call, operands).notes()
 
 
 @differentiable_once("hopper")

@@ -8,6 +8,7 @@ import jax
 
 from ....masks.bounded_cache import bounded_cache
 from ...planning.head_groups import HeadGroup
+from ...planning.report import head_names
 from ..call import Call
 from ..gpu import hardware
 from ..gpu.passes import GroupPass
@@ -16,6 +17,8 @@ from ..pass_blocks import head_groups_of
 from . import ENGINES, Engine
 
 Kernel = Literal["forward", "dq", "dkv", "dqkv"]
+# The alternatives of a call in which single queries select blocks, see `kv_outer.neighbours_disagree`.
+DISAGREE, AGREE = "if neighbouring queries disagree", "if neighbouring queries agree"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Launch:
         afterwards.
       rounded: True to store results (of "dqkv" dq) in the dtype of the query, else in float32.
       rounded_kv: the same of dk and dv of "dqkv".
+      reason: why the preferred engine does not compute the work; None where it does.
     """
 
     kernel: Kernel
@@ -40,6 +44,7 @@ class Launch:
     starts_from_state: bool
     rounded: bool
     rounded_kv: bool = False
+    reason: str | None = None
 
 
 class KvOuter(NamedTuple):
@@ -49,18 +54,12 @@ class KvOuter(NamedTuple):
       engine: the engine of the kernels.
       always: True if the call always runs them. Otherwise the program decides at run time: it runs them where
         neighbouring queries disagree, see `kv_outer.neighbours_disagree`, else the launches of the route.
+      reason: why the preferred engine has no such kernel for the call; None where it has.
     """
 
     engine: Engine
     always: bool
-
-
-class PassReasons(NamedTuple):
-    """Why the preferred engine does not compute a pass, forward and backward; None where it does."""
-
-    orders: str
-    forward: str | None
-    backward: str | None
+    reason: str | None = None
 
 
 class Route(NamedTuple):
@@ -72,7 +71,8 @@ class Route(NamedTuple):
       backward: those of the backward pass.
       kv_outer_forward: the alternative to ``forward``; None for none.
       kv_outer_backward: the alternative to ``backward``; None for none.
-      passes: for each pass of each head group, why the preferred engine does not compute it.
+      forward_reasons: for each pass of each head group, before passes are fused, why the preferred engine does not
+        compute it in the forward pass; None where it does.
     """
 
     groups: tuple[HeadGroup, ...]
@@ -80,7 +80,41 @@ class Route(NamedTuple):
     backward: tuple[Launch, ...]
     kv_outer_forward: KvOuter | None
     kv_outer_backward: KvOuter | None
-    passes: tuple[PassReasons, ...]
+    forward_reasons: tuple[str | None, ...]
+
+    def notes(self) -> list[str]:
+        """Returns a sentence for each reason that leaves launches to another engine than the preferred one.
+
+        It names the launches: forward or backward, the row orders and heads if the call has several, the condition.
+        """
+        names_by_reason: dict[str, list[str]] = {}
+        for direction, launches, kv_outer in (
+            ("forward", self.forward, self.kv_outer_forward),
+            ("backward", self.backward, self.kv_outer_backward),
+        ):
+            condition = "" if kv_outer is None else f" {AGREE}"
+            if kv_outer is not None and kv_outer.reason is not None:
+                names_by_reason.setdefault(kv_outer.reason, []).append(f"{direction} {DISAGREE}")
+            if kv_outer is not None and kv_outer.always:
+                continue
+            for launch in launches:
+                if launch.reason is not None:
+                    name = f"{direction}{self._work(launch)}{condition}"
+                    names_by_reason.setdefault(launch.reason, []).append(name)
+        return [
+            f"Triton runs {' and '.join(dict.fromkeys(names))}, because {reason}"
+            for reason, names in names_by_reason.items()
+        ]
+
+    def _work(self, launch: Launch) -> str:
+        """The row orders and the heads of a launch in brackets, if the call has several of them."""
+        row_orders = {work.orders for x in (*self.forward, *self.backward) for work in x.work.unfused()}
+        words = []
+        if len(row_orders) > 1:
+            words.append(" and ".join(dict.fromkeys(work.orders for work in launch.work.unfused())))
+        if len(self.groups) > 1:
+            words.append(head_names(self.groups[launch.group].first, self.groups[launch.group].step))
+        return f" ({'; '.join(words)})" if words else ""
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
@@ -103,21 +137,21 @@ def _route(
     shapes: Operands = jax.tree.unflatten(structure, leaves)
     groups = head_groups_of(call, shapes, merge=True)
     works = [[GroupPass(call, shapes, heads.first, heads.step, one) for one in heads.passes] for heads in groups]
-    kv_outer = None, None
-    if triton_kv_outer_unsupported(call, shapes) is None:
-        by_hopper = "hopper" in engines and query_gather_unsupported(call, shapes) is None
-        kv_outer = KvOuter("triton", False), KvOuter("hopper", True) if by_hopper else KvOuter("triton", False)
-    reasons = tuple(
-        PassReasons(
-            work.orders,
-            _pick_engine(engines, work, "forward")[1],
-            None if kv_outer[1] is not None and kv_outer[1].always else _pick_engine(engines, work, "backward")[1],
-        )
-        for group_passes in works
-        for work in group_passes
-    )
+    reasons = tuple(_pick_engine(engines, work, "forward").reason for passes in works for work in passes)
     forward = [launch for group, passes in enumerate(works) for launch in _forward_launches(engines, passes, group)]
+    kv_outer = _kv_outer(engines, call, shapes)
     return Route(groups, tuple(forward), _backward_launches(engines, works), *kv_outer, reasons)
+
+
+def _kv_outer(engines: tuple[Engine, ...], call: Call, shapes: Operands) -> tuple[KvOuter | None, KvOuter | None]:
+    """Returns the kernels that hold keys, forward and backward; None where a call has none."""
+    if triton_kv_outer_unsupported(call, shapes) is not None:
+        return None, None
+    if "hopper" not in engines:
+        return KvOuter("triton", False), KvOuter("triton", False)
+    reason = query_gather_unsupported(call, shapes)
+    forward = KvOuter("triton", False, "the Hopper kernel that gathers queries computes gradients only")
+    return forward, KvOuter("hopper", True) if reason is None else KvOuter("triton", False, reason)
 
 
 def triton_kv_outer_unsupported(call: Call, operands: Operands) -> str | None:
@@ -139,34 +173,49 @@ def query_gather_unsupported(call: Call, operands: Operands) -> str | None:
     return query_gather.unsupported(call, operands, operands.selection.block // divisor(call, operands))
 
 
-def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> tuple[Engine, str | None]:
-    """Returns the engine of a pass in a direction, and why it is not the preferred one; None if it is."""
+class _EngineWork(NamedTuple):
+    """One pass, or two that are fused, with the engine that computes them.
+
+    Attributes:
+      work: the pass, or two that are fused.
+      engine: the engine of the kernel.
+      reason: why it is not the preferred engine; None where it is.
+      each_key_once: True if the kernel for dq computes dk and dv, too, see `triton_gpu.launch.each_key_once`.
+    """
+
+    work: GroupPass
+    engine: Engine
+    reason: str | None
+    each_key_once: bool
+
+
+def _pick_engine(engines: tuple[Engine, ...], work: GroupPass, direction: str) -> _EngineWork:
+    """Returns a pass with its engine in a direction, "forward" or "backward"."""
     from ..triton_gpu import launch as triton
 
+    once = direction == "backward" and triton.each_key_once(work)
     if engines == ("triton",):
-        return "triton", None
+        return _EngineWork(work, "triton", None, once)
     from ..hopper_gpu import launch as hopper
 
-    if direction == "backward" and triton.each_key_once(work):
-        return "triton", "each key is in one list, and plain Triton's kernel then writes each gradient once"
-    reason = hopper.unsupported(work, direction)
-    return ("hopper" if reason is None else "triton"), reason
+    if once:
+        reason = "each key is in one block list, so one Triton kernel has dq, dk and dv and writes each once"
+    else:
+        reason = hopper.unsupported(work, direction)
+    return _EngineWork(work, "hopper" if reason is None else "triton", reason, once)
 
 
-def _fuse_passes(
-    engines: tuple[Engine, ...], works: Sequence[GroupPass], direction: str
-) -> list[tuple[GroupPass, Engine]]:
+def _fuse_passes(engines: tuple[Engine, ...], works: Sequence[GroupPass], direction: str) -> list[_EngineWork]:
     """Returns passes and their engines, those of some queries first; two are one where a kernel can compute both."""
-    fused: list[tuple[GroupPass, Engine]] = []
+    fused: list[_EngineWork] = []
     for work in sorted(works, key=lambda work: work.q_order.complete):
-        engine, _ = _pick_engine(engines, work, direction)
-        for i, (partner, partner_engine) in enumerate(fused):
-            if partner.fused_with is None and partner_engine == engine and _can_fuse(engine, partner, work, direction):
-                pair = partner.fuse(work)
-                fused[i] = pair, _pick_engine(engines, pair, direction)[0]
+        picked = _pick_engine(engines, work, direction)
+        for i, (partner, engine, *_) in enumerate(fused):
+            if partner.fused_with is None and engine == picked.engine and _can_fuse(engine, partner, work, direction):
+                fused[i] = _pick_engine(engines, partner.fuse(work), direction)
                 break
         else:
-            fused.append((work, engine))
+            fused.append(picked)
     return fused
 
 
@@ -181,50 +230,54 @@ def _can_fuse(engine: Engine, work: GroupPass, second: GroupPass, direction: str
 def _forward_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
     """Returns the forward launches of a head group."""
     fused = _fuse_passes(engines, works, "forward")
-    rounded = _may_round([work for work, _ in fused if work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
     launches = []
-    for i, (work, engine) in enumerate(fused):
-        starts_from_state = i == 0 or work.q_order.complete
-        launches.append(Launch("forward", engine, work, group, starts_from_state, starts_from_state and rounded(work)))
+    for i, (work, engine, reason, _) in enumerate(fused):
+        starts = i == 0 or work.q_order.complete
+        launches.append(Launch("forward", engine, work, group, starts, starts and rounded(work), reason=reason))
     return launches
 
 
 def _backward_launches(engines: tuple[Engine, ...], works: Sequence[Sequence[GroupPass]]) -> tuple[Launch, ...]:
     """Returns the backward launches of all head groups; dk and dv are sums over them."""
     dq_launches: list[Launch] = []
-    by_keys: list[tuple[GroupPass, int]] = []  # passes whose dk and dv need a dkv kernel
+    dkv_launches: list[Launch] = []  # of passes whose dk and dv need a dkv kernel
     for group, group_passes in enumerate(works):
         launches = _dq_launches(engines, group_passes, group)
-        by_keys += [(work, group) for x in launches if x.kernel == "dq" for work in x.work.unfused()]
+        dkv_launches += [
+            Launch("dkv", "triton", work, group, work.kv_order.complete, False, reason=x.reason)
+            for x in launches
+            if x.kernel == "dq"
+            for work in x.work.unfused()
+        ]
         dq_launches += launches
     # Passes over some keys come before those that write dk and dv of all keys.
-    some = [Launch("dkv", "triton", work, group, False, False) for work, group in by_keys if not work.kv_order.complete]
-    every = [(work, group) for work, group in by_keys if work.kv_order.complete]
-    rounded = _may_round([*(x.work for x in dq_launches if x.kernel == "dqkv"), *(work for work, _ in every)])
+    some = [x for x in dkv_launches if not x.starts_from_state]
+    every = [x for x in dkv_launches if x.starts_from_state]
+    rounded = _may_round([x.work for x in (*(x for x in dq_launches if x.kernel == "dqkv"), *every)])
     return (
         *some,
         *(dataclasses.replace(launch, rounded_kv=rounded(launch.work)) for launch in dq_launches),
-        *(Launch("dkv", "triton", work, group, True, rounded(work)) for work, group in every),
+        *(dataclasses.replace(launch, rounded=rounded(launch.work)) for launch in every),
     )
 
 
 def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group: int) -> list[Launch]:
     """Returns the launches of a head group that compute dq; a Hopper kernel adds to it in float32."""
-    from ..triton_gpu import launch as triton
-
     fused = _fuse_passes(engines, works, "backward")
-    once = {work: triton.each_key_once(work) for work, _ in fused}
-    kernels: dict[GroupPass, Kernel] = {x: "dqkv" if engine == "hopper" or once[x] else "dq" for x, engine in fused}
+    kernels: dict[GroupPass, Kernel] = {
+        x.work: "dqkv" if x.engine == "hopper" or x.each_key_once else "dq" for x in fused
+    }
     # Of the passes over all queries, those that write dk and dv of some keys come before those that write all. Of the
     # latter, those with each key in one list come first: their kernel computes most, and need not read earlier results.
     fused.sort(
         key=lambda x: (
-            x[0].q_order.complete,
-            x[0].kv_order.complete or kernels[x[0]] == "dq",
-            not once[x[0]],
+            x.work.q_order.complete,
+            x.work.kv_order.complete or kernels[x.work] == "dq",
+            not x.each_key_once,
         )
     )
-    rounded = _may_round([work for work, _ in fused if work.q_order.complete])
+    rounded = _may_round([x.work for x in fused if x.work.q_order.complete])
     return [
         Launch(
             kernels[work],
@@ -232,9 +285,10 @@ def _dq_launches(engines: tuple[Engine, ...], works: Sequence[GroupPass], group:
             work,
             group,
             starts_from_state=i == 0 or work.q_order.complete,
-            rounded=rounded(work) and not any(later == "hopper" for _, later in fused[i + 1 :]),
+            rounded=rounded(work) and not any(later.engine == "hopper" for later in fused[i + 1 :]),
+            reason=reason,
         )
-        for i, (work, engine) in enumerate(fused)
+        for i, (work, engine, reason, _) in enumerate(fused)
     ]
 
 

@@ -24,7 +24,7 @@ from ..pass_blocks import join_heads
 from ..transforms import vmap_as_batch
 from ..triton_gpu import launch as triton
 from . import kv_outer
-from .route import Launch, Route, route
+from .route import AGREE, DISAGREE, Launch, Route, route
 
 
 def forward(implementation: str, call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -73,8 +73,8 @@ def _if_neighbours_disagree(
 ) -> Any:
     """Calls one of two functions of the operands and other arrays, by a predicate at run time."""
     disagree = kv_outer.neighbours_disagree(call, operands, "backward" if args else "forward")
-    run_kv_outer = bridge.record_condition("if neighbouring queries disagree", run_kv_outer)
-    run_q_outer = bridge.record_condition("if they agree", run_q_outer)
+    run_kv_outer = bridge.record_condition(DISAGREE, run_kv_outer)
+    run_q_outer = bridge.record_condition(AGREE, run_q_outer)
     return jax.lax.cond(disagree, run_kv_outer, run_q_outer, operands, *args)
 
 

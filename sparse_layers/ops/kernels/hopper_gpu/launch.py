@@ -95,30 +95,41 @@ def unsupported(work: GroupPass, direction: str) -> str | None:
             return next(filter(None, reasons))
     operands, sizes = work.operands, (work.operands.query.shape[-1], work.operands.value.shape[-1])
     if _padded_head_size(work) is None or any(size % 8 for size in sizes):
-        return f"head sizes are multiples of 8 up to {settings.HEAD_SIZES[-1]} there, and these are {sizes}"
-    if work.call.params[direction != "forward"].has_kernel_settings:
-        return "they take no settings"
+        largest = settings.HEAD_SIZES[-1]
+        return f"the Hopper kernels take head sizes that are multiples of 8 up to {largest}, got {size_text(*sizes)}"
+    params = work.call.params[direction != "forward"]
+    if params.has_kernel_settings:
+        return f"the Hopper kernels have no setting but q_blocksize and kv_blocksize, got {params}"
     if direction == "backward" and work.call.params[1].deterministic:
-        return "they add to dq in the order in which blocks are done"
+        return "the Hopper backward kernel adds to dq in any order, which BwdParams(deterministic=True) rules out"
     rows, block = _block_shape(work, direction)
     rows_held, walked = (rows, block) if direction == "forward" else (block, rows)
     fills_tiles = walked % settings.TILE_ROWS == 0 or (direction == "forward" and walked in settings.STEP_KEYS)
     if rows_held != settings.TILE_ROWS or not fills_tiles:
-        keys = "64 or a multiple of 128" if direction == "forward" else "128"
-        queries = "128" if direction == "forward" else "a multiple of 128"
-        return f"blocks have {queries} queries there and {keys} keys, and these {rows} and {block}"
+        needed = "forward kernel takes blocks of 128 queries and 64 or a multiple of 128 keys"
+        if direction == "backward":
+            needed = "backward kernel takes blocks of a multiple of 128 queries and 128 keys"
+        return f"the Hopper {needed}, got {rows} queries and {block} keys"
     entries = sum(x.fwd_blocks if direction == "forward" else x.bwd_blocks for x in work.passes)
     if entries * walked // settings.GROUP_ROWS >= 1 << 31:
-        return "there are more steps than 32 bits count"
+        return "the Hopper kernels count steps in 32 bits, and this pass has more"
     if direction == "forward" and not work.q_order.complete:
-        return "some queries have no row"
+        return "the Hopper forward kernel takes passes over all queries, and this one is over some"
     for order, number in ((work.q_order, _tile_queries(work, direction)), (work.kv_order, settings.tile_keys(block))):
         if _box_view(work, order, number) is None:
-            return f"{order} is no view of the tokens that a descriptor can say"
+            return f"a TMA descriptor cannot address the rows of {order}"
     is_static = all(x is None for x in (operands.segments, operands.mask, operands.selection))
     if direction == "forward" and is_static and _is_skewed(work):
-        return "one list is much longer than a processor's share of all, and lists are not cut there"
+        return (
+            "one block list has more than 1.5 times a multiprocessor's share of the work, and the Hopper forward "
+            "kernel splits no lists"
+        )
     return None
+
+
+def size_text(query_key: int, value: int) -> str:
+    """Returns head sizes in the words of an error."""
+    return str(query_key) if query_key == value else f"{query_key} of q and k, {value} of v"
 
 
 def can_fuse(work: GroupPass, second: GroupPass, direction: str) -> bool:

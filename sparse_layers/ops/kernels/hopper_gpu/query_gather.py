@@ -16,7 +16,7 @@ from ..gpu.passes import BackwardInputs, SelectedRows, varying_like
 from ..gpu.splits import split_work_tiles
 from ..operands import Operands
 from . import settings, views
-from .launch import array_shapes, scaled_neg_lse
+from .launch import array_shapes, scaled_neg_lse, size_text
 from .query_gather_kernel import QueryGatherConstants, query_gather_kernel
 from .tiles import ListShapes
 
@@ -31,13 +31,15 @@ def unsupported(call: Call, operands: Operands, block: int) -> str | None:
     """Returns why this kernel cannot compute the gradients of a call, or None; ``block`` is the keys of a work tile."""
     sizes = operands.query.shape[-1], operands.value.shape[-1]
     if sizes not in [(size, size) for size in settings.HEAD_SIZES]:
-        return f"queries are gathered with heads of {settings.HEAD_SIZES}, and these have {sizes}"
+        supported = " or ".join(map(str, settings.HEAD_SIZES))
+        return f"the Hopper kernel that gathers queries takes heads of {supported}, got {size_text(*sizes)}"
     if block not in settings.STEP_KEYS:
-        return f"queries are gathered for blocks of {settings.STEP_KEYS} keys, and these have {block}"
+        supported = " or ".join(map(str, settings.STEP_KEYS))
+        return f"the Hopper kernel that gathers queries takes tiles of {supported} keys, got {block}"
     if operands.segments is not None:
-        return "queries are gathered without segment ids"
+        return "the Hopper kernel that gathers queries takes no segment ids"
     if call.params[1].deterministic:
-        return "gathered queries are added to dq in the order in which they are done"
+        return "gathered queries are added to dq in any order, which BwdParams(deterministic=True) rules out"
     return None
 
 

@@ -26,19 +26,19 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     """Why the selections of a call cannot be computed this way, or None."""
     selection = operands.selection
     if selection is None or not selection.ids.shape[-1]:
-        return "nothing is selected"
+        return "the call has no selection"
     # What the user asks of kernels is meant for those that hold queries.
     if any(params.has_kernel_settings for params in call.params):
-        return "settings are for kernels that hold queries"
+        return "kernels that gather queries have no setting but q_blocksize and kv_blocksize"
     queries = queries_per_tile(call, operands)
     if selection.granularity > 1 or queries == 1 or operands.query.shape[1] < 2 * queries:
-        return "queries are gathered that choose one by one, at least two tiles of them"
+        return "kernels that gather queries need single queries that select, at least two tiles of them"
     device, rows = hardware.local_gpu(), SelectedRows(call, operands, 0, 1, ())
     settings, itemsize = {x: settings_of(rows, x) for x in KERNELS}, operands.query.dtype.itemsize
     needed = max(shared_memory(x, y, itemsize, head_sizes(rows), device.capability) for x, y in settings.items())
     # The mask of a row of queries is read by words, for as many keys at a time.
     if needed > device.shared_memory or min(x.major for x in settings.values()) < 32:
-        return "tiles of selected keys do not fit shared memory"
+        return "the tiles of kernels that gather queries do not fit shared memory"
     return None
 
 
