@@ -17,7 +17,7 @@ FLOORS = [
     ("masks",),  # WHAT may attend
     ("ops/planning",),  # WHERE to compute
     ("ops/kernels",),  # HOW
-    ("scorers",),  # WHO is chosen, when the model chooses
+    ("scorers",),  # which key blocks a query selects at run time
     ("ops/decoding",),  # caches, and steps of decoding
     ("ops",),  # THE op
     ("modules", "tools"),

@@ -73,8 +73,7 @@ def masks_and_scorer(
 
     Raises:
       ValueError, TypeError: see `masks_for_lengths` and `as_scorer`; or two scorers, a scorer with a pattern that is
-      not causal
-        or with queries and keys of different sequences, or `NSA`, which needs more than a mask and a scorer.
+        not causal or with queries and keys of different sequences, or `NSA`, which needs more than a mask and a scorer.
     """
     scorer, pattern_scorer = as_scorer(selection), scorer_of(pattern)
     if isinstance(pattern, str) and pattern_scorer is None:
