@@ -38,8 +38,8 @@ def html_table(caption: str, sections: list[Section], num_hidden: int) -> str:
     """Returns a table of sections, with a last line for ``num_hidden`` masks that it does not show.
 
     Example:
-      >>> html_table("Plan", [Section("all heads", [])], 2)[-60:]
-      '<tr><td colspan="4">and 2 masks more</td></tr></table>'
+      >>> html_table("Plan", [], 2)
+      '<table><caption>Plan</caption><tr><td colspan="4">and 2 masks more</td></tr></table>'
     """
     lines = []
     for title, rows in sections:
