@@ -1,4 +1,4 @@
-"""Scorers choose what their papers' formulas say, in layers, in models and in decoding."""
+"""Scorers select the blocks of their papers' formulas, in layers, in models and in decoding."""
 
 import dataclasses
 import functools
@@ -125,7 +125,7 @@ def documents(length):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", CASES)
-def test_choices_are_those_of_the_formulas(name, packed):
+def test_selections_equal_the_formulas(name, packed):
     scorer, length, heads = CASES[name]
     q, k, _ = arrays(length, heads)
     ids = documents(length) if packed else None
@@ -142,7 +142,7 @@ def test_choices_are_those_of_the_formulas(name, packed):
 
 
 @pytest.mark.parametrize("name", ["moba", "infllm", "msa"])
-def test_documents_choose_by_themselves(name):
+def test_selections_of_documents_are_independent(name):
     """Whatever else is in the blocks that they share."""
     scorer, length, heads = CASES[name]
     ids = np.repeat(np.array([[5, 0, -1, 3]]), [45, 150, 20, length - 215], axis=1).astype(np.int32)
@@ -164,7 +164,7 @@ def test_documents_choose_by_themselves(name):
         ("infllm, 16 to a key head", False),
     ],
 )
-def test_attention_and_gradients_are_those_of_dense_attention_over_the_choice(name, packed):
+def test_attention_and_gradients_equal_dense_attention_to_the_selection(name, packed):
     """Also of a document in two parts, between which blocks of another are chosen in vain."""
     scorer, length, heads = CASES[name]
     q, k, v = arrays(length, heads)
@@ -243,7 +243,7 @@ def test_ties_go_to_the_first_and_padding_may_hold_anything():
 
 
 @pytest.mark.parametrize("name", ["moba", "infllm"])
-def test_arrays_without_a_batch_choose_as_a_batch_of_one(name):
+def test_arrays_without_a_batch_select_as_a_batch_of_one(name):
     """All arguments, and the op takes the selection with arrays of these axes."""
     scorer, length, heads = CASES[name]
     (q, k, v), ids = arrays(length, heads), jnp.asarray(documents(length))
@@ -257,7 +257,7 @@ def test_arrays_without_a_batch_choose_as_a_batch_of_one(name):
     np.testing.assert_array_equal(own.ids, scorer.select(q, k, ids, pooled=scorer.pool(k)).ids[0, 100:140])
 
 
-def test_padding_on_the_left_is_not_chosen():
+def test_padding_on_the_left_is_not_selected():
     q, k, v = arrays(256, (2, 2))
     fn, mask = compiled(sl.make_attention_fn(sl.MoBA(32, 2, first=1), 256)), jnp.arange(256) >= 128
     found = fn(q, k, v, mask=mask[None, None, None])
@@ -298,7 +298,7 @@ def test_a_scorer_is_an_option_a_pattern_or_a_name(name):
     np.testing.assert_array_equal(apply(layer(selection=scorer), few), apply(layer(), few))
 
 
-def test_a_pattern_limits_what_is_chosen():
+def test_a_pattern_limits_the_selection():
     q, k, v = arrays(T, (2, 2))
     fn = sl.make_attention_fn(sl.Causal() & sl.Window(40), T, selection=SCORERS["moba"])
     selection = select(SCORERS["moba"], q, k)
@@ -379,7 +379,7 @@ def test_prompts_in_chunks_and_several_tokens_a_step():
         position = position + count
 
 
-def test_a_step_reads_the_chosen_blocks_only():
+def test_a_step_reads_the_selected_blocks_only():
     scorer = SCORERS["moba"]
     q, k, v = arrays(T, (4, 2))
     unread = ~np.isin(np.arange(T) // 16, np.asarray(select(scorer, q, k).ids[:, -1]))
@@ -425,7 +425,7 @@ def test_gpt2_takes_infllm_with_its_weights(tmp_path):
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_bfloat16_chooses_by_rounded_means_and_attends_as_float32_does(name):
+def test_bfloat16_selects_by_rounded_means_and_attends_as_float32_does(name):
     """What rounding may change, of tokens that choose, is twice what it changes of dense attention."""
     scorer, x = SCORERS[name], jnp.asarray(inputs(2, T, 32), jnp.bfloat16)
     narrow, wide = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rope_theta": None}, {"rope_theta": None}

@@ -64,7 +64,7 @@ def main():
         print("fine", flush=True)
 
 
-def test_devices_choose_for_themselves():
+def test_devices_select_independently():
     assert on_devices(8, __file__).split() == ["fine"] * 14
 
 
