@@ -63,7 +63,8 @@ def assumed_heads(plan: Plan) -> int:
 
     Example:
       >>> import sparse_layers as sl
-      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan([sl.Causal()] * 5, 64))
+      >>> window = [sl.Causal() & sl.Window(left) for left in range(5)]
+      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan(window, 64))
       (32, 35)
     """
     period = len(plan.masks)

@@ -178,9 +178,9 @@ def calls(monkeypatch):
         out = jnp.zeros((*operands.query.shape[:3], operands.value.shape[3]), operands.query.dtype)
         launches = (), ()
         if name in ENGINES:
-            with bridge.recording() as forward:
+            with bridge.record_launches() as forward:
                 out, pull_back = jax.vjp(attention_of, *arrays)
-            with bridge.recording() as backward:
+            with bridge.record_launches() as backward:
                 pull_back(jnp.zeros_like(out))
             launches = tuple(forward), tuple(backward)
         recorded.append((name, *launches))
@@ -193,7 +193,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_describe_names_the_launches_of_a_call(case, calls):
     """Those of scorers are recorded, too, and left out: `describe` says that it does not list them."""
-    with assuming(hardware.device_named(case.device)), bridge.recording():
+    with assuming(hardware.device_named(case.device)), bridge.record_launches():
         layer = case.layer()
         calls.clear()  # a layer traces its step when it is made
         case.call(layer)
