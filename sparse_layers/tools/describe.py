@@ -154,8 +154,8 @@ def describe(
     texts = {}
     for which, planned in plans.items():
         planned = planned._replace(plan=_plan_for(gpu, planned))
-        runs = f"runs {_place(device, devices)}, {_setting(planned)}: {_traced(planned, gpu, segment_ids)}"
-        texts[which] = _text(planned, size, devices, runs)
+        runs = f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
+        texts[which] = _plan_text(planned, size, devices, runs)
     notes = half_notes(subject, *(planned.plan.masks for planned in plans.values()))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
@@ -163,7 +163,7 @@ def describe(
 
 
 def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
-    """The plan of the same masks and settings for another GPU, or of a layer's calls at hand, which know the dtype."""
+    """Returns the plan of the same masks and settings for a GPU, or for a layer's calls here, whose dtype is known."""
     plan = planned.plan
     if gpu is None and planned.heads is None:
         return plan
@@ -176,35 +176,35 @@ def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
 
 
 def _traced(planned: Planned, gpu: Device | None, segment_ids: bool) -> traced_call.TracedCall:
-    """The call of the op that a layer makes, or that is assumed for a mask."""
+    """Returns the trace of the op's call that a layer makes, or of one that is assumed for a mask."""
     dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
     options: dict[str, Any] = {name: getattr(planned, name) for name in _OPTIONS}
     return traced_call.trace_call(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu, **options)
 
 
-def _place(device: Any, devices: int) -> str:
-    """The device of the call. It has the whole sequence: of a shared one, kernels may be others."""
+def _device_text(device: Any, devices: int) -> str:
+    """Names the device of the call. It has the whole sequence: devices that share one may run other kernels."""
     if device is None:
-        place = "here"
+        text = "here"
     elif isinstance(device, str) and not re.fullmatch(r"\d+\.\d", device):
-        place = f"on {device}"
+        text = f"on {device}"
     else:
         capability = device if isinstance(device, str) else "{}.{}".format(*device)
-        place = f"on compute capability {capability}"
-    return place if devices == 1 else f"{place} if one device has the whole sequence"
+        text = f"on compute capability {capability}"
+    return text if devices == 1 else f"{text} if one device has the whole sequence"
 
 
-def _text(planned: Planned, size: int, devices: int, routed: str) -> str:
+def _plan_text(planned: Planned, size: int, devices: int, routed: str) -> str:
     plan = planned.plan
-    sections = ["\n".join(_described(planned, h, size)) for h in range(len(plan.masks))]
+    sections = ["\n".join(_mask_lines(planned, h, size)) for h in range(len(plan.masks))]
     text = "\n\n".join(sections) + f"\n{routed}"
     if planned.scorer is not None:
-        text += f"\n\n{_chosen(planned.scorer, planned)}"
-    return text if devices == 1 else text + "\n\n" + "\n".join(_spread(planned, devices))
+        text += f"\n\n{_selection_lines(planned.scorer, planned)}"
+    return text if devices == 1 else text + "\n\n" + "\n".join(_device_lines(planned, devices))
 
 
-def _setting(planned: Planned) -> str:
-    """The dtype, heads and head size of a layer, and what is assumed beside them."""
+def _call_text(planned: Planned) -> str:
+    """Says the dtype, heads and head size of a layer, and what is assumed besides."""
     known, assumed = [], []
     (known if planned.dtype else assumed).append(planned.dtype or _DTYPE)
     size = planned.head_size or _HEAD_SIZE
@@ -223,8 +223,8 @@ def _setting(planned: Planned) -> str:
     return ", ".join([f"in {', '.join(known)}"] * bool(known) + [f"assuming {', '.join([*assumed, _BATCH])}"])
 
 
-def _spread(planned: Planned, devices: int) -> Iterator[str]:
-    """The lines about a sequence that several devices share."""
+def _device_lines(planned: Planned, devices: int) -> Iterator[str]:
+    """Yields the lines about a sequence that several devices share."""
     plan, scorer, groups, token = planned.plan, planned.scorer, planned.groups, planned.token
     length, params = plan.q_len, (plan.fwd_params, plan.bwd_params)
     if devices > length:
@@ -234,42 +234,42 @@ def _spread(planned: Planned, devices: int) -> Iterator[str]:
         return
     if scorer is None:
         length = padded_length(plan.masks, length, devices, plan.implementation, groups)
-        parts = plan_exchanges(plan.masks, length, devices, plan.implementation, groups)
+        exchanges = plan_exchanges(plan.masks, length, devices, plan.implementation, groups)
     else:  # any block may be chosen
-        parts = (gather_all_keys(plan.masks, length, devices),)
-    own = -(-length // devices)
-    idle = devices - -(-length // own)
-    more = f", filled up to {length}" if length > plan.q_len else ""
-    yield f"a sequence over {devices} devices, {own} tokens each{f', none on the last {idle}' * bool(idle)}{more}:"
+        exchanges = (gather_all_keys(plan.masks, length, devices),)
+    tokens_each = -(-length // devices)
+    idle = devices - -(-length // tokens_each)
+    notes = f", none on the last {idle}" * bool(idle) + f", filled up to {length}" * (length > plan.q_len)
+    yield f"a sequence over {devices} devices, {tokens_each} tokens each{notes}:"
     total, work = [Received(0)] * devices, np.zeros((2, devices))
-    if not parts:
+    if not exchanges:
         yield "  nothing moves: no query sees a key"
-    for exchange, masks in parts:
+    for exchange, masks in exchanges:
         received, pairs = [exchange.received(rank) for rank in range(devices)], np.zeros((2, devices), int)
         for chunk in exchange.chunks:
             options = {"params": params, "implementation": plan.implementation}
             plans = [chunk.local_plan(masks, rank, **options) for rank in range(devices)]
             pairs += np.transpose([*map(_pairs, plans)])
-        total = [Received(*map(sum, zip(*each, strict=True))) for each in zip(total, received, strict=True)]
+        total = [Received(*map(sum, zip(*pair, strict=True))) for pair in zip(total, received, strict=True)]
         work += pairs
         yield f"  {exchange}"
-        yield from _exchanged(received, pairs, token, min_received(MaskPart(exchange, masks)))
-    if len(parts) > 1:
+        yield from _exchange_lines(received, pairs, token, min_received(MaskPart(exchange, masks)))
+    if len(exchanges) > 1:
         yield "  together"
-        yield from _exchanged(total, work, token)
+        yield from _exchange_lines(total, work, token)
 
 
 def _pairs(plan: Plan) -> tuple[int, int]:
-    """The pairs in the blocks that a plan computes, forward and backward."""
+    """Returns the (query, key) pairs in the blocks that a plan computes, forward and backward."""
     passes = [block_pass for chain in plan.chains for block_pass in chain]
     forward = sum(block_pass.fwd_blocks * math.prod(block_pass.fwd_shape) for block_pass in passes)
     return forward, sum(block_pass.bwd_blocks * math.prod(block_pass.bwd_shape) for block_pass in passes)
 
 
-def _exchanged(
+def _exchange_lines(
     received: list[Received], work: np.ndarray, token: TokenBytes | None, least: Received | None = None
 ) -> Iterator[str]:
-    """The lines about what each device receives, and the pairs [2, devices] that it computes, forward and backward."""
+    """Yields the lines about what each device receives, and the pairs [2, devices] that it computes."""
     for backward, way in enumerate(("forward", "backward")):
         volume, most = max(_volume(x, token, backward) for x in received)
         limit = ""
@@ -281,7 +281,7 @@ def _exchanged(
 
 
 def _volume(received: Received, token: TokenBytes | None, backward: int) -> tuple[int, str]:
-    """How much is received forward or backward, in rows or, if it is known what one takes, in bytes; and in words."""
+    """Returns what is received in a direction: in bytes if those of a token are known, else in rows; and in words."""
     if token is not None:
         volume = received.nbytes(token)[backward]
         in_units = f"{volume / 2**20:.1f} MiB" if volume >= 2**20 else f"{volume / 2**10:.1f} KiB"
@@ -294,30 +294,32 @@ def _volume(received: Received, token: TokenBytes | None, backward: int) -> tupl
     return sum(rows.values()), words.replace(" of", " rows of", 1) or "nothing"
 
 
-def _chosen(scorer: Scorer, planned: Planned) -> str:
-    """The lines about what is chosen within the pattern, and how much work that is in pairs of attention."""
+def _selection_lines(scorer: Scorer, planned: Planned) -> str:
+    """Returns the lines about the blocks that a scorer selects, and their work in pairs of attention."""
     plan, groups, size = planned.plan, planned.groups, planned.head_size or _HEAD_SIZE
     length = plan.q_len
     lines = [f"of that, blocks are chosen at run time: {scorer!r}"]
     if not scorer.selects(length):
         return "\n".join([*lines, f"{length} tokens: every query looks at all blocks, and nothing is chosen"])
-    whole, chosen, scored = length * (length + 1) // 2, scorer.pairs(length), round(scorer.work(length, groups, size))
+    causal_pairs, selected_pairs = length * (length + 1) // 2, scorer.pairs(length)
+    scored = round(scorer.work(length, groups, size))
     lines.append(f"each query looks at {scorer.count} of up to {-(-length // scorer.block)} blocks of {scorer.block}")
     hidden = "" if set(plan.masks) == {Causal()} else ", before the pattern hides some"
-    lines.append(f"chosen pairs: {chosen} of {whole} causal ones ({chosen / whole:.2%}){hidden}")
+    share = f"{selected_pairs / causal_pairs:.2%}"
+    lines.append(f"chosen pairs: {selected_pairs} of {causal_pairs} causal ones ({share}){hidden}")
     features, heads = "", "query head"
     if scorer.indexed:
         features = f" of {scorer.index_features(size)} features"
         heads = f"{groups} query heads of {size}" if groups > 1 else f"query head of {size}"
     keys = "key" if scorer.window[0] == 1 else f"window of {scorer.window[0]} keys"
     lines.append(f"scores: the work of {scored} pairs (a product{features} with each {keys} for each {heads})")
-    total = chosen + scored
-    lines.append(f"together: the work of {total} pairs, {total / whole:.2%} of all causal ones{hidden}")
+    total = selected_pairs + scored
+    lines.append(f"together: the work of {total} pairs, {total / causal_pairs:.2%} of all causal ones{hidden}")
     return "\n".join(lines)
 
 
-def _described(planned: Planned, h: int, size: int) -> Iterator[str]:
-    """The lines about one mask of a plan."""
+def _mask_lines(planned: Planned, h: int, size: int) -> Iterator[str]:
+    """Yields the lines about one mask of a plan."""
     plan = planned.plan
     mask, q_len, kv_len = plan.masks[h], plan.q_len, plan.kv_len
     if len(plan.masks) > 1:

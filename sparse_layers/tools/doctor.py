@@ -64,43 +64,43 @@ def versions() -> dict[str, str]:
       >>> list(versions())[:4]
       ['Python', 'sparse-layers', 'numpy', 'jax']
     """
-    found = {"Python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    table = {"Python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
     for label, names in _PACKAGES.items():
-        there = []
+        installed = []
         for name in names:
             try:
                 number = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 continue
-            there.append(number if name == label else f"{name} {number}")
-        found[label] = ", ".join(there) or "not installed"
+            installed.append(number if name == label else f"{name} {number}")
+        table[label] = ", ".join(installed) or "not installed"
     release, ptxas, gpu = hardware.driver_release(), assembler.find_assembler(), hardware.local_device()
-    found["CUDA driver"] = "not found" if release is None else f"CUDA {release}"
-    found["assembler"] = "no ptxas found" if ptxas is None else str(ptxas)
+    table["CUDA driver"] = "not found" if release is None else f"CUDA {release}"
+    table["assembler"] = "no ptxas found" if ptxas is None else str(ptxas)
     if isinstance(gpu, hardware.Device) and gpu.ptx_version is not None:
-        found["PTX"] = f"{gpu.ptx_version / 10}, which both Triton and the assembler know"
-    return found
+        table["PTX"] = f"{gpu.ptx_version / 10}, which both Triton and the assembler know"
+    return table
 
 
 def devices() -> list[str]:
-    """A line for each device that JAX sees here: its name, kind, compute capability and memory, where it has them.
+    """Returns a line for each device that JAX sees: its name, kind, compute capability and memory, if known.
 
     Raises:
       RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
     """
     lines = []
     for device in jax.local_devices():
-        parts = [str(device), device.device_kind]
+        fields = [str(device), device.device_kind]
         if (capability := getattr(device, "compute_capability", None)) is not None:
-            parts.append(f"compute capability {capability}")
+            fields.append(f"compute capability {capability}")
         if limit := (device.memory_stats() or {}).get("bytes_limit"):
-            parts.append(f"{limit / 2**30:.1f} GiB of memory for JAX")
-        lines.append(", ".join(parts))
+            fields.append(f"{limit / 2**30:.1f} GiB of memory for JAX")
+        lines.append(", ".join(fields))
     return lines
 
 
 def reason(implementation: str, check: "Check", *, unnamed: bool = False) -> str | None:
-    """Why an implementation cannot serve the call of a check here; None if it can.
+    """Returns why an implementation cannot serve the call of a check here; None if it can.
 
     Args:
       implementation: one of `sparse_layers.implementations()`.
@@ -158,28 +158,28 @@ def made_for(implementation: str) -> str | None:
 
 
 def report() -> str:
-    """Versions, devices, and for each implementation whether it works on this machine, and why not.
+    """Returns versions, devices, and for each implementation whether it works on this machine, and why not.
 
     Raises:
       RuntimeError or AssertionError: JAX can start none of the platforms that it was told to use.
     """
-    found = versions()
-    lines = ["versions", *(f"  {name:<14}{version}" for name, version in found.items())]
-    here = platforms.platform()
-    lines += ["", f"devices, of which JAX computes on {here}", *(f"  {line}" for line in devices())]
-    if here == "cpu" and found["CUDA plugin"] != "not installed":
+    table = versions()
+    lines = ["versions", *(f"  {name:<14}{version}" for name, version in table.items())]
+    platform_name = platforms.platform()
+    lines += ["", f"devices, of which JAX computes on {platform_name}", *(f"  {line}" for line in devices())]
+    if platform_name == "cpu" and table["CUDA plugin"] != "not installed":
         lines.append("  note: a CUDA plugin is installed, but JAX found no GPU that it can use; see JAX's own messages")
     lines += ["", "implementations"]
-    chosen = {probe: first_that_works(probe) for probe in PROBES}
+    defaults = {probe: first_that_works(probe) for probe in PROBES}
     for name in IMPLEMENTATIONS:
         calls: dict[str, list[str]] = {}
         for probe in PROBES:
-            text = _verdict(name, reason(name, probe), chosen[probe] == name)
+            text = _verdict(name, reason(name, probe), defaults[probe] == name)
             calls.setdefault(text, []).append(f"{probe.name} {probe.dtype}")
         # Without the calls if all get the same answer.
         for text, names in calls.items():
             lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
-    if here == "gpu":
+    if platform_name == "gpu":
         lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, {ASSUMED_HEADS} heads of 128, 1 batch entry"]
         lines += [f"  {name}: {_indented(trace_call(make_plan(name, _LENGTH)))}" for name in _TRACED]
     return "\n".join(lines)
@@ -189,17 +189,17 @@ def _indented(text: Any) -> str:
     return str(text).replace("\n", "\n  ")
 
 
-def _verdict(name: str, why: str | None, chosen: bool) -> str:
-    here = platforms.platform()
+def _verdict(name: str, why: str | None, is_default: bool) -> str:
+    platform_name = platforms.platform()
     if why is not None:
         return f"unavailable: {why}"
     text = "works"
     if home := made_for(name):
         text += f", interpreted, for tests: its kernels are made for {home}"
-    if chosen:
+    if is_default:
         text += "; implementation=None takes it"
-        if name in platforms.FALLBACK and here != "cpu":
-            text += f", and it is slow on {here}"
+        if name in platforms.FALLBACK and platform_name != "cpu":
+            text += f", and it is slow on {platform_name}"
     return text
 
 
@@ -269,7 +269,7 @@ PROBES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a check ended.
+    """The result of a check.
 
     Attributes:
       implementation: which was checked.
@@ -288,7 +288,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether every answer is right."""
+        """True if every answer is right."""
         return self.error is None and all(share <= 1 for share in self.shares.values())
 
     def __str__(self):
@@ -302,7 +302,7 @@ class Result:
 
 
 def checks(implementation: str) -> list[Check]:
-    """What an implementation is checked on here: one tiny call if it is interpreted, else three, and steps of decoding.
+    """Returns the checks of an implementation here: a tiny call if it is interpreted, else three calls and decoding.
 
     Example:
       >>> from sparse_layers.tools.doctor import checks
@@ -317,12 +317,12 @@ def checks(implementation: str) -> list[Check]:
         length -= 1
     longformer = _preset("longformer", window=length // 6, global_tokens=5, causal=False)
     strided = _preset("sparse_transformer_strided", stride=stride)
-    found = [
+    three = [
         Check("causal", Causal(), length, "bfloat16"),
         Check("strided chain", strided, length, "float32", block=block),
         Check("longformer, documents", longformer, length, "float32", documents=True),
     ]
-    return found + ([Check("decoding", strided, length, "bfloat16", steps=3)] if implementation in _DECODE else [])
+    return three + ([Check("decoding", strided, length, "bfloat16", steps=3)] if implementation in _DECODE else [])
 
 
 def self_check(implementations: Sequence[str] | None = None) -> Iterator[Result]:
@@ -359,7 +359,7 @@ def _result(implementation: str, check: Check) -> Result:
 
 
 def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
-    """What the op gives, in float64, by `ANSWERS`; of steps of decoding, out alone."""
+    """Returns the op's results in float64 by the names of `ANSWERS`; of decoding steps, out alone."""
     if check.steps:
         return {"out": np.asarray(_decoded(implementation, check)).astype(np.float64)}
     plan, ids = check.plan(implementation), check.segment_ids()
@@ -376,7 +376,7 @@ def _answers(implementation: str, check: Check) -> dict[str, np.ndarray]:
 
 
 def _decoded(implementation: str, check: Check) -> jax.Array:
-    """Out [B, steps, N, H] of the last tokens, which steps of decoding add to the others."""
+    """Returns out [B, steps, N, H] of the last tokens, computed by decoding steps after the others."""
     sizes: dict[str, Any] = {"batch": _BATCH, "num_heads": _HEADS, "num_kv_heads": _KEY_HEADS, "head_size": _SIZE}
     first = check.length - check.steps
 
@@ -387,20 +387,22 @@ def _decoded(implementation: str, check: Check) -> jax.Array:
         if implementation == "triton" and not fused.can_attend(cache.layout, arrays, query[:, 0], False):
             raise RuntimeError("the kernel does not serve a step, which XLA would compute")
         cache, outs = cache.filled(key[:, :first], value[:, :first]), []
-        for at in range(first, check.length):
-            out, cache = cache.step(query[:, at], key[:, at], value[:, at], jnp.full(_BATCH, at))
+        for position in range(first, check.length):
+            out, cache = cache.step(
+                query[:, position], key[:, position], value[:, position], jnp.full(_BATCH, position)
+            )
             outs.append(out)
         return jnp.stack(outs, axis=1)
 
     # The kernel wants arrays that are one device's own, which JAX with several of them does not say otherwise.
-    alone = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
-    with jax.set_mesh(alone):
+    one_device = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
+    with jax.set_mesh(one_device):
         return run(*check.arrays()[:3])
 
 
 @bounded_cache()
 def _expected(check: Check) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The right answers, and what an implementation may be off, by `ANSWERS`."""
+    """Returns the right answers and the error budgets, by the names of `ANSWERS`."""
     query, key, value, dout = (np.asarray(x) for x in check.arrays())
     allowed = check.mask.dense(check.length)[None, None]
     if (ids := check.segment_ids()) is not None:
@@ -445,6 +447,6 @@ def examine() -> int:
 
 
 def _brief(error: Exception) -> str:
-    """Type and first line of an error."""
+    """Returns the type and the first line of an error."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,4 +1,4 @@
-"""What `describe` and `draw` are asked about: a mask with its lengths, or what has plans."""
+"""The subjects of `describe` and `draw`: a mask with lengths, or plans found in a layer or a model."""
 
 import functools
 import types
@@ -57,7 +57,7 @@ class Planned(NamedTuple):
 
 
 def plans_of(subject: Any) -> dict[str, Planned] | None:
-    """The plans of what has some, by what is to be said of each: '', layers, branches or paths; None of anything else.
+    """Returns the plans of a subject by their headings: '', layers, branches or paths; None if it has no plans.
 
     A model of a user's own is searched: layers of this package and plans are found in fields, lists and dicts.
     """
@@ -68,7 +68,7 @@ def plans_of(subject: Any) -> dict[str, Planned] | None:
 
 
 def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
-    """Those of a plan, attention function, layer, block or `SparseTransformer`."""
+    """Returns the plans of a plan, attention function, layer, residual block or `SparseTransformer`; else None."""
     if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
         subject = subject.func
     if isinstance(subject, Plan):
@@ -87,7 +87,7 @@ def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
 
 
 def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
-    """Plans by the layers that have them, equal ones once."""
+    """Returns plans by the layers that have them, equal ones once."""
     turns = _by_plans(layers)
     plans = {}
     for branches, numbers in turns.items():
@@ -99,7 +99,7 @@ def _grouped(layers: dict[int, Any], total: int) -> dict[str, Planned]:
 
 
 def _by_plans(entries: dict[Any, dict[str, Planned]]) -> dict[tuple[tuple[str, Planned], ...], list[Any]]:
-    """The keys of entries by their plans: equal plans have one list."""
+    """Returns the keys of entries by their plans: equal plans have one list."""
     turns: dict[tuple[tuple[str, Planned], ...], list[Any]] = {}
     for key, plans in entries.items():
         turns.setdefault(tuple(plans.items()), []).append(key)
@@ -107,7 +107,7 @@ def _by_plans(entries: dict[Any, dict[str, Planned]]) -> dict[tuple[tuple[str, P
 
 
 def _planned(subject: Any, features: int | None = None) -> dict[str, Planned] | None:
-    """Those of a layer by branch, '' if it has but one, or of an attention function; or None.
+    """Returns the plans of a layer by branch, '' if it has one, or of an attention function; else None.
 
     ``features`` are those of its inputs, if they are known.
     """
@@ -248,11 +248,11 @@ def _set_up(value: Any) -> Any:
 
 
 def _looked_at(subject: Any) -> str:
-    """The paths and types of what `_walk` visits, for an error."""
+    """Lists the paths and types of what `_walk` visits, for an error."""
     visited = [(path, value) for path, value, _ in _walk(subject) if path]
     names = [f"{path} ({type(value).__name__})" for path, value in visited[:_PATHS]]
-    more = f" and {len(visited) - _PATHS} more" * (len(visited) > _PATHS)
-    text = f"; looked at {', '.join(names)}{more}" if names else "; it has no fields to look at"
+    rest = f" and {len(visited) - _PATHS} more" * (len(visited) > _PATHS)
+    text = f"; looked at {', '.join(names)}{rest}" if names else "; it has no fields to look at"
     if any(isinstance(value, Mask) for _, value in visited):
         text += "; a mask needs a length, describe(mask, q_len)"
     if any(_is_linen(value) for value in (subject, *(value for _, value in visited))):
@@ -264,7 +264,7 @@ def _looked_at(subject: Any) -> str:
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
-    """The lengths that a mask is to be looked at with.
+    """Returns the lengths for which a mask is described.
 
     Raises:
       ValueError: q_len is missing, or a length is out of its range.
