@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_layers as sl
 from sparse_layers.ops.planning.context_parallel import plan_exchanges
 
-from . import gpu
+from . import contenders, gpu
 from .record import Record, add_option
 
 PATTERNS: dict[str, Any] = {
@@ -69,7 +69,7 @@ class DeviceGroup:
         arrays = [jax.ShapeDtypeStruct(x, dtype, sharding=self.lies) for x in shapes]
         with jax.set_mesh(self.mesh):
             self.make = jax.jit(random_arrays, out_shardings=[self.lies] * 4)
-            program = jax.jit(functools.partial(gpu.gradients, attend), out_shardings=(self.lies,) * 4)
+            program = jax.jit(functools.partial(contenders.gradients, attend), out_shardings=(self.lies,) * 4)
             self.program = program.lower(*arrays).compile()
         plan: Any = self.program.memory_analysis()
         self.bytes = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes

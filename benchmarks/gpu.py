@@ -17,7 +17,6 @@ pair forward, 3.5 times that for both.
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -35,86 +34,27 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.planning.platforms import FALLBACK, PREFERRED
 
+from .contenders import (
+    BLOCK,
+    Contender,
+    Pattern,
+    block_pattern,
+    cudnn,
+    default_choice,
+    flex,
+    gradients,
+    op,
+    ours,
+    patterns,
+)
 from .record import Record, add_option
 
-BLOCK, CHUNK, WHOLE = 128, 512, 16384  # rows judged together; rows of the reference at a time; longest checked in full
+CHUNK, WHOLE = 512, 16384  # rows of the reference at a time; longest checked in full
 DIRECTIONS = {"fwd": 1.0, "fwd+bwd": 3.5}  # and their operations
 SPEED = ["causal", "window", "random", "strided", "fixed", "document", "longformer"]
 LONG = (1, 8, 64)  # batch, heads and head size of the sections lengths and memory
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling it takes longer than running it
-
-
-# --- patterns --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pattern:
-    """A pattern twice: as our mask, and as a rule on positions and a table, for the reference and FlexAttention."""
-
-    mask: sl.Mask
-    rule: Callable[[Any, Any, Any], Any]
-    table: np.ndarray | None = None
-    causal: bool = True
-    cudnn: dict[str, Any] | None = None  # what jax.nn.dot_product_attention takes for it
-
-
-def block_random(seq_len: int, a_row: int | None = None, density: float = 1.0) -> np.ndarray:
-    """Map of 128-blocks: the diagonal and ``a_row`` others in each row; or that share of all causal blocks."""
-    rng, rows = np.random.default_rng(0), -(-seq_len // BLOCK)
-    blocks = np.eye(rows, dtype=bool)
-    if a_row is None:
-        below = np.argwhere(np.tri(rows, k=-1, dtype=bool))
-        count = max(0, round(density * (rows * (rows + 1) // 2)) - rows)
-        blocks[tuple(rng.permutation(below)[:count].T)] = True
-        return blocks
-    for row in range(rows):
-        others = np.delete(np.arange(rows), row)
-        blocks[row, rng.permutation(others)[:a_row]] = True
-    return blocks
-
-
-def window(keys: int) -> Pattern:
-    """The last keys, the query's own among them."""
-    return Pattern(
-        sl.Causal() & sl.Window(keys - 1),
-        lambda q, k, _: (k <= q) & (q - k < keys),
-        cudnn={"is_causal": True, "local_window_size": (keys - 1, 0)},
-    )
-
-
-def patterns(seq_len: int) -> dict[str, Pattern]:
-    """All patterns by name."""
-    everywhere, documents = block_random(seq_len, a_row=12), np.arange(seq_len, dtype=np.int32) // 2048
-    strided: Any = sl.preset("sparse_transformer_strided", stride=128)
-    fixed: Any = sl.preset("sparse_transformer_fixed", stride=128, summary=8)
-    longformer: Any = sl.preset("longformer", window=1024, global_tokens=64)
-    bigbird: Any = sl.preset("bigbird")
-    by_block, by_id = sl.Blocks(sl.Array(everywhere), BLOCK), sl.Causal() & sl.BlockDiagonal(2048)
-    return {
-        "causal": Pattern(sl.Causal(), lambda q, k, _: k <= q, cudnn={"is_causal": True}),
-        "window": window(1024),
-        "window 128": window(128),
-        "random": Pattern(
-            by_block, lambda q, k, blocks: blocks[q // 128, k // 128] == 1, everywhere.astype(np.int32), causal=False
-        ),
-        "strided": Pattern(strided, lambda q, k, _: (k <= q) & ((q - k < 128) | ((q - k) % 128 == 0))),
-        "fixed": Pattern(fixed, lambda q, k, _: (k <= q) & ((q // 128 == k // 128) | (k % 128 >= 120))),
-        "document": Pattern(by_id, lambda q, k, ids: (k <= q) & (ids[q] == ids[k]), documents),
-        "longformer": Pattern(longformer, lambda q, k, _: (k <= q) & ((q - k < 1024) | (k < 64))),
-        "bigbird": Pattern(bigbird, lambda q, k, _: bigbird(q, k)),  # the rule is not torch's
-    }
-
-
-def block_pattern(seq_len: int, density: float) -> Pattern:
-    """Causal attention within a random share of the causal blocks."""
-    blocks = block_random(seq_len, density=density)
-    return Pattern(
-        sl.Causal() & sl.Blocks(sl.Array(blocks), BLOCK),
-        lambda q, k, table: (k <= q) & (table[q // 128, k // 128] == 1),
-        blocks.astype(np.int32),
-    )
 
 
 def inputs(
@@ -204,107 +144,6 @@ def pairs_of(pattern: Pattern, seq_len: int) -> int:
     count = jax.jit(lambda q: pattern.rule(q[:, None], positions[None, :], table).sum(dtype=jnp.int32))
     chunk = math.gcd(seq_len, 4 * CHUNK)
     return sum(int(count(positions[start : start + chunk])) for start in range(0, seq_len, chunk))
-
-
-# --- who computes it -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """An implementation with its inputs: calls by direction, how to wait for a result, how to get at its sample."""
-
-    calls: dict[str, Callable[[], Any]]
-    wait: Callable[[Any], Any]
-    fetch: Callable[[Any], np.ndarray]
-
-
-def in_jax(attention: Callable, arrays: list[jax.Array], *operands: Any) -> Contender:
-    """Returns a function of q, k, v and further operands, and its gradients."""
-    q, k, v, dout = arrays
-    forward, forward_backward = jax.jit(attention), jax.jit(functools.partial(gradients, attention))
-    return Contender(
-        {"fwd": lambda: forward(q, k, v, *operands), "fwd+bwd": lambda: forward_backward(q, k, v, dout, *operands)},
-        jax.block_until_ready,
-        lambda x: np.asarray(x[-1][:, np.array([0, -1])]).astype(np.float64),
-    )
-
-
-def gradients(attention: Callable, q, k, v, dout, *operands) -> tuple[jax.Array, ...]:
-    """out, dq, dk and dv."""
-    out, pullback = jax.vjp(lambda q, k, v: attention(q, k, v, *operands), q, k, v)
-    return out, *pullback(dout)
-
-
-def op(mask: Any, seq_len: int, implementation: str | None) -> Callable:
-    """Our op under a plan, as a function of q, k, v and perhaps segment ids."""
-    plan = sl.make_plan(mask, seq_len, implementation=implementation)
-
-    def attend(q, k, v, ids=None):
-        return sl.block_sparse_attention(q, k, v, plan, segment_ids=ids, implementation=implementation)
-
-    return attend
-
-
-def ours(pattern: Pattern, arrays: list[jax.Array], implementation: str | None, segments: bool = False) -> Contender:
-    """Our op; with ``segments``, the pattern's table is given as segment ids, and the mask is causal."""
-    batch, seq_len = arrays[0].shape[:2]
-    if not segments:
-        return in_jax(op(pattern.mask, seq_len, implementation), arrays)
-    ids = jnp.asarray(np.tile(np.asarray(pattern.table), (batch, 1)))
-    return in_jax(op(sl.Causal(), seq_len, implementation), arrays, ids)
-
-
-def default_choice(pattern: Pattern, arrays: list[jax.Array]) -> str:
-    """The implementation that ``implementation=None`` runs: the first that does not refuse."""
-    for name in (*PREFERRED.get(jax.default_backend(), ()), *FALLBACK):
-        try:
-            jax.eval_shape(op(pattern.mask, arrays[0].shape[1], name), *arrays[:3])
-            return name
-        except NotImplementedError:
-            continue
-    return "none"
-
-
-def cudnn(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
-    """CuDNN's attention through jax.nn."""
-    options: Any = {"implementation": "cudnn"} | (pattern.cudnn or {})
-    return in_jax(functools.partial(jax.nn.dot_product_attention, **options), arrays)
-
-
-def flex(pattern: Pattern, arrays: list[jax.Array]) -> Contender:
-    """FlexAttention, compiled for this pattern alone."""
-    torch: Any = importlib.import_module("torch")
-    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    torch.compiler.reset()  # or, after a few patterns, it silently computes dense attention
-    on_gpu, seq_len, rule = torch.cuda.is_available(), arrays[0].shape[1], pattern.rule
-    device = "cuda" if on_gpu else "cpu"
-    host = (torch.from_numpy(np.asarray(x).astype(np.float32)) for x in arrays)
-    q, k, v, dout = (x.to(device, torch.bfloat16).transpose(1, 2).contiguous() for x in host)
-    table = None if pattern.table is None else torch.from_numpy(pattern.table).to(device)
-
-    def mask_mod(batch, head, q_index, k_index):
-        return rule(q_index, k_index, table)
-
-    make_mask = torch.compile(module.create_block_mask, dynamic=False)
-    block_mask = make_mask(mask_mod, None, None, seq_len, seq_len, device=device)
-    grouped = functools.partial(module.flex_attention, enable_gqa=q.shape != k.shape)
-    attention = torch.compile(grouped, dynamic=False, fullgraph=True)
-    for x in (q, k, v):
-        x.requires_grad_()
-
-    def forward():
-        with torch.no_grad():
-            return attention(q, k, v, block_mask=block_mask)
-
-    def forward_backward():
-        out = attention(q, k, v, block_mask=block_mask)
-        return out, *torch.autograd.grad(out, (q, k, v), dout)
-
-    return Contender(
-        {"fwd": forward, "fwd+bwd": forward_backward},
-        lambda _: torch.cuda.synchronize() if on_gpu else None,
-        lambda x: x.detach()[-1, [0, -1]].transpose(0, 1).double().cpu().numpy(),
-    )
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 
 import sparse_layers as sl
 
-from . import gpu
+from . import contenders, gpu
 from .record import Record, add_option
 from .selections import Timing, times
 
@@ -30,7 +30,7 @@ def starts(length: int, kernel: int, tile: int = 1) -> np.ndarray:
     return np.clip(tiles - kernel // 2, 0, length // tile - kernel).astype(np.int32) * tile
 
 
-def neighbourhood(shape: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> gpu.Pattern:
+def neighbourhood(shape: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[int, ...]) -> contenders.Pattern:
     """A window of ``kernel`` tiles on each axis; a tile may be one token."""
     strides = [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
     reach = [k * t for k, t in zip(kernel, tile, strict=True)]
@@ -46,10 +46,10 @@ def neighbourhood(shape: tuple[int, ...], kernel: tuple[int, ...], tile: tuple[i
 
     axes = [sl.Blocks(sl.Neighborhood(n // t, k), t) for n, k, t in zip(shape, kernel, tile, strict=True)]
     # "causal" has the reference take the last queries of a long sequence only; of all it would take a minute.
-    return gpu.Pattern(sl.Grid(shape, axes), rule, np.concatenate(tables), causal=shape == VIDEO)
+    return contenders.Pattern(sl.Grid(shape, axes), rule, np.concatenate(tables), causal=shape == VIDEO)
 
 
-def patterns(shape: tuple[int, ...]) -> dict[str, gpu.Pattern]:
+def patterns(shape: tuple[int, ...]) -> dict[str, contenders.Pattern]:
     """Returns the patterns that are measured on a grid."""
     if shape == VIDEO:
         return {
@@ -62,12 +62,12 @@ def patterns(shape: tuple[int, ...]) -> dict[str, gpu.Pattern]:
     swin = sl.Grid(IMAGE, sl.BlockDiagonal(8))
     return {
         "neighbourhood 13 x 13": neighbourhood(IMAGE, (13, 13), (1, 1)),
-        "windows 8 x 8": gpu.Pattern(
+        "windows 8 x 8": contenders.Pattern(
             swin,
             lambda q, k, _: (q // width // 8 == k // width // 8) & (q % width // 8 == k % width // 8),
             causal=False,
         ),
-        "axial, causal": gpu.Pattern(
+        "axial, causal": contenders.Pattern(
             axial, lambda q, k, _: (k <= q) & ((q // width == k // width) | (q % width == k % width))
         ),
     }
@@ -78,7 +78,7 @@ def of_grid(record: Record, options: argparse.Namespace, shape: tuple[int, ...],
     seq_len = int(np.prod(shape))
     full = gpu.inputs(seq_len, batch, heads[0], SIZE)
     arrays = [full[0], *(x[:, :, : heads[1]] for x in full[1:3]), full[3]]
-    dense = gpu.cudnn(gpu.Pattern(sl.Full(), lambda q, k, _: q == q), arrays)
+    dense = contenders.cudnn(contenders.Pattern(sl.Full(), lambda q, k, _: q == q), arrays)
     dense_ms_by_direction = {x: gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
     size = " x ".join(map(str, shape))
     record.add(shape=size, pattern="dense", who="cuDNN", **dense_ms_by_direction)
@@ -91,11 +91,11 @@ def of_grid(record: Record, options: argparse.Namespace, shape: tuple[int, ...],
     for name, pattern in patterns(shape).items():
         pairs = gpu.pairs_of(pattern, seq_len)
         exact, scale = gpu.Exact(pattern, arrays), 4 * SIZE * batch * heads[0] * pairs / 1e9
-        contenders = {"ours": lambda p: gpu.ours(p, arrays, options.implementation)}
+        builds = {"ours": lambda p: contenders.ours(p, arrays, options.implementation)}
         if not options.no_flex:
-            contenders["Flex"] = lambda p: gpu.flex(p, arrays)
+            builds["Flex"] = lambda p: contenders.flex(p, arrays)
         times_by_contender: dict[str, dict[str, float]] = {}
-        for contender, build in contenders.items():
+        for contender, build in builds.items():
             labels: dict[str, Any] = {"shape": size, "pattern": name, "who": contender}
             times_by_contender[contender] = times(record, f"{name}, {contender}", exact, build(pattern), True, **labels)
         cells = [name, f"{100 * pairs / seq_len**2:.2f} %"]

@@ -32,7 +32,7 @@ import sparse_layers as sl
 from sparse_layers.ops.kernels.select_gpu import choose, score
 from sparse_layers.scorers import as_scorer
 
-from . import gpu
+from . import contenders, gpu
 from .record import Record, add_option
 
 ROWS, MOST_DIFFERENT = 256, 1e-3
@@ -122,7 +122,7 @@ class Run:
     def both_ways(self, method: str, name: str, attend: Callable, *operands: Any) -> dict[str, tuple[Any, float, int]]:
         """Returns the results of `measured` for attention forward, and forward and backward, as far as they succeed."""
         q, k, v, dout = self.arrays
-        forward_backward = functools.partial(gpu.gradients, attend)
+        forward_backward = functools.partial(contenders.gradients, attend)
         calls = {"fwd+bwd": (forward_backward, q, k, v, dout, *operands), "fwd": (attend, q, k, v, *operands)}
         results = {
             f"{name} {way}": self.attempt(method, f"{name} {way}", measured, *call) for way, call in calls.items()

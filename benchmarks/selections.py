@@ -24,7 +24,8 @@ import numpy as np
 
 import sparse_layers as sl
 
-from . import gpu
+from . import contenders, gpu
+from .contenders import Contender
 from .record import Record, add_option
 
 HEADS, SIZE, BLOCK, CHOSEN = 16, 128, 128, 16
@@ -54,7 +55,7 @@ def union(ids: np.ndarray, neighbours: int) -> float:
     return float(np.mean([len(np.unique(row)) for row in rows])) / ids.shape[1]
 
 
-def times(report: Any, name: str, exact: gpu.Exact, contender: gpu.Contender, grouped: bool, **labels: Any) -> dict:
+def times(report: Any, name: str, exact: gpu.Exact, contender: Contender, grouped: bool, **labels: Any) -> dict:
     """Milliseconds by direction of results that are right."""
     ms = {}
     for direction, call in contender.calls.items():
@@ -74,25 +75,25 @@ def selection_of(ids: np.ndarray, batch: int, heads: int, granularity: int, bloc
     return sl.Selection(np.tile(ids[None, :, None], (batch, 1, heads, 1)), block=block, granularity=granularity)
 
 
-def selected(mask: sl.Mask, arrays: list[jax.Array], selection: sl.Selection, implementation: str) -> gpu.Contender:
+def selected(mask: sl.Mask, arrays: list[jax.Array], selection: sl.Selection, implementation: str) -> Contender:
     """Our op with a selection."""
 
     def attend(q, k, v, selection):
         return sl.block_sparse_attention(q, k, v, mask, selection=selection, implementation=implementation)
 
-    return gpu.in_jax(attend, arrays, selection)
+    return contenders.in_jax(attend, arrays, selection)
 
 
 def of_blocks(record: Record, options: argparse.Namespace) -> None:
     """The first table."""
-    pattern = gpu.patterns(options.seq_len)["random"]
+    pattern = contenders.patterns(options.seq_len)["random"]
     arrays = gpu.inputs(options.seq_len, 2, HEADS, SIZE)
     exact, table = gpu.Exact(pattern, arrays), np.asarray(pattern.table)
     most = int(table.sum(1).max())
     ids = np.stack([np.pad(np.flatnonzero(row), (0, most - row.sum()), constant_values=-1) for row in table])
     selection = selection_of(ids.astype(np.int32), 2, HEADS, BLOCK)
     ways = {
-        "mask": gpu.ours(pattern, arrays, options.implementation),
+        "mask": contenders.ours(pattern, arrays, options.implementation),
         "selection": selected(sl.Full(), arrays, selection, options.implementation),
     }
     ms_by_way = {way: times(record, way, exact, ways[way], False, table="blocks", way=way) for way in ways}
@@ -121,13 +122,13 @@ def of_queries(record: Record, options: argparse.Namespace) -> None:
         full = gpu.inputs(seq_len, 1, HEADS, SIZE)
         for group in options.groups:
             arrays = [full[0], *(x[:, :, : HEADS // group] for x in full[1:3]), full[3]]
-            dense = gpu.cudnn(gpu.patterns(seq_len)["causal"], arrays)
+            dense = contenders.cudnn(contenders.patterns(seq_len)["causal"], arrays)
             dense_ms = {x: gpu.median_ms(call, dense.wait, Timing) for x, call in dense.calls.items()}
             for block, choices in itertools.product(options.blocks, options.choices):
                 ids = chosen_by_queries(seq_len, choices == "agree", block)
                 table = np.zeros((seq_len, seq_len // block + 1), np.int8)
                 np.put_along_axis(table, ids, 1, axis=1)
-                pattern = gpu.Pattern(
+                pattern = contenders.Pattern(
                     sl.Causal(), lambda q, k, table, n=block: (k <= q) & (table[q, k // n] == 1), table[:, :-1]
                 )
                 selection = selection_of(ids, 1, HEADS // group, 1, block)

@@ -50,13 +50,13 @@ if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import SparseTransformer as SparseTransformer
     from .modules import SparseTransformerBlock as SparseTransformerBlock
     from .modules import YarnScaling as YarnScaling
-    from .modules import from_gpt2 as from_gpt2
-    from .modules import from_huggingface as from_huggingface
-    from .modules import from_linen as from_linen
-    from .modules import from_nnx as from_nnx
     from .modules import make_attention_fn as make_attention_fn
-    from .modules import to_huggingface as to_huggingface
     from .modules.generate import generate as generate
+    from .modules.loading.dense import from_linen as from_linen
+    from .modules.loading.dense import from_nnx as from_nnx
+    from .modules.loading.huggingface import from_gpt2 as from_gpt2
+    from .modules.loading.huggingface import from_huggingface as from_huggingface
+    from .modules.loading.saving import to_huggingface as to_huggingface
     from .ops.attention import block_sparse_attention as block_sparse_attention
     from .ops.decoding.cache import KVCache as KVCache
     from .ops.implementations import implementations as implementations
@@ -102,14 +102,12 @@ _AT_FIRST_USE = {
         "SparseTransformer",
         "SparseTransformerBlock",
         "YarnScaling",
-        "from_gpt2",
-        "from_huggingface",
-        "from_linen",
-        "from_nnx",
         "make_attention_fn",
-        "to_huggingface",
     ),
     "modules.generate": ("generate",),  # from `modules`, type checkers take it for the module
+    "modules.loading.dense": ("from_linen", "from_nnx"),
+    "modules.loading.huggingface": ("from_gpt2", "from_huggingface"),
+    "modules.loading.saving": ("to_huggingface",),
     "ops.attention": ("block_sparse_attention",),
     "ops.decoding.cache": ("KVCache",),
     "ops.implementations": ("implementations",),

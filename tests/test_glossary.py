@@ -14,6 +14,7 @@ PACKAGE = ROOT / "sparse_layers"
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(\w+)` \|$", GLOSSARY, re.MULTILINE)
+PUBLIC = frozenset(vars(sl)["__all__"])
 WORD = re.compile(r"\w+")
 # Names that say where a value comes from, and not what it is.
 VAGUE = set(
@@ -86,7 +87,7 @@ def faults(file):
             lines.append(f"{line}: the docstring of {name} begins with {docstring.split()[0]!r} and has no subject")
         if isinstance(node, ast.ClassDef):
             name += "".join(f" {base.id}" for base in node.bases if isinstance(base, ast.Name))
-        public = isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and node.name in sl.__all__)
+        public = isinstance(node, ast.Module) or (isinstance(node, ast.ClassDef) and node.name in PUBLIC)
         if public and not is_explained(name, docstring):
             lines.append(f"{line}: no term of the glossary explains {name}: {docstring.splitlines()[0]}")
     return lines

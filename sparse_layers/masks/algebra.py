@@ -24,6 +24,7 @@ import jax.tree_util
 import numpy as np
 
 from ..arguments.checks import LONGEST, Positive, as_int, checked, strict_kwargs
+from . import pictures
 from .serialization import register_mask
 from .states import AND_TABLE, EMPTY, NOT_TABLE, OR_TABLE, UNSURE, to_state
 
@@ -217,10 +218,21 @@ class Mask:
     def __invert__(self) -> "Mask":
         return self.mask if isinstance(self, Not) else Not(self)
 
-    def _repr_html_(self) -> str:
-        from .pictures import as_html  # pictures are made of masks
+    def _period(self) -> int:
+        """Estimates the tokens after which the pattern repeats, for pictures: the largest number in its formula."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields.pop("seed", None)
+        inner = [value._period() for value in fields.values() if isinstance(value, Mask)]
+        numbers = [value for value in fields.values() if isinstance(value, int) and value < pictures.LONGEST]
+        return max([8, *inner, *numbers])
 
-        return as_html(self)
+    def _picture_lengths(self) -> tuple[int, int]:
+        """Returns the queries and keys that show the pattern."""
+        length = min(4 * self._period(), pictures.LONGEST)
+        return length, length
+
+    def _repr_html_(self) -> str:
+        return pictures.as_html(self)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value: combine masks with &, | and ~, not with 'and', 'or', 'not'")
@@ -459,6 +471,9 @@ class Blocks(Mask):
     def block_state(self, q0, q1, k0, k1):
         return self.mask.block_state(*(x // self.block for x in (q0, q1, k0, k1)))
 
+    def _period(self) -> int:
+        return self.block * self.mask._period()
+
 
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
@@ -544,6 +559,9 @@ class Array(Mask):
 
     def __reduce__(self):  # copies and unpickled arrays are read-only again
         return Array, (self.array,)
+
+    def _picture_lengths(self) -> tuple[int, int]:
+        return self.array.shape
 
     @functools.cached_property
     def _digest(self) -> tuple[tuple[int, ...], bytes]:

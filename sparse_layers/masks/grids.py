@@ -44,6 +44,9 @@ class OnGrid(Mask):
         """Returns the states of pairs of boxes of tokens, as `Mask.block_state` does of rectangles of positions."""
         raise NotImplementedError
 
+    def _period(self) -> int:
+        return max(8, -(-(self.start + self.size) // 4))  # pictures end with the grid
+
     def _inside(self, q: Any, k: Any) -> Any:
         """True where both positions, relative to the grid's first token, lie on the grid."""
         return (q >= 0) & (q < self.size) & ((k >= 0) & (k < self.size))
@@ -388,6 +391,9 @@ class Neighborhood(Mask):
         if self.dilation > 1:
             in_window = in_window & (k % self.dilation == residue)
         return in_window & ((q < self.length) & (k < self.length))
+
+    def _period(self) -> int:
+        return max(8, -(-self.length // 4))  # pictures end with the axis
 
     def _count(self, residue: Any) -> Any:
         """Returns the number of positions of a residue."""

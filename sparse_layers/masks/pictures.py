@@ -1,20 +1,21 @@
 """Pictures of masks: a grid of cells, one for each square of tokens, and HTML for notebooks."""
 
-import dataclasses
 import html
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .algebra import Array, Blocks, Mask
-from .grids import ColumnMajor, Grid, Neighborhood, Radial
 from .states import EMPTY, FULL, PARTIAL, UNSURE
+
+if TYPE_CHECKING:
+    from .algebra import Mask
 
 _ELEMENTS = 1 << 22  # mask elements evaluated at a time
 _REFINED = 1 << 25  # elements that a picture may evaluate for cells whose state the closed form cannot tell
 COLOURS = {EMPTY: "#f4f4f2", PARTIAL: "#8fb3d9", FULL: "#1f4e8c"}
 FORMULA = 200  # characters of a mask's formula, at most
 # Limits of a picture in a notebook: cells and pixels on a side, and tokens.
-_SIDE, _PIXELS, _LONGEST = 48, 192, 1 << 14
+_SIDE, _PIXELS, LONGEST = 48, 192, 1 << 14
 
 
 def cell_size(q_len: int, kv_len: int, size: int) -> int:
@@ -22,7 +23,7 @@ def cell_size(q_len: int, kv_len: int, size: int) -> int:
     return 1 << (-(-max(q_len, kv_len) // size) - 1).bit_length()
 
 
-def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
+def cells(mask: "Mask", q_len: int, kv_len: int, size: int) -> np.ndarray:
     """Returns the block states of a picture's cells, int8 [rows, columns], at most ``size`` on a side."""
     cell = cell_size(q_len, kv_len, size)
     if cell == 1:
@@ -36,7 +37,7 @@ def cells(mask: Mask, q_len: int, kv_len: int, size: int) -> np.ndarray:
     return states
 
 
-def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, cell: int) -> np.ndarray:
+def _refined(mask: "Mask", q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.ndarray, cell: int) -> np.ndarray:
     """Returns the states of rectangles, ``cell`` on a side: by their elements if few, else by 16 x 16 smaller ones."""
     exact = q0.size * cell * cell <= _REFINED
     points = cell if exact else 16
@@ -62,7 +63,7 @@ def _refined(mask: Mask, q0: np.ndarray, q1: np.ndarray, k0: np.ndarray, k1: np.
 # --- in notebooks ----------------------------------------------------------------------------------------------------
 
 
-def as_html(mask: Mask) -> str:
+def as_html(mask: "Mask") -> str:
     """Returns a mask's formula and its picture, over enough tokens to show the pattern.
 
     Example:
@@ -72,25 +73,11 @@ def as_html(mask: Mask) -> str:
     """
     formula = shortened(repr(mask), FORMULA)
     try:
-        q_len, kv_len = mask.array.shape if isinstance(mask, Array) else (min(4 * _extent(mask), _LONGEST),) * 2
+        q_len, kv_len = mask._picture_lengths()
         picture = f"<br>{q_len} queries, {kv_len} keys</figcaption>{svg(cells(mask, q_len, kv_len, _SIDE))}"
     except Exception:  # a user's table may be shorter, and a notebook shows masks unasked
         picture = "</figcaption>"
     return f'<figure style="margin: 0"><figcaption><code>{html.escape(formula)}</code>{picture}</figure>'
-
-
-def _extent(mask: Mask) -> int:
-    """Estimates the tokens of a pattern's period: the largest number in the mask's formula, at least 8."""
-    if isinstance(mask, Blocks):
-        return mask.block * _extent(mask.mask)
-    if isinstance(mask, Grid | ColumnMajor | Radial | Neighborhood):  # have an end
-        end = mask.length if isinstance(mask, Neighborhood) else mask.start + mask.size
-        return max(8, -(-end // 4))
-    fields = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
-    fields.pop("seed", None)
-    inner = [_extent(value) for value in fields.values() if isinstance(value, Mask)]
-    numbers = [value for value in fields.values() if isinstance(value, int) and value < _LONGEST]
-    return max([8, *inner, *numbers])
 
 
 def shortened(text: str, most: int) -> str:

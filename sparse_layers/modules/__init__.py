@@ -8,11 +8,6 @@ from .cross_attention import SparseCrossAttention as SparseCrossAttention
 from .decoder import Decoder as Decoder
 from .generate import generate as generate
 from .index import IndexLoss as IndexLoss
-from .loading.dense import from_linen as from_linen
-from .loading.dense import from_nnx as from_nnx
-from .loading.huggingface import from_gpt2 as from_gpt2
-from .loading.huggingface import from_huggingface as from_huggingface
-from .loading.saving import to_huggingface as to_huggingface
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .rope import LinearScaling as LinearScaling
 from .rope import Llama3Scaling as Llama3Scaling
