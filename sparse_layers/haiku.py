@@ -16,12 +16,13 @@ from .arguments.checks import strict_kwargs
 from .masks.algebra import Mask
 from .modules.activations import GATED_ACTIVATIONS
 from .modules.attention_fn import Pattern, ids_from_padding
-from .modules.block import check_input, forward
+from .modules.block import check_input, decode_step, forward, prefill
 from .modules.core import AttentionCore
-from .modules.options import ComputeOptions
+from .modules.options import ComputeOptions, PrefillOptions
 from .modules.rope import Rope
 from .modules.settings import check_array, check_order, check_settings
 from .modules.step import attention_step, check_inputs
+from .ops.decoding.cache import KVCache
 from .ops.planning.plan import Plan
 from .ops.planning.selection import Selection
 from .scorers import Scorer
@@ -211,26 +212,107 @@ class SparseSelfAttention(hk.MultiHeadAttention):
                     "Linen have a SparseCrossAttention"
                 )
         ids = segment_ids if mask is None else ids_from_padding(mask, tokens, segment_ids)
+        return self._core(query).attend(query, key, value, ids, selection, positions)
+
+    @hk.name_like("__call__")
+    @strict_kwargs
+    def prefill(
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies attention to prompts, or to a chunk of them, and keeps their keys and values for `decode_step`.
+
+        Transform a function that calls it, as for ``__call__``: the parameters have the same names.
+
+        Args:
+          inputs: [B, T, F] with T <= seq_len.
+          lengths: int [B], tokens of each prompt, the rest is padding; None for T.
+          **options: see `sparse_layers.SparseSelfAttention.prefill`.
+
+        Returns:
+          (out [B, T, model_size], the cache). The output of padding is undefined.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: see `sparse_layers.SparseSelfAttention.prefill`; a value_size
+            other than key_size, which the cache does not support.
+
+        Example:
+          >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
+          >>> from sparse_layers.haiku import SparseSelfAttention
+          >>> layer = lambda: SparseSelfAttention(2, 4, pattern=sl.Causal() & sl.Window(3), seq_len=16)
+          >>> call = hk.transform(lambda x: layer()(x))
+          >>> prefill = hk.transform(lambda x: layer().prefill(x))
+          >>> step = hk.transform(lambda x, cache, position: layer().decode_step(x, cache, position))
+          >>> x = jax.random.normal(jax.random.key(0), (1, 16, 8))
+          >>> params = call.init(jax.random.key(1), x)
+          >>> _, cache = prefill.apply(params, None, x[:, :15])
+          >>> last, cache = step.apply(params, None, x[:, 15], cache, jnp.array([15]))
+          >>> bool(jnp.allclose(last, call.apply(params, None, x)[:, 15], atol=1e-5))
+          True
+        """
+        self._check_value_size("prefill")
+        check_array("inputs", inputs, "[B, T, features]")
+        return self._core(inputs).prefill(inputs, lengths, **options)
+
+    @hk.name_like("__call__")
+    @strict_kwargs
+    def decode_step(
+        self,
+        inputs: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies attention to one more token of each sequence, or several, at the cost of the pattern's row.
+
+        Args:
+          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
+          cache: of `prefill` or an earlier step.
+          position: int [B], the position of each token, or of the first of S.
+          selection, positions: see `sparse_layers.SparseSelfAttention.decode_step`.
+
+        Returns:
+          (out [B, model_size] or [B, S, model_size], the new cache).
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: see `prefill` and `sparse_layers.SparseSelfAttention.decode_step`.
+        """
+        self._check_value_size("decode_step")
+        check_array("inputs", inputs, "[B, features]")
+        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
+
+    def _check_value_size(self, method: str) -> None:
+        if self.value_size != self.key_size:
+            raise NotImplementedError(
+                f"{method}: a cache has keys and values of one size, got key_size={self.key_size} and "
+                f"value_size={self.value_size}: leave value_size out"
+            )
+
+    @hk.transparent
+    def _core(self, inputs: jax.Array) -> AttentionCore:
+        """Returns the core of this layer for inputs [..., F], whose dtype sinks have."""
         linear = functools.partial(hk.Linear, with_bias=self.with_bias, b_init=self.b_init)
 
         def projection(name: str, count: int, size: int) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: linear(count * size, w_init=self.w_init, name=name)(x).reshape(*tokens, count, size)
+            project = linear(count * size, w_init=self.w_init, name=name)
+            return lambda x: project(x).reshape(*x.shape[:-1], count, size)
 
         def norm(name: str) -> Callable[[jax.Array], jax.Array] | None:
             if not self.normalize_qk:
                 return None
             if self.normalize_qk in (True, "layer"):
-                return lambda x: hk.LayerNorm(-1, True, False, self.norm_epsilon, name=name)(x)
-            shape = (*tokens, -1) if self.normalize_qk == "rms_joint" else (*tokens, -1, self.key_size)
-            return lambda x: hk.RMSNorm(-1, self.norm_epsilon, name=name)(x.reshape(shape)).reshape(x.shape)
+                return hk.LayerNorm(-1, True, False, self.norm_epsilon, name=name)
+            normalize = hk.RMSNorm(-1, self.norm_epsilon, name=name)
+            if self.normalize_qk == "rms":
+                return normalize
+            return lambda x: normalize(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
-        def out(x: jax.Array) -> jax.Array:
-            return linear(self.model_size, w_init=self.out_w_init, name="linear")(x.reshape(*tokens, -1))
-
-        core = AttentionCore(
+        out = linear(self.model_size, w_init=self.out_w_init, name="linear")
+        return AttentionCore(
             step=self.attention_step,
             lengths={"seq_len": self.seq_len},
-            in_features=size,
+            in_features=(0, *inputs.shape)[-1],
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.key_size,
@@ -238,12 +320,11 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             query=projection("query", self.num_heads, self.key_size),
             key=projection("key", self.num_kv_heads, self.key_size),
             value=projection("value", self.num_kv_heads, self.value_size),
-            out=out,
+            out=lambda x: out(x.reshape(*x.shape[:-2], -1)),
             query_ln=norm("query_ln"),
             key_ln=norm("key_ln"),
-            sinks=hk.get_parameter("sinks", [self.num_heads], query.dtype, jnp.zeros) if self.use_sinks else None,
+            sinks=hk.get_parameter("sinks", [self.num_heads], inputs.dtype, jnp.zeros) if self.use_sinks else None,
         )
-        return core.attend(query, key, value, ids, selection, positions)
 
 
 class SparseTransformerBlock(hk.Module):
@@ -408,6 +489,28 @@ class SparseTransformerBlock(hk.Module):
             positions=positions,
         )
         return (hk.remat(run) if self.remat else run)(x)
+
+    @hk.name_like("__call__")
+    @strict_kwargs
+    def prefill(
+        self, x: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies `SparseSelfAttention.prefill` and the MLP to [B, T, features]; returns (out, cache). No dropout."""
+        return prefill(self, x, lengths, **options)
+
+    @hk.name_like("__call__")
+    @strict_kwargs
+    def decode_step(
+        self,
+        x: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        selection: Selection | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVCache]:
+        """Applies `SparseSelfAttention.decode_step` and the MLP to [B, features]; returns (out, cache). No dropout."""
+        return decode_step(self, x, cache, position, selection, positions)
 
 
 def _dropout(rate: float, x: jax.Array, deterministic: bool | None) -> jax.Array:

@@ -325,7 +325,7 @@ def test_documentation(layer):
         for name in set(inspect.signature(function).parameters) - {"self"}:
             assert re.search(rf"^\s+(\w+, )*\**{name}(, \w+)*: ", text, re.M), f"{name} is not documented"
     for name in ComputeOptions.__optional_keys__:
-        assert name in SparseSelfAttention.__doc__
+        assert name in str(SparseSelfAttention.__doc__)
 
 
 def test_the_pattern_and_its_plan_can_be_asked_for():
@@ -347,3 +347,92 @@ def test_import_error_without_haiku_names_the_package(monkeypatch):
     monkeypatch.delitem(sys.modules, "sparse_layers.haiku")
     with pytest.raises(ImportError, match=re.escape("pip install 'sparse-layers[haiku]'")):
         importlib.import_module("sparse_layers.haiku")
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def decoded(module, params, x, prompt, max_step=1):
+    """Outputs of a prompt and of steps of ``max_step`` tokens, by the parameters of a call; and the names of theirs."""
+    prefill = hk.without_apply_rng(hk.transform(lambda *args: module().prefill(*args, max_step=max_step)))
+    step = hk.without_apply_rng(hk.transform(lambda *args: module().decode_step(*args)))
+    out, cache = once(prefill.apply)(params, x[:, :prompt])
+    outs, run = [out], once(step.apply)
+    for start in range(prompt, x.shape[1], max_step):
+        tokens = x[:, start] if max_step == 1 else x[:, start : start + max_step]
+        out, cache = run(params, tokens, cache, jnp.full(len(x), start))
+        outs.append(out[:, None] if max_step == 1 else out)
+    names = jax.eval_shape(prefill.init, jax.random.key(0), x[:, :prompt])
+    return jnp.concatenate(outs, axis=1), names
+
+
+DECODED = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2, "use_sinks": True, "normalize_qk": True},
+    "rope": {"rope_theta": 100.0, "normalize_qk": "rms", "logits_soft_cap": 5.0},
+    "joint": {"normalize_qk": "rms_joint", "with_bias": False},
+    "scorer": {"pattern": "moba:block=16,count=1"},
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("max_step", [1, 2])
+def test_decoding_is_the_call(name, max_step):
+    options = SETTINGS | DECODED[name]
+    if name == "scorer":
+        del options["fwd_params"]
+    x, call = inputs(2, T, F), attention(**options)
+    params = made(call, x)
+    out, names = decoded(
+        lambda: SparseSelfAttention(N, H, name="multi_head_attention", **options), params, x, 16, max_step
+    )
+    assert_close(out, call.apply(params, x))
+    assert specs(names) == specs(params)
+
+
+def test_a_block_decodes():
+    options = {"norm": "rms", "norm_placement": "sandwich", "mlp": "swiglu", "normalize_qk": True} | SETTINGS
+    x, call = inputs(2, T, F), hk.without_apply_rng(block(**options))
+    params = made(call, x)
+    out, names = decoded(lambda: SparseTransformerBlock(N, F, **options), params, x, 20)
+    assert_close(out, call.apply(params, x))
+    assert specs(names) == specs(params)
+
+
+def test_prompts_of_different_lengths_and_chunks():
+    x, call = inputs(2, T, F), attention()
+    params, lengths = made(call, x), jnp.array([5, 16])
+
+    def whole(x):
+        return SparseSelfAttention(N, H, name="multi_head_attention", **SETTINGS).prefill(x, lengths)
+
+    def chunks(x):
+        layer, cache, outs = SparseSelfAttention(N, H, name="multi_head_attention", **SETTINGS), None, []
+        for start in (0, 8):
+            chunk = x[:, start : start + 8]
+            out, cache = layer.prefill(chunk, jnp.minimum(lengths, start + 8), cache=cache, start=start, total=16)
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), cache
+
+    (out, cache), (chunked, chunked_cache) = (
+        once(hk.without_apply_rng(hk.transform(function)).apply)(params, x[:, :16]) for function in (whole, chunks)
+    )
+    assert_close(chunked[1], out[1])
+    assert_close(chunked[0, :5], out[0, :5])
+    assert jax.tree.structure(cache) == jax.tree.structure(chunked_cache)
+
+
+def test_decoding_refuses():
+    x, cache = inputs(2, T, F), sl.KVCache.empty(sl.Causal(), T, batch=2, num_heads=N, head_size=H)
+
+    def run(function, **options):
+        return hk.testing.transform_and_run(lambda: function(SparseSelfAttention(N, H, **SETTINGS | options)))()
+
+    with pytest.raises(NotImplementedError, match=r"prefill: a cache has keys and values of one size, .* value_size=3"):
+        run(lambda layer: layer.prefill(x), value_size=3)
+    with pytest.raises(ValueError, match="cache is that of another layer: masks"):
+        run(lambda layer: layer.decode_step(x[:, 0], cache, jnp.zeros(2, int)))
+    with pytest.raises(TypeError, match="segment_ids"):
+        run(lambda layer: layer.prefill(x, segment_ids=IDS))
+    with pytest.raises(ValueError, match="pattern: decoding needs a causal one"):
+        run(lambda layer: layer.prefill(x), pattern=sl.Window(3, 3))
