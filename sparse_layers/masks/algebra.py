@@ -57,7 +57,7 @@ def set_integers(
         object.__setattr__(mask, name, min(number, BEYOND) if clip and minimum is not None else number)
 
 
-def set_masks(mask: "Mask", *names: str) -> None:
+def check_masks(mask: "Mask", *names: str) -> None:
     """Checks that fields of a mask are masks."""
     for name in names:
         if not isinstance(getattr(mask, name), Mask):
@@ -339,7 +339,7 @@ class And(Mask):
     right: Mask
 
     def __post_init__(self):
-        set_masks(self, "left", "right")
+        check_masks(self, "left", "right")
 
     @property
     def computable(self) -> bool:
@@ -363,7 +363,7 @@ class Or(Mask):
     right: Mask
 
     def __post_init__(self):
-        set_masks(self, "left", "right")
+        check_masks(self, "left", "right")
 
     @property
     def computable(self) -> bool:
@@ -386,7 +386,7 @@ class Not(Mask):
     mask: Mask
 
     def __post_init__(self):
-        set_masks(self, "mask")
+        check_masks(self, "mask")
 
     @property
     def computable(self) -> bool:
@@ -414,7 +414,7 @@ class Transposed(Mask):
     mask: Mask
 
     def __post_init__(self):
-        set_masks(self, "mask")
+        check_masks(self, "mask")
 
     @property
     def computable(self) -> bool:
@@ -458,7 +458,7 @@ class Blocks(Mask):
     block: int
 
     def __post_init__(self):
-        set_masks(self, "mask")
+        check_masks(self, "mask")
         set_integers(self, 1, "block")
 
     @property
@@ -503,7 +503,7 @@ class Shifted(Mask):
     by: int
 
     def __post_init__(self):
-        set_masks(self, "mask")
+        check_masks(self, "mask")
         set_integers(self, 0, "by", maximum=FARTHEST)  # q + by is computed in int32
 
     @property

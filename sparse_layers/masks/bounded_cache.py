@@ -16,8 +16,8 @@ import numpy as np
 
 # Bytes of all entries, and the number of entries that stay, however large they are: one call of a large mask needs
 # several, and without them would be planned and compiled anew each time.
-MOST_BYTES = 1 << 30
-LEAST_ENTRIES = 16
+MAX_BYTES = 1 << 30
+MIN_ENTRIES = 16
 # Bytes counted for a compiled program. On a CPU one takes 3 to 6 MB, but recompiling costs more than memory.
 PROGRAM_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ class _Store:
             for array, size in entry.sizes.items():
                 self.bytes += 0 if self.holders.get(array) else size
                 self.holders[array] = self.holders.get(array, 0) + 1
-            while self.bytes > MOST_BYTES and len(self.entries) > LEAST_ENTRIES:
+            while self.bytes > MAX_BYTES and len(self.entries) > MIN_ENTRIES:
                 self.drop(next(iter(self.entries)))
         return result
 

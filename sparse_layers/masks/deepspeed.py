@@ -233,7 +233,7 @@ def _bigbird(c: dict[str, Any], h: int, blocks: int | None) -> Mask:
 def _bslongformer(c: dict[str, Any], blocks: int | None) -> Mask:
     """A sliding window, and listed blocks that see all and are seen by all."""
     columns = [_between(start, stop) for start, stop in _globals(c, blocks)]
-    return _one_way(c, _union([_sliding(c, blocks), *(c | c.T for c in columns)]))
+    return _one_way(c, _union([_sliding(c, blocks), *(column | column.T for column in columns)]))
 
 
 def _sliding(c: dict[str, Any], blocks: int | None) -> Mask:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments.checks import LONGEST, as_int, checked, strict_kwargs
-from .algebra import Array, Mask, set_integers, set_masks
+from .algebra import Array, Mask, check_masks, set_integers
 from .states import EMPTY, FULL, PARTIAL, UNSURE, merge_states, product_state, split_range, to_state
 
 _Box = list[tuple[Any, Any]]  # the first and the last coordinate on each axis
@@ -210,7 +210,7 @@ class ColumnMajor(OnGrid):
     offset: int | None = None
 
     def __post_init__(self):
-        set_masks(self, "mask")
+        check_masks(self, "mask")
         self._set_lengths("rows", "columns")
         _check_covers("ColumnMajor: mask", self.mask, self.size)
 

@@ -10,8 +10,8 @@ from ..arguments.checks import strict_kwargs
 from .algebra import BEYOND, FARTHEST, Mask, set_integers
 from .states import EMPTY, FULL, UNSURE, to_state
 
-MOST_DRAWS = 1 << 15  # in a row of `Random`
-Draws = Annotated[int, 0, MOST_DRAWS]
+MAX_DRAWS = 1 << 15  # in a row of `Random`
+Draws = Annotated[int, 0, MAX_DRAWS]
 
 
 @strict_kwargs
@@ -438,7 +438,7 @@ class Random(Mask):
     size: int | None = None
 
     def __post_init__(self):
-        set_integers(self, 1, "count", maximum=MOST_DRAWS)
+        set_integers(self, 1, "count", maximum=MAX_DRAWS)
         set_integers(self, 1, "size", optional=True, maximum=BEYOND - 1)
         set_integers(self, None, "seed")
 

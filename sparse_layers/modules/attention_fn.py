@@ -34,7 +34,7 @@ from .options import FnOptions
 from .settings import check_array, check_settings
 
 # No model has more heads. An axis of heads that is as long as seq_len, and longer than this, holds the tokens.
-_MOST_HEADS = 256
+_MAX_HEADS = 256
 
 # The pattern of one layer. A sequence has one entry a head, and is repeated over the heads.
 Pattern: TypeAlias = MaskLike | Scorer
@@ -301,7 +301,7 @@ class AttentionFn:
                 "query is not known here: decode with sl.KVCache"
             )
         length = query.shape[-3]
-        if query.shape[-2] == self.seq_len > _MOST_HEADS:
+        if query.shape[-2] == self.seq_len > _MAX_HEADS:
             raise ValueError(
                 f"query must have shape [..., T, heads, size], got {query.shape}: its heads are as many as seq_len="
                 f"{self.seq_len}, so the axes of tokens and heads look swapped; swap them by jnp.swapaxes(x, -2, -3)"

@@ -17,7 +17,7 @@ from ..masks.bounded_cache import PROGRAM_BYTES, bounded_cache
 from . import lowering, shard_calls, sharding
 from .implementations import IMPLEMENTATIONS, merges, pick_implementation
 from .kernels.call import Call
-from .kernels.numerics import lowered_lse
+from .kernels.numerics import reduced_lse
 from .kernels.operands import Operands, by_name
 
 # Names of out and lse for policies of `jax.checkpoint`: one that saves both does not compute the forward pass again.
@@ -141,7 +141,7 @@ def _attend_bwd(sub_calls, shard, no_dead_rows, residuals, cotangents):
     if not no_dead_rows:
         # A query without keys is a constant: it has gradients 0 whatever its cotangents are, also NaN.
         dlse, dout = jnp.where(is_dead, 0, dlse), jnp.where(is_dead[..., None], 0, dout)
-    lse = lowered_lse(lse)
+    lse = reduced_lse(lse)
     delta = (out.astype(lse.dtype) * dout.astype(lse.dtype)).sum(-1) - dlse
     results: list[Any] = []
     for sub_call, arrays in zip(sub_calls, operands, strict=True):

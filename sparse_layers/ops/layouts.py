@@ -11,7 +11,7 @@ from ..masks.adapters import by_entry
 from ..masks.algebra import Mask
 
 # Prompts and tests may have fewer tokens than heads. With one token, only more heads than any model has are a sign.
-_FEW_HEADS, _MOST_HEADS = 16, 128
+_FEW_HEADS, _MAX_HEADS = 16, 128
 _warned: set[str] = set()
 
 
@@ -25,7 +25,7 @@ def warn_of_heads(name: str, query: Sequence[int], keys: Sequence[int], length: 
       length: the tokens that a function was made for, to which heads are compared; None if it takes any number.
     """
     tokens, heads, _ = query[-3:]
-    few = _FEW_HEADS if tokens > 1 and (length is None or heads == length) else _MOST_HEADS
+    few = _FEW_HEADS if tokens > 1 and (length is None or heads == length) else _MAX_HEADS
     if keys[1] <= max(tokens, keys[0], few):
         return
     shape = tuple(query)

@@ -15,7 +15,7 @@ from ..ops.planning.planner import make_plan
 from ..ops.planning.terms import decompositions
 from .recognition import COMBINING, is_opaque, leaves, recognize
 
-_LEAST_SAVING = 1.1  # times less work; a plan that saves less saves nothing
+_MIN_SAVING = 1.1  # times less work; a plan that saves less saves nothing
 _ADVISED_SAVING = 1.5  # times less work; a change that saves less is not advised
 _LONGEST = 1 << 16  # tokens; more take seconds to plan
 _DOUBLINGS = 6  # of a length
@@ -28,14 +28,14 @@ def advice(plan: Plan, h: int, count: Count) -> Iterator[str]:
     mask, cost = plan.masks[h], _cost(plan, h)
     opaque = list(dict.fromkeys(_name(leaf) for leaf in leaves(mask) if is_opaque(leaf)))
     dense, kind = (_planned(plan, Causal()), "causal") if count.causal else (_planned(plan, Full()), "full")
-    saves_nothing = cost > 0 and _cost(dense) < _LEAST_SAVING * cost
+    saves_nothing = cost > 0 and _cost(dense) < _MIN_SAVING * cost
     if saves_nothing:
         yield f"nothing is saved: {_reason(plan, h, count, dense, kind, opaque)}"
     rewritten = recognize(mask, plan.q_len) if opaque and plan.q_len == plan.kv_len else None
     if rewritten is not None:
         expression, pairs = rewritten
         times = cost / max(1, _cost(_planned(plan, expression)))
-        gain = f"costs {times:.1f} times less" if times >= _LEAST_SAVING else "costs the same and is planned faster"
+        gain = f"costs {times:.1f} times less" if times >= _MIN_SAVING else "costs the same and is planned faster"
         yield f"try {expression!r}: it answers the same for {pairs} compared pairs and {gain}"
     elif any(isinstance(leaf, MaskMod) for leaf in leaves(mask)):
         yield (

@@ -155,7 +155,7 @@ def tune(
         make_plan(mask, sizes["q_len"], sizes["kv_len"])
         options["plan_or_mask"], text = mask, ", ".join(" ".join(repr(entry).split()) for entry in as_masks(mask))
     call = TunedCall(options, arrays, _shapes(sizes, dtype, sinks), gradients)
-    tunable = _tunable(call)
+    tunable = _tunable_implementation(call)
     if candidates is None:
         candidates = _default_candidates(tunable, sizes["q_len"], sizes["kv_len"])
     about = {"mask": text, **sizes, "dtype": dtype.name, "segment_ids": segment_ids is not None}
@@ -221,7 +221,7 @@ def _shapes(sizes: dict[str, int], dtype: np.dtype, sinks: bool) -> dict[str, ja
     return structs | ({"sinks": jax.ShapeDtypeStruct((n,), jnp.float32)} if sinks else {})
 
 
-def _tunable(call: TunedCall) -> str | None:
+def _tunable_implementation(call: TunedCall) -> str | None:
     """Returns the implementation that serves the call with settings, if any; raises whatever is wrong with the call."""
     jax.eval_shape(call.compiled(FwdParams(), BwdParams())[0], call.shapes, call.arrays)
     name = call.options["implementation"]

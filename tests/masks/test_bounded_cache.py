@@ -21,8 +21,8 @@ RNG = np.random.default_rng(0)
 def store(monkeypatch):
     """An empty store that holds 10,000 bytes, or two entries."""
     monkeypatch.setattr(bounded_cache, "STORE", bounded_cache._Store())
-    monkeypatch.setattr(bounded_cache, "MOST_BYTES", 10_000)
-    monkeypatch.setattr(bounded_cache, "LEAST_ENTRIES", 2)
+    monkeypatch.setattr(bounded_cache, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(bounded_cache, "MIN_ENTRIES", 2)
     return bounded_cache.STORE
 
 
@@ -78,7 +78,7 @@ def test_threads_get_one_result(store):
 
 def test_new_masks_in_every_call_hold_a_bounded_number_of_bytes(store, monkeypatch):
     """Plans, lists and compiled programs, with the masks that they are of, go when they are evicted."""
-    monkeypatch.setattr(bounded_cache, "MOST_BYTES", 12 << 20)
+    monkeypatch.setattr(bounded_cache, "MAX_BYTES", 12 << 20)
     q = jnp.asarray(RNG.normal(size=(1, 128, 1, 8)), jnp.float32)
     right = jax.jit(lambda mask: sl.block_sparse_attention(q, q, q, mask))
     masks, sizes = [np.tri(128, dtype=bool) & (RNG.random((128, 128)) < 0.9) for _ in range(24)], []
@@ -102,7 +102,7 @@ def test_equal_masks_share_a_plan_that_is_as_without_a_cache():
 
 
 def test_masks_that_change_from_call_to_call_are_hinted_at_once():
-    masks = [RNG.random((16, 16)) < 0.5 for _ in range(changing_masks.MOST_TABLES + 2)]
+    masks = [RNG.random((16, 16)) < 0.5 for _ in range(changing_masks.MAX_TABLES + 2)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):  # a model with many layers, that runs again and again

@@ -85,7 +85,7 @@ def expected(case: cases.Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndar
     lse = np.where(np.isneginf(right["lse"]), 0, right["lse"])
     by_row = lse.swapaxes(1, 2)[..., None]
     rounding = ROUNDINGS * EPS * (size + abs(by_row))
-    lowered = np.maximum(16 * EPS * abs(by_row) - 2, 0)  # see `sparse_layers.ops.kernels.numerics.lowered_lse`
+    lowered = np.maximum(16 * EPS * abs(by_row) - 2, 0)  # see `sparse_layers.ops.kernels.numerics.reduced_lse`
 
     logs = np.where(allowed, logits - by_row, -np.inf)
     p, forward_off = _weights(logs, rounding, 0)

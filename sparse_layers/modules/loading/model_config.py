@@ -28,7 +28,7 @@ _UNSAID |= dict.fromkeys(("embedding_scale", "final_soft_cap", "logits_soft_cap"
 
 
 def config_of(model: SparseTransformer, file: pathlib.Path, words: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """Returns the family and the config.json of a model, whose entries ``words`` override.
+    """Returns the family and the config.json of a model, whose entries ``words`` override; errors name ``file``.
 
     Raises:
       ValueError: no family, or not that of words, has the model's architecture; errors of `read_settings`.

@@ -122,7 +122,7 @@ def _check_values(params: Mapping[Any, Any]) -> None:
             )
 
 
-def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -> None:
+def _write_folder(path: pathlib.Path, config: Mapping[str, Any], model: Any, mappings: Any, params: Any) -> None:
     """Writes both files, or leaves nothing: a new folder gets its name when it is complete.
 
     An existing empty folder is filled in place: it may be a mount, or its parent may be read-only.
@@ -132,9 +132,9 @@ def _write_folder(path: pathlib.Path, words: Mapping[str, Any], *tensors: Any) -
     parents = [parent for parent in path.parents if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=empty)
-        _write_tensors(folder / "model.safetensors", *tensors)
+        _write_tensors(folder / "model.safetensors", model, mappings, params)
         # config.json comes last, so that a folder that has it is complete.
-        (folder / "config.json").write_text(json.dumps(words, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if not empty:
             folder.rename(path)
     except BaseException:

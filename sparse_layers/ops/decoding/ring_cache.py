@@ -58,7 +58,7 @@ class KeyStore(abc.ABC):
 
 
 class RingCache(KeyStore):
-    """A ring buffer for each residue class, in natural or residue-major order.
+    """A ring buffer for each residue class: maps tokens to rows of the arrays that a `KVCache` has.
 
     Token t is element ``t // classes`` of class ``t % classes``, and in row ``(t // classes) % kept`` of its ring. A
     ring is as long as the farthest key that a query sees, and longer by the tokens that a step adds behind the query.

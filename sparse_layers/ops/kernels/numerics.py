@@ -21,7 +21,7 @@ def merge_by_lse(state: Sequence[jax.Array], update: Sequence[jax.Array]) -> tup
     return out * alpha[..., None] + update_out * update_alpha[..., None], merged_lse
 
 
-def lowered_lse(lse: jax.Array) -> jax.Array:
+def reduced_lse(lse: jax.Array) -> jax.Array:
     """Returns lse as backward passes read it: lowered, where it is huge, by more than logits are rounded.
 
     A backward pass computes p = ``exp(min(logit - lse, 0))``. Above 1e6 both are rounded by more than 0.1, so a p of 1

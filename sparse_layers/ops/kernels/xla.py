@@ -23,7 +23,7 @@ from jax import lax
 from ..planning.block_lists import BlockLists
 from ..planning.row_orders import Reordered
 from .call import Call
-from .numerics import accumulator_dtype, lowered_lse, merge_by_lse
+from .numerics import accumulator_dtype, merge_by_lse, reduced_lse
 from .operands import Gradients, Operands
 from .pass_blocks import PassBlocks, blocks_of_pass, head_groups_of, join_heads
 from .transforms import vmap_as_batch
@@ -223,7 +223,7 @@ def _backward_along(call, primals, tangents):
 
 def _forward_by_pairs(call: Call, operands: Operands) -> tuple[jax.Array, jax.Array]:
     # Any shift of the scores cancels; with lse, the sum of p is about 1.
-    shift = lowered_lse(forward(call, jax.lax.stop_gradient(operands))[1])
+    shift = reduced_lse(forward(call, jax.lax.stop_gradient(operands))[1])
     shift = jnp.where(shift == -jnp.inf, 0, shift)
 
     def attend_pair(by_query, kv, allowed):
@@ -320,7 +320,7 @@ def _sum_over_pairs(
 
 
 def _exp_below_lse(scores: jax.Array, lse: jax.Array) -> jax.Array:
-    """Returns exp(scores - lse), at most 1 as `lowered_lse` requires, with the derivatives of the exponential."""
+    """Returns exp(scores - lse), at most 1 as `reduced_lse` requires, with the derivatives of the exponential."""
     logs = scores - lse
     return jnp.exp(logs - lax.stop_gradient(jnp.maximum(logs, 0)))
 

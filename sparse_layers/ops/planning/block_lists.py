@@ -10,6 +10,7 @@ The major side is that of the outer loop: query blocks forward and for dq, key b
 
 Lists are data, not constants of a compilation: a longer list compiles nothing anew. One builder makes them all, a
 stable sort of `BlockPairs`: by numpy for planned pairs, by XLA under jit for pairs of documents and selections.
+`BlockPairs.lists(kv_major=True)` returns the transposed lists. The pairs of selections are `selected_block_pairs`.
 """
 
 import dataclasses

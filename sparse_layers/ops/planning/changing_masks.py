@@ -5,14 +5,14 @@ import warnings
 from ...masks.algebra import Mask
 
 # Different tables planned one after the other before the hint: more than the layers of most models have.
-MOST_TABLES = 64
+MAX_TABLES = 64
 
 _recent: dict[int, None] = {}  # hashes of tables, since one of them was last asked for again; the latest at the end
 
 
 def note_masks(masks: tuple[Mask, ...]) -> None:
     """Counts the tables that are planned one after the other, none of them again later, and warns once of too many."""
-    if len(_recent) > MOST_TABLES or all(mask.computable for mask in masks):
+    if len(_recent) > MAX_TABLES or all(mask.computable for mask in masks):
         return
     number = hash(masks)
     if number == next(reversed(_recent), None):  # layers share it
@@ -20,9 +20,9 @@ def note_masks(masks: tuple[Mask, ...]) -> None:
     if number in _recent:  # a model runs again: masks do not change from call to call
         _recent.clear()
     _recent[number] = None
-    if len(_recent) > MOST_TABLES:
+    if len(_recent) > MAX_TABLES:
         warnings.warn(
-            f"the last {MOST_TABLES} masks were different numpy arrays, or functions without traceable=True, and each "
+            f"the last {MAX_TABLES} masks were different numpy arrays, or functions without traceable=True, and each "
             "was planned and compiled anew: a mask that changes from call to call is better a JAX array, which is "
             "known at run time only, as in block_sparse_attention(q, k, v, jnp.asarray(mask)); a mask_mod is better "
             "made once, outside of what is called again and again",

@@ -252,7 +252,7 @@ class RowOrder:
         return Box(low, high, begin, end, covered, exact, exists)
 
     def in_tiles(self, first: np.ndarray, last: np.ndarray) -> list[tuple[Any, Any, Any]]:
-        """Returns rows first .. last as the end of a tile, whole tiles, and the start of a tile, if any occur."""
+        """Returns (exists, first, last) of rows first .. last by tiles: the end of one, whole ones, a start of one."""
         if self.natural:
             return [(np.bool_(True), first, last)]
         return [piece_range for piece_range in split_range(first, last, math.prod(self.tile)) if piece_range[0].any()]

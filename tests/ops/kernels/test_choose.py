@@ -92,7 +92,7 @@ CASES = [
 @pytest.mark.parametrize(("scorer", "length", "heads", "size", "dtype", "packed"), CASES)
 def test_scorers(scorer, length, heads, size, dtype, packed, monkeypatch):
     """With whole numbers, so that sums are exact in any order, and many are equal; but not where there are weights."""
-    monkeypatch.setattr(choose, "LEAST_LAUNCH_BLOCKS", 64)
+    monkeypatch.setattr(choose, "MIN_LAUNCH_BLOCKS", 64)
     monkeypatch.setattr(base, "_SCORE_BYTES", 1 << 16)
     draw = np.random.default_rng(length)
     numbers = (lambda shape: draw.integers(-2, 3, shape)) if scorer.per_query_head else draw.standard_normal
@@ -123,7 +123,7 @@ def test_who_has_kernels(monkeypatch):
     monkeypatch.setattr(base, "platform", lambda: "cpu")
     assert not base._has_kernels(1, 4)
     monkeypatch.setattr(base, "platform", lambda: "gpu")
-    assert base._has_kernels(1, choose.MOST_BLOCKS) and not base._has_kernels(1, choose.MOST_BLOCKS + 1)
+    assert base._has_kernels(1, choose.MAX_BLOCKS) and not base._has_kernels(1, choose.MAX_BLOCKS + 1)
     assert not base._has_kernels(1 << 16, 4)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not base._has_kernels(1, 4)

@@ -149,7 +149,7 @@ def test_lists_are_shared_where_programs_are_few():
 
     assert splits(1024, 256) == splits(65536, 1024) == splits(64, 1) == 1
     assert splits(65536, 8) >= 16
-    assert splits(1 << 20, 1) == decode.MOST_SPLITS
+    assert splits(1 << 20, 1) == decode.MAX_SPLITS
 
 
 def test_what_goes_without_the_kernel(monkeypatch):

@@ -131,7 +131,7 @@ def test_the_way_is_chosen_at_run_time(monkeypatch):
 def test_popular_blocks_are_shared_out(turns, k, monkeypatch):
     """All chose one block: pieces of its list, and the same to the bit in every run; also in turns of queries."""
     if turns > 1:
-        monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
+        monkeypatch.setattr(kv_outer, "MIN_WORKSPACE_BYTES", 0)
     pieces, rows = set(), set()
 
     def watched(kernel, grid, arrays, outputs, constants, *rest, call=bridge.call_triton):
@@ -174,7 +174,7 @@ def test_large_numbers_without_a_block_stay_none():
 @pytest.mark.parametrize("k", [4, 32])
 def test_results_of_choices_take_no_more_than_the_operands(k, monkeypatch):
     """Queries are taken in turns: however many blocks each of them chose, no array grows with their number but ids."""
-    monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
+    monkeypatch.setattr(kv_outer, "MIN_WORKSPACE_BYTES", 0)
     length, heads, size = 32768, 4, 64
     x = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, length, heads, k), jnp.int32)

@@ -174,7 +174,7 @@ def test_poison_that_nobody_asked_for(launched, block):
 @pytest.mark.parametrize(("block", "heads"), [(64, (2, 1)), (128, (4, 2))])
 def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
     """Into pieces that begin with a step of either group, of which some have free entries only, or none."""
-    monkeypatch.setattr(query_gather, "MOST_STEPS", limit)
+    monkeypatch.setattr(query_gather, "MAX_STEPS", limit)
     case = Case("cut", sl.Causal(), 530, block=block, heads=heads, k=k)
     check(case, case.call("hopper"))
     _, pieces, _ = gathered_by(launched)
@@ -184,7 +184,7 @@ def test_long_lists_are_cut(launched, monkeypatch, block, heads, limit, k):
 @pytest.mark.parametrize(("length", "each"), [(210, 70), (211, 71)])
 def test_queries_are_taken_in_turns(launched, monkeypatch, length, each):
     """The last of 211 are filled up; masks go by the place of a query among all, and dk and dv are sums over turns."""
-    monkeypatch.setattr(kv_outer, "LEAST_ROOM", 0)
+    monkeypatch.setattr(kv_outer, "MIN_WORKSPACE_BYTES", 0)
     monkeypatch.setattr(query_gather, "LIST_BYTES", 500)
     case = Case("turns", sl.Causal() & sl.Window(150), length, sinks=True)
     check(case, case.call("hopper"))

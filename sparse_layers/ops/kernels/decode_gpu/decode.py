@@ -12,16 +12,16 @@ import numpy as np
 from ..numerics import base_2_sinks
 
 # At most: arrays of keys that a launch reads, query heads of a key head, and the head size.
-MOST_ARRAYS, MOST_GROUP, MOST_SIZE = 4, 64, 256
+MAX_ARRAYS, MAX_GROUPED_HEADS, MAX_SIZE = 4, 64, 256
 # Bytes of keys and values of a tile, and stages of tiles in flight; by True if a program has several query heads. The
 # best of 8 and of 5 choices on an H200, for windows of 1024 and for 16,384 to 65,536 keys.
 TILE_BYTES, STAGES, WARPS = {False: 16384, True: 32768}, {False: 4, True: 6}, 4
 # Fewest and most rows of a tile, and bytes of shared memory for other things than tiles and queries.
-LEAST_ROWS, MOST_ROWS, OTHER_BYTES = 16, 64, 16384
+MIN_ROWS, MAX_ROWS, OTHER_BYTES = 16, 64, 16384
 # The cost model of splits. A merge kernel takes as long as each multiprocessor takes to read MERGE_BYTES when the whole
 # GPU reads. One program reads at ONE_PROGRAM_RATE of a multiprocessor's share of the bandwidth. Several programs on a
 # multiprocessor read at BUSY_SM_RATE of it while others are idle.
-MERGE_BYTES, ONE_PROGRAM_RATE, BUSY_SM_RATE, MOST_SPLITS = 80_000, 0.65, 1.5, 64
+MERGE_BYTES, ONE_PROGRAM_RATE, BUSY_SM_RATE, MAX_SPLITS = 80_000, 0.65, 1.5, 64
 _DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -63,12 +63,12 @@ def unsupported(query: Any, keys: Sequence[Any], values: Sequence[Any], group: i
     dtypes = {x.dtype.name for x in (query, *keys, *values)}
     if not dtypes <= {*_DTYPES}:
         return f"it computes in {_DTYPES}, got {sorted(dtypes)}"
-    if reads > MOST_ARRAYS:
-        return f"it reads {MOST_ARRAYS} arrays of keys at most, got {reads}"
-    if max(query.shape[-1], values[0].shape[-1]) > MOST_SIZE or group > MOST_GROUP:
+    if reads > MAX_ARRAYS:
+        return f"it reads {MAX_ARRAYS} arrays of keys at most, got {reads}"
+    if max(query.shape[-1], values[0].shape[-1]) > MAX_SIZE or group > MAX_GROUPED_HEADS:
         return (
-            f"it takes head sizes up to {MOST_SIZE} and {MOST_GROUP} query heads of a key head, got {query.shape[-1]} "
-            f"and {values[0].shape[-1]}, {group}"
+            f"it takes head sizes up to {MAX_SIZE} and {MAX_GROUPED_HEADS} query heads of a key head, got "
+            f"{query.shape[-1]} and {values[0].shape[-1]}, {group}"
         )
     if math.prod(query.shape[:-2]) > hardware.MAX_BATCH_ENTRIES:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} queries, got {query.shape}"
@@ -175,7 +175,7 @@ def _launch_step(
         TILE=tile,
         PADDED_SPLITS=1 << (splits - 1).bit_length(),
     )
-    unused = [query] * 2 * (MOST_ARRAYS - len(reads))  # stand for arrays that the kernel does not read
+    unused = [query] * 2 * (MAX_ARRAYS - len(reads))  # stand for arrays that the kernel does not read
     arrays = [
         query,
         *((query, query) if token is None else token[:2]),
@@ -216,7 +216,7 @@ def tile_and_stages(group: int, query_bytes: int, row_bytes: int, shared_memory:
     stages = STAGES[group > 1]
     room = shared_memory - OTHER_BYTES - rows_of_queries(group) * query_bytes
     most = min(TILE_BYTES[group > 1], room // (stages - 1)) // row_bytes
-    rows = min(MOST_ROWS, max(LEAST_ROWS, 1 << max(most, 1).bit_length() - 1))
+    rows = min(MAX_ROWS, max(MIN_ROWS, 1 << max(most, 1).bit_length() - 1))
     return rows, max(2, min(stages, room // (rows * row_bytes) + 1))
 
 
@@ -232,5 +232,5 @@ def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, proce
         split_cost = split_bytes * max(1 / ONE_PROGRAM_RATE, -(-programs * splits // processors) / BUSY_SM_RATE)
         return max(programs * count * row_bytes / processors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
 
-    numbers = (1 << i for i in range(MOST_SPLITS.bit_length()))
+    numbers = (1 << i for i in range(MAX_SPLITS.bit_length()))
     return min((n for n in numbers if n == 1 or n * tile <= count), key=cost)

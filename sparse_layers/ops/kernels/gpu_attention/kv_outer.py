@@ -30,11 +30,11 @@ from ..triton_gpu.launch import FULL_TILE
 
 # Pairs of query and block that full tiles of queries compute, for each pair that is selected. From this ratio on, key
 # blocks in the outer loop take less time (forward with blocks of 128 keys). Measured on an H100 and an H200.
-LEAST_WASTE = {"forward": 2.0, "backward": 2.0}
+MIN_WASTE = {"forward": 2.0, "backward": 2.0}
 # Tiles from which the ratio is estimated.
 SAMPLE = 256
 # Bytes that results by selection may take, even if the operands are smaller.
-LEAST_ROOM = 1 << 28
+MIN_WORKSPACE_BYTES = 1 << 28
 
 
 def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.Array:
@@ -65,7 +65,7 @@ def neighbours_disagree(call: Call, operands: Operands, direction: str) -> jax.A
     # Forward, a row takes as long with few keys. Backward, so does a tile of keys that its block does not fill.
     width = 128 if forward else max(32, padded_size(block // number))
     longer = min(2, max(1, number * width / block)) if forward else number * width / block
-    return walked > LEAST_WASTE[direction] * longer * _count_distinct(ids, columns)
+    return walked > MIN_WASTE[direction] * longer * _count_distinct(ids, columns)
 
 
 def _count_distinct(ids: jax.Array, columns: int) -> jax.Array:
@@ -142,7 +142,7 @@ def _scan_query_chunks(
     # As many bytes as the operands and out, which is as large as q. With half of them, MoBA's passes over 131,072
     # tokens need a tenth less memory and 29 % more time, as keys are read more often: 174 ms, not 135, on an H100
     # with gradients by plain Triton.
-    max_bytes = max(LEAST_ROOM, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
+    max_bytes = max(MIN_WORKSPACE_BYTES, sum(x.nbytes for x in (query, operands.key, operands.value, query)))
     needed_bytes = kernels.bytes_needed(make_rows(call, operands._replace(selection=select(ids)), 0, 1, ()))
     chunks = min(tokens, max(1, -(-needed_bytes // max_bytes)))
     # Prefer a number that divides the queries: padding copies them.

@@ -1,4 +1,9 @@
-"""Routes: which kernels a call runs on a GPU, of which engine, in which order, and why. A route has no arrays."""
+"""Routes: which attention kernels a call runs on a GPU, of which engine, in which order, and why.
+
+A route has no arrays. Kernels that only prepare a launch are not in it: `compact_kernel` builds block lists from
+segment ids or selections (`gpu/lists.py`), a launch with splits merges them, and selections are made before
+(`select_gpu`). `traced_call.trace_launches` records these, too.
+"""
 
 import dataclasses
 from collections.abc import Sequence

@@ -234,7 +234,7 @@ def _apply_mask(scores, words, entry, q_tile_in_block, batch, kv_segment, lists,
 
 @gluon.jit
 def recompute_p(scores, neg_lse, A: gl.constexpr):
-    """Recomputes p = exp(logits - lse) <= 1, see `lowered_lse`, from ``scores`` after `to_logits` and scaled -lse.
+    """Recomputes p = exp(logits - lse) <= 1, see `reduced_lse`, from ``scores`` after `to_logits` and scaled -lse.
 
     ``neg_lse`` is that of `scaled_neg_lse`; ``scores`` already include it if logits are only scaled.
     """

@@ -310,7 +310,7 @@ def _attend_steps(first, end, pipeline_step, state, q_tile, buffers, ready, free
 @gluon.jit
 def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, rows, A: gl.constexpr,
               Q: gl.constexpr, KV: gl.constexpr, L: gl.constexpr, F: gl.constexpr):  # fmt: skip
-    """Computes 64 of the queries of each work tile."""
+    """Computes out and lse of 64 queries of each work tile: one of the consumer warpgroups, which free q, k and v."""
     N: gl.constexpr = F.N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, F.N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, A.D, 16])

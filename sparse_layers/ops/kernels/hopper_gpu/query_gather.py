@@ -22,7 +22,7 @@ from .tiles import ListShapes
 
 # Steps of a split at most, as some blocks are selected by nearly all queries. With half and twice as many, passes of
 # 8192 to 131072 tokens took as long on an H100.
-MOST_STEPS = 64
+MAX_STEPS = 64
 # Bytes of a selection while lists are built.
 LIST_BYTES = 40
 
@@ -90,8 +90,8 @@ def backward(rows: SelectedRows, inputs: BackwardInputs, earlier: Any) -> tuple[
 def _work_tiles(rows: SelectedRows, q: RowTiling, lists: Any) -> jax.Array:
     """Returns the work tiles, int32 [work tiles, LB, 3]: the number of a head and block, first step, end of steps."""
     steps, _ = rows.count_steps([(q, lists)], kv_major=False, pack=1)
-    # One for each head and block, and one more for every MOST_STEPS steps.
-    most = steps.shape[1] + rows.heads * q.num_steps(rows.q_order.rows) // MOST_STEPS
-    splits = split_work_tiles(steps, -(-steps // MOST_STEPS), most)
+    # One for each head and block, and one more for every MAX_STEPS steps.
+    most = steps.shape[1] + rows.heads * q.num_steps(rows.q_order.rows) // MAX_STEPS
+    splits = split_work_tiles(steps, -(-steps // MAX_STEPS), most)
     assert splits is not None
     return splits.steps

@@ -112,7 +112,7 @@ def _kernel(config: PassConfig, refs: Any, position: GridPosition) -> None:
         q, k, dout = refs.query[...], refs.key[...], refs.dout[...]
         s, slope = to_logits(config, dot(k, q, (1, 1)))
         s = mask_logits(config, refs, position, s, masked, limited, transposed=True)
-        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `lowered_lse`
+        p = jnp.exp2(jnp.minimum(s - refs.lse[...] * LOG2E, 0.0))  # see `reduced_lse`
         dp = dot(refs.value[...], dout, (1, 1))
         ds = p * (dp - refs.delta[...])
         ds = (ds if slope is None else ds * slope).astype(q.dtype)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 # Blocks of the longest tile: the scores of 16 queries for more do not fit the registers of one program.
-MOST_BLOCKS = 2048
-LEAST_BLOCKS = 64
+MAX_BLOCKS = 2048
+MIN_BLOCKS = 64
 # Queries with up to this many blocks in their past share the first launch: there are few of them.
-LEAST_LAUNCH_BLOCKS = 256
+MIN_LAUNCH_BLOCKS = 256
 # Scores of a tile, as many as four warps hold with room to compute; and the fewest and most of its queries.
-TILE_SCORES, LEAST_TILE, MOST_TILE = 16384, 16, 64
+TILE_SCORES, MIN_TILE, MAX_TILE = 16384, 16, 64
 # Features of a product at a time: shared memory holds two stages of all blocks of a tile.
 FEATURE_STEP = 16
 
@@ -40,8 +40,8 @@ def unsupported(blocks: int, batch: int) -> str | None:
     device = hardware.local_device()
     if isinstance(device, str):
         return device
-    if blocks > MOST_BLOCKS:
-        return f"it holds the scores of {MOST_BLOCKS} blocks at most, got {blocks}"
+    if blocks > MAX_BLOCKS:
+        return f"it holds the scores of {MAX_BLOCKS} blocks at most, got {blocks}"
     if batch > hardware.MAX_BATCH_ENTRIES:
         return f"it takes at most {hardware.MAX_BATCH_ENTRIES} batch entries, got {batch}"
     return None
@@ -99,10 +99,10 @@ def select_by_products(rule: SelectionRule, query: jax.Array, pooled: jax.Array,
 
 def _launch_ranges(rows: int, block: int) -> Iterator[tuple[int, int, int]]:
     """Yields (first query, number of queries, blocks of a tile) of launches: early queries have few blocks."""
-    first, span = 0, LEAST_BLOCKS
+    first, span = 0, MIN_BLOCKS
     while first < rows:
         end = min(rows, span * block)
-        if end == rows or span >= LEAST_LAUNCH_BLOCKS:
+        if end == rows or span >= MIN_LAUNCH_BLOCKS:
             yield first, end - first, span
             first = end
         span *= 2
@@ -110,7 +110,7 @@ def _launch_ranges(rows: int, block: int) -> Iterator[tuple[int, int, int]]:
 
 def _padded_blocks(blocks: int) -> int:
     """Returns the blocks of the smallest tile that holds ``blocks``."""
-    return max(LEAST_BLOCKS, 1 << (blocks - 1).bit_length())
+    return max(MIN_BLOCKS, 1 << (blocks - 1).bit_length())
 
 
 def _launch_range(
@@ -135,7 +135,7 @@ def _launch_range(
     from .choose_kernel import SelectionConstants
 
     (first, num_rows, span), (batch, rows, heads, blocks) = row_range, shape
-    tile = max(LEAST_TILE, min(MOST_TILE, TILE_SCORES // span))
+    tile = max(MIN_TILE, min(MAX_TILE, TILE_SCORES // span))
     padded_count = max(16, 1 << (rule.count - 1).bit_length())
     choice = SelectionConstants(
         rows, first, num_rows, heads, len(arrays[-2]), blocks, *rule, tile, span, span // 32, padded_count

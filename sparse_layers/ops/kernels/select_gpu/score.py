@@ -12,7 +12,7 @@ import jax.numpy as jnp
 COLUMNS, STEP = 128, 64
 # Stages of tiles of windows. With weights, exponentials take as long as products: more programs at a time gain more.
 STAGES, STAGES_OF_WEIGHTS = 3, 2
-MOST_FEATURES = 256
+MAX_FEATURES = 256
 
 
 class Formula(enum.Enum):
@@ -67,8 +67,8 @@ def unsupported(spec: ScoreSpec, query: jax.Array, pooled: jax.Array, scale: flo
         return f"windows must fit into blocks, and strides divide both, got {spec}"
     if scale is not None and not scale > 0:
         return f"it takes largest products for largest logits, got scale={scale}"
-    if heads > COLUMNS * kv_heads or features > MOST_FEATURES:
-        return f"it takes {COLUMNS} query heads of a key head with {MOST_FEATURES} features at most, got {query.shape}"
+    if heads > COLUMNS * kv_heads or features > MAX_FEATURES:
+        return f"it takes {COLUMNS} query heads of a key head with {MAX_FEATURES} features at most, got {query.shape}"
     needed_bytes = shared_memory(padded_size(features), 1)
     return None if needed_bytes <= device.shared_memory else f"it needs {needed_bytes} bytes of shared memory"
 

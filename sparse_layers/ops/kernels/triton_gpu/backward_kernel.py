@@ -102,7 +102,7 @@ class GradientPointers(NamedTuple):
 @triton.jit
 def _p_and_ds(scores, lse, dp, delta, allowed, A: tl.constexpr, MASKED: tl.constexpr):
     """Returns (p, ds) of logits to base 2; lse, to base 2, and delta broadcast against them."""
-    p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `lowered_lse`
+    p = tl.exp2(tl.minimum(scores - lse, 0.0))  # see `reduced_lse`
     if MASKED:
         p = tl.where(allowed, p, 0.0)
     ds = p * (dp - delta)
