@@ -92,8 +92,8 @@ def describe(
         elsewhere. Grouped heads of a layer are reckoned with: keys that fewer heads have are cheaper to send.
       device: a GPU, which need not be there: a name such as "h100"; JAX's ``device_kind``, "NVIDIA H100 80GB HBM3"; or
         a compute capability, "9.0" or (9, 0), for the first GPU of the list that has it. An unknown name ends in an
-        error with this list. The plan and the kernels are then those of this GPU; Triton must be installed. None for
-        the device at hand.
+        error with this list. The plan and the kernels are then those of this GPU, but a `Plan` stays as it is. Triton
+        must be installed. None for the device at hand.
       segment_ids: whether calls have segment ids, which may change the kernels. The kernels are those of one batch
         entry on one device, with the heads, head size, dtype and options of a layer; the text says what is assumed.
       fwd_params: block sizes of a mask's plan in the forward pass, as in `make_plan`.
@@ -165,7 +165,7 @@ def describe(
 def _plan_for(gpu: Device | None, planned: Planned) -> Plan:
     """Returns the plan of the same masks and settings for a GPU, or for a layer's calls here, whose dtype is known."""
     plan = planned.plan
-    if gpu is None and planned.heads is None:
+    if planned.fixed or (gpu is None and planned.heads is None):
         return plan
     with assuming(gpu):
         name = planned.implementation or default_implementation(
@@ -179,6 +179,7 @@ def _traced(planned: Planned, gpu: Device | None, segment_ids: bool) -> traced_c
     """Returns the trace of the op's call that a layer makes, or of one that is assumed for a mask."""
     dtype, head_size = jnp.dtype(planned.dtype or _DTYPE), planned.head_size or _HEAD_SIZE
     options: dict[str, Any] = {name: getattr(planned, name) for name in _OPTIONS}
+    segment_ids = segment_ids or planned.segment_ids
     return traced_call.trace_call(planned.plan, dtype, head_size, segment_ids=segment_ids, device=gpu, **options)
 
 

@@ -35,7 +35,9 @@ class Planned(NamedTuple):
       head_size: features of a head, if they are known.
       sinks: whether heads have sinks.
       logits_soft_cap, scale, implementation: those of the layer's calls of the op.
-      recompute: whether the backward pass computes the forward pass again.
+      recompute: True if the backward pass computes the forward pass again.
+      segment_ids: True if calls have segment ids.
+      fixed: True if calls use this very plan, on each device.
     """
 
     plan: Plan
@@ -49,6 +51,8 @@ class Planned(NamedTuple):
     scale: float | None = None
     implementation: str | None = None
     recompute: bool = False
+    segment_ids: bool = False
+    fixed: bool = False
 
     @property
     def groups(self) -> int:
@@ -70,9 +74,10 @@ def plans_of(subject: Any) -> dict[str, Planned] | None:
 def _plans_of_ours(subject: Any) -> dict[str, Planned] | None:
     """Returns the plans of a plan, attention function, layer, residual block or `SparseTransformer`; else None."""
     if isinstance(subject, functools.partial):  # of `make_attention_fn`, with segment ids
-        subject = subject.func
+        plans, segmented = _plans_of_ours(subject.func) or {}, "segment_ids" in subject.keywords
+        return {name: planned._replace(segment_ids=segmented) for name, planned in plans.items()} or None
     if isinstance(subject, Plan):
-        return {"": Planned(subject)}
+        return {"": Planned(subject, fixed=True)}
     if not any(cls.__module__.partition(".")[0] == _PACKAGE for cls in type(subject).__mro__):
         return None
     if hasattr(subject, "blocks") and hasattr(subject, "num_layers"):
@@ -147,16 +152,18 @@ def _options(layer: Any) -> tuple[bool, float | None, float | None, str | None, 
 def _dtype(layer: Any) -> str | None:
     """The dtype that a layer computes in; None of what has no parameters, and computes in that of its inputs."""
     for module in (layer, getattr(layer, "query", None)):  # a `NativeSparseAttention` of NNX keeps it in projections
-        dtype = getattr(module, "dtype", None) or getattr(module, "param_dtype", None)
+        dtype, param_dtype = getattr(module, "dtype", None), getattr(module, "param_dtype", None)
+        if dtype is None and param_dtype is not None and jnp.dtype(param_dtype).itemsize >= 4:
+            dtype = param_dtype  # inputs of half precision are promoted to it
         if dtype is not None:
-            return jnp.dtype(dtype).name
+            return jax.dtypes.canonicalize_dtype(dtype).name
     return None
 
 
 def _head_size(layer: Any, features: int | None) -> int | None:
     """Features of a layer's heads; None where these are not known before it has seen inputs."""
     heads, size, projected = (getattr(layer, name, None) for name in ("num_heads", "head_dim", "qkv_features"))
-    features = projected or features
+    size, features = size or getattr(layer, "key_size", None), projected or features  # key_size: a layer of Haiku
     return size or (features // heads if heads and features else None)
 
 

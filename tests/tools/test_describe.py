@@ -137,9 +137,10 @@ def test_describe_names_the_kernels_of_a_gpu_that_is_not_here():
         "BwdParams(deterministic=True) rules out"
     )
     assert text == sl.describe(window, 8192, device=(9, 0), bwd_params=settings)
-    # The plan is that GPU's, too, and what a Plan was made for before does not matter.
-    plan = sl.make_plan(window, 8192, implementation="xla", bwd_params=settings)
+    # A Plan stays what it was made for.
+    plan = sl.make_plan(window, 8192, implementation="hopper", bwd_params=settings)
     assert sl.describe(plan, device="9.0") == text
+    assert sl.describe(sl.make_plan(window, 8192, implementation="xla", bwd_params=settings), device="9.0") != text
     assert runs(sl.describe(window, 8192, device="a100")) == [
         f"runs on a100, {setting}: 'cudnn'",
         "  not 'hopper': it needs compute capability 9.0, and this GPU has 8.0",

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import sparse_layers as sl
-from sparse_layers import linen
+from sparse_layers import haiku, linen
 from sparse_layers.ops import attention, custom_vjp, traced_call
 from sparse_layers.ops.kernels.gpu import bridge, hardware
 from sparse_layers.ops.kernels.gpu_attention import ENGINES
@@ -205,3 +207,34 @@ def test_describe_names_the_launches_of_a_call(case, calls):
 
 def test_the_cases_have_names_of_their_own():
     assert len({str(case) for case in CASES}) == len(CASES)
+
+
+def test_segment_ids_of_an_attention_function_and_a_plan_as_it_is():
+    ids = np.zeros((1, 2048), np.int32)
+    bound = sl.make_attention_fn("causal", 2048, segment_ids=ids)
+    alone = sl.make_attention_fn("causal", 2048)
+    assert sl.describe(bound, device="a100") == sl.describe(alone, device="a100", segment_ids=True)
+    assert sl.describe(bound, device="a100") != sl.describe(alone, device="a100")
+    plan = sl.make_plan("causal", 8192, implementation="triton")  # its backward blocks have 64 keys
+    assert "triton dq_kernel" in sl.describe(plan, device="h100")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "text"),
+    [
+        ({"dtype": "float64"}, "in float32, "),  # without x64
+        ({"param_dtype": "bfloat16"}, "assuming bfloat16, "),  # inputs decide
+        ({"param_dtype": "float32"}, "in float32, "),
+    ],
+)
+def test_the_dtype_that_is_known(dtypes, text):
+    layer = linen.SparseSelfAttention(4, pattern="causal", seq_len=64, head_dim=32, **dtypes)
+    assert text in sl.describe(layer)
+
+
+def test_the_head_size_of_a_haiku_layer():
+    def described_layer():
+        return sl.describe(haiku.SparseSelfAttention(8, 20, pattern="causal", seq_len=4096), device="h100")
+
+    text = hk.testing.transform_and_run(described_layer)()
+    assert "8 heads of 20" in text and "'triton'" in text

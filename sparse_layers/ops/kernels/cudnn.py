@@ -68,8 +68,8 @@ def not_preferred(call: Call, operands: Operands) -> str | None:
     assert call.plan is not None
     left = (_band(call.plan.masks[0]) or (0, 0))[0]
     # Measured on an H200, forward and backward at T = 16384 (README).
-    min_window = 1500 if operands.query.shape[-1] <= 64 else 400
-    return f"Triton is faster on windows of less than {min_window} keys" if left < min_window else None
+    min_left = 1500 if operands.query.shape[-1] <= 64 else 400
+    return f"Triton is faster on windows of at most {min_left} keys" if left < min_left else None
 
 
 def attend(call: Call, operands: Operands) -> jax.Array:

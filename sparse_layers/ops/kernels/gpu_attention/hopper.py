@@ -13,15 +13,14 @@ def unsupported(call: Call, operands: Operands) -> str | None:
     """Returns why this implementation cannot compute the call, or None."""
     from ..gpu import bridge, hardware
 
-    reason = triton.unsupported(call, operands)
-    if reason is not None:
-        return reason
-    device = hardware.local_gpu()
+    device = hardware.local_device()
+    if isinstance(device, str):
+        return device
     if device.capability != 90:
         return f"it needs compute capability 9.0, and this GPU has {device.compute_capability}"
     if operands.query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 and float16, and query is {operands.query.dtype}"
-    return bridge.gluon_unsupported()
+    return triton.unsupported(call, operands) or bridge.gluon_unsupported()
 
 
 def not_preferred(call: Call, operands: Operands) -> str | None:
