@@ -276,8 +276,8 @@ def call_of(sizes=(64, 64), block=64, granularity=1, documents=False, determinis
         ({"block": 512}, None),  # cut, see `kv_outer.divisor`
         ({"sizes": (96, 96)}, "heads of 64 or 128, got 96$"),
         ({"sizes": (128, 64)}, "got 128 of q and k, 64 of v$"),
-        ({"block": 32}, "tiles of 64 or 128 keys, got 32$"),
-        ({"block": 192}, "keys, got 96$"),
+        ({"block": 32}, "blocks of 64, 128, 256, 384 or 512 keys, got 32$"),
+        ({"block": 192}, "keys, got 192$"),
         ({"documents": True}, "takes no segment ids"),
         ({"deterministic": True}, "dq in any order"),
         ({"granularity": 16}, "need single queries that select"),

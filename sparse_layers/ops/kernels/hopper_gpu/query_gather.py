@@ -34,8 +34,9 @@ def unsupported(call: Call, operands: Operands, block: int) -> str | None:
         supported = " or ".join(map(str, settings.HEAD_SIZES))
         return f"the Hopper kernel that gathers queries takes heads of {supported}, got {size_text(*sizes)}"
     if block not in settings.STEP_KEYS:
-        supported = " or ".join(map(str, settings.STEP_KEYS))
-        return f"the Hopper kernel that gathers queries takes tiles of {supported} keys, got {block}"
+        assert operands.selection is not None
+        got = operands.selection.block
+        return f"the Hopper kernel that gathers queries takes blocks of 64, 128, 256, 384 or 512 keys, got {got}"
     if operands.segments is not None:
         return "the Hopper kernel that gathers queries takes no segment ids"
     if call.params[1].deterministic:
