@@ -153,6 +153,7 @@ def describe(
             lengths_of(subject, plan.q_len, plan.kv_len, LONGEST)
     texts = {}
     for which, planned in plans.items():
+        _check_heads(planned)
         planned = planned._replace(plan=_plan_for(gpu, planned))
         runs = f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
         texts[which] = _plan_text(planned, size, devices, runs)
@@ -160,6 +161,20 @@ def describe(
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])
+
+
+def _check_heads(planned: Planned) -> None:
+    """Refuses a layer of Linen whose calls will be refused; other layers are checked when they are made."""
+    if planned.heads is None:
+        return
+    (num_heads, kv_heads), entries = planned.heads, len(planned.plan.masks)
+    if num_heads % entries:
+        raise ValueError(
+            f"num_heads={num_heads}: the pattern has {entries} entries, which the heads take in turn, so {entries} "
+            "must divide it"
+        )
+    if num_heads % kv_heads:
+        raise ValueError(f"num_kv_heads={kv_heads} must divide num_heads={num_heads}")
 
 
 def _plan_for(gpu: Device | None, planned: Planned) -> Plan:

@@ -238,3 +238,16 @@ def test_the_head_size_of_a_haiku_layer():
 
     text = hk.testing.transform_and_run(described_layer)()
     assert "8 heads of 20" in text and "'triton'" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 7, "pattern": ("causal", sl.Full())}, "num_heads=7: the pattern has 2 entries"),
+        ({"num_heads": 6, "num_kv_heads": 4, "pattern": "causal"}, "num_kv_heads=4 must divide num_heads=6"),
+    ],
+)
+def test_layers_whose_calls_are_refused(options, message):
+    layer = linen.SparseSelfAttention(seq_len=64, head_dim=32, **options)
+    with pytest.raises(ValueError, match=message):
+        sl.describe(layer)
