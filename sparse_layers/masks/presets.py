@@ -96,7 +96,7 @@ def preset_options(name: str) -> dict[str, int | bool | tuple[int, ...] | None]:
     return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
 
-def half_notes(*patterns: Any) -> list[str]:
+def half_pattern_notes(*patterns: Any) -> list[str]:
     """Returns notes about patterns that are one of the two masks of the Sparse Transformer, equal notes once.
 
     Args:
@@ -104,7 +104,7 @@ def half_notes(*patterns: Any) -> list[str]:
         gets a note. A tuple of masks by head with "strided" and a window gets none.
 
     Example:
-      >>> half_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
+      >>> half_pattern_notes("strided:local_attn_ctx=64", Causal() & Strided(64), Causal())
       ["note: 'strided' is one of two masks that the Sparse Transformer combines; 'sparse_transformer_strided' is both"]
     """
     names: dict[str, None] = {}

@@ -80,8 +80,8 @@ def _attend_on_device(implementation: str, call: Call, shard: sharding.Shard | N
         args = sub_calls[0].call, sub_operands[0]
         return (backend.attend(*args) if shard is None else shard.call_backend(backend.attend, *args)), None
     is_limited = operands.segments is not None or operands.selection is not None
-    no_dead_rows = not is_limited and call.plan is not None and call.plan.allows_diagonal
-    return _attend(tuple(sub_calls), shard, no_dead_rows, tuple(sub_operands))
+    has_no_empty_rows = not is_limited and call.plan is not None and call.plan.allows_diagonal
+    return _attend(tuple(sub_calls), shard, has_no_empty_rows, tuple(sub_operands))
 
 
 def _can_merge(implementation: str, call: Call) -> bool:
@@ -99,10 +99,10 @@ def _run_backend(function: Callable[..., Any], call: Call, shard: sharding.Shard
 def _forward(
     sub_calls: tuple[_SubCall, ...],
     shard: sharding.Shard | None,
-    no_dead_rows: bool,
+    has_no_empty_rows: bool,
     operands: tuple[Operands, ...],
 ):
-    """Computes (out, lse) of a device's queries; ``no_dead_rows``: every query is known to see a key."""
+    """Computes (out, lse) of a device's queries; ``has_no_empty_rows``: every query is known to see a key."""
     results: list[Any] = []
     for sub_call, arrays in zip(sub_calls, operands, strict=True):
         implementation, call, _ = sub_call
@@ -128,17 +128,17 @@ def _in_order(sub_calls: tuple[_SubCall, ...], results: list[Any], x: jax.Array)
 _attend = jax.custom_vjp(_forward, nondiff_argnums=(0, 1, 2))
 
 
-def _attend_fwd(sub_calls, shard, no_dead_rows, operands):
-    results = _forward(sub_calls, shard, no_dead_rows, operands)
+def _attend_fwd(sub_calls, shard, has_no_empty_rows, operands):
+    results = _forward(sub_calls, shard, has_no_empty_rows, operands)
     out, lse = (checkpoint_name(x, name) for x, name in zip(results, CHECKPOINT_NAMES, strict=True))
     return (out, lse), (operands, out, lse)
 
 
-def _attend_bwd(sub_calls, shard, no_dead_rows, residuals, cotangents):
+def _attend_bwd(sub_calls, shard, has_no_empty_rows, residuals, cotangents):
     operands, out, lse = residuals
     dout, dlse = cotangents
     sinks, is_dead = operands[0].sinks, lse == -jnp.inf
-    if not no_dead_rows:
+    if not has_no_empty_rows:
         # A query without keys is a constant: it has gradients 0 whatever its cotangents are, also NaN.
         dlse, dout = jnp.where(is_dead, 0, dlse), jnp.where(is_dead[..., None], 0, dout)
     lse = reduced_lse(lse)

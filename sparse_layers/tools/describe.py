@@ -12,7 +12,7 @@ from ..arguments.checks import Positive, checked, strict_kwargs
 from ..masks.adapters import MaskLike, by_entry
 from ..masks.counting import count
 from ..masks.pictures import FORMULA, cell_size, shortened
-from ..masks.presets import half_notes
+from ..masks.presets import half_pattern_notes
 from ..masks.primitives import Causal
 from ..ops import traced_call
 from ..ops.kernels.gpu.bridge import check_triton
@@ -157,7 +157,7 @@ def describe(
         planned = planned._replace(plan=_plan_for(gpu, planned))
         runs = f"runs {_device_text(device, devices)}, {_call_text(planned)}: {_traced(planned, gpu, segment_ids)}"
         texts[which] = _plan_text(planned, size, devices, runs)
-    notes = half_notes(subject, *(planned.plan.masks for planned in plans.values()))
+    notes = half_pattern_notes(subject, *(planned.plan.masks for planned in plans.values()))
     by_head = [planned.plan.masks for planned in plans.values() if by_entry(planned.plan.masks)]
     notes += dict.fromkeys(f"note: head h takes entry h % {len(masks)}{by_entry(masks)}" for masks in by_head)
     return "\n\n".join([*(f"{which}:\n" * bool(which) + text for which, text in texts.items()), *notes])

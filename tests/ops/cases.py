@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_layers as sl
-from sparse_layers.ops.planning.costs import Draft
+from sparse_layers.ops.planning.costs import PassCandidate
 from sparse_layers.ops.planning.planner import finish_pass
 from sparse_layers.ops.planning.platforms import PREFERRED, TUNING
 from sparse_layers.ops.planning.row_orders import Reordered
@@ -152,8 +152,8 @@ def candidates(mask: Any, q_len: int, kv_len: int | None = None, fwd_params=None
     for one in sl.as_masks(mask):
         chains = []
         for _, terms in decompositions(one, q_len, kv_len, _SMALL_TILES):
-            drafts = [Draft(Reordered(term, *orders), fwd, TUNING["xla"]) for orders, term in terms]
-            chains.append(tuple(finish_pass(draft, bwd) for draft in drafts if draft.blocks))
+            candidates = [PassCandidate(Reordered(term, *orders), fwd, TUNING["xla"]) for orders, term in terms]
+            chains.append(tuple(finish_pass(candidate, bwd) for candidate in candidates if candidate.blocks))
         by_mask.append(chains)
     found = []
     for i in range(max(map(len, by_mask))):

@@ -36,7 +36,7 @@ class Call:
       return_lse: True if the caller wants the log-sum-exp, too.
       picked_for: the platform that the implementation was picked for; None if the caller named it.
       plans_by_rank: with context parallelism, the plan of each device; ``plan`` is that of the last one.
-      exchanges_queries: True if an all-to-all of all queries runs meanwhile, which occupies some processors.
+      exchanges_queries: True if an all-to-all of all queries runs meanwhile, which occupies some multiprocessors.
     """
 
     plan: Plan | None

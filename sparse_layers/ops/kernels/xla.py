@@ -457,12 +457,12 @@ class _Blocks:
         return lax.dynamic_index_in_dim(x, index, keepdims=False).astype(accumulator_dtype(x.dtype))
 
     def has_entries(self, masked: bool) -> bool:
-        """True if the lists may have free entries, or masked entries if ``masked``."""
+        """True if the lists may have FULL entries, or PARTIAL ones if ``masked``."""
         spans, start = self.spans, int(masked)
         return not self.lists.static or bool((spans[:, start] < spans[:, start + 1]).any())
 
     def loop(self, span: Any, step: Callable[..., Any], state: Any) -> Any:
-        """Returns the state after step(masked, entry, state) for the free entries of a list, then the masked ones."""
+        """Returns the state after step(masked, entry, state) for the FULL entries of a list, then the PARTIAL ones."""
         for start, masked in ((0, False), (1, True)):
             if self.has_entries(masked):
                 state = lax.fori_loop(span[start], span[start + 1], functools.partial(step, masked), state)

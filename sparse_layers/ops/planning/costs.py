@@ -34,7 +34,7 @@ PAIRS_PER_CELL = 16
 MAX_TILED = 1 << 29
 
 
-class Draft:
+class PassCandidate:
     """A pass of a candidate chain: its blocks are counted, its backward blocks are not yet chosen.
 
     Attributes:
@@ -174,9 +174,9 @@ def count_operations(mask: Mask) -> int:
         return count(jax.make_jaxpr(mask)(*sides).jaxpr)
 
 
-def rows_of_blocks(draft: Draft) -> np.ndarray:
-    """Returns the first query row of each active block of a draft, int32 [blocks]."""
-    return _block_grid(draft.mask, draft.shape).rows * draft.shape[0]
+def rows_of_blocks(candidate: PassCandidate) -> np.ndarray:
+    """Returns the first query row of each active block of a candidate, int32 [blocks]."""
+    return _block_grid(candidate.mask, candidate.shape).rows * candidate.shape[0]
 
 
 def _count_partial(mask: Reordered, shape: tuple[int, int]) -> int:

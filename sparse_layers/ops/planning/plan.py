@@ -27,7 +27,7 @@ from ...masks.states import FULL, PARTIAL
 from .binding import bind
 from .block_lists import planned_block_pairs
 from .blocks import outside_trace
-from .costs import Draft
+from .costs import PassCandidate
 from .mask_info import MaskInfo, process_mask
 from .params import BwdParams, FwdParams
 from .platforms import TUNING
@@ -180,7 +180,7 @@ class Plan:
     def dense_cost(self, is_causal: bool) -> int:
         """Returns the cost in pairs of causal or full attention at the plan's lengths and settings."""
         mask = Reordered(Causal() if is_causal else Full(), RowOrder(self.q_len), RowOrder(self.kv_len))
-        return Draft(mask, self.fwd_params, TUNING[self.implementation]).cost
+        return PassCandidate(mask, self.fwd_params, TUNING[self.implementation]).cost
 
     def dense_pairs(self, is_causal: bool) -> int:
         """Returns the number of pairs that causal or full attention allows at the plan's lengths."""

@@ -6,7 +6,7 @@ Each union of patterns can be computed in several ways, and the result is exact 
       natural order                                            one pass over both patterns
       natural order + residue-major order, stride 128          a chain: the window, then the stride without the window
 
-`decompositions` (terms.py) lists these ways, `Draft` (costs.py) says what each pass costs.
+`decompositions` (terms.py) lists these ways, `PassCandidate` (costs.py) says what each pass costs.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from ...masks.algebra import Mask
 from ...masks.bounded_cache import bounded_cache
 from .binding import masks_for_lengths
 from .changing_masks import note_masks
-from .costs import Draft, count_blocks, rows_of_blocks
+from .costs import PassCandidate, count_blocks, rows_of_blocks
 from .params import BwdParams, FwdParams, resolve_params
 from .plan import Candidate, Pass, Plan
 from .platforms import TUNING, Tuning, check_implementation, default_implementation
@@ -87,19 +87,19 @@ def _make_chain(
     """Returns the cheapest chain for one mask, and all candidates, the cheapest first."""
     weighed = []
     for number, (name, terms) in enumerate(decompositions(mask, q_len, kv_len, tuning)):
-        drafts = [Draft(Reordered(term, *orders), fwd_params, tuning) for orders, term in terms]
-        drafts = [draft for draft in drafts if draft.blocks]
-        weighed.append((sum(draft.cost for draft in drafts), number, name, drafts))
+        passes = [PassCandidate(Reordered(term, *orders), fwd_params, tuning) for orders, term in terms]
+        passes = [one for one in passes if one.blocks]
+        weighed.append((sum(one.cost for one in passes), number, name, passes))
     weighed.sort(key=lambda entry: entry[:2])
-    chain = tuple(finish_pass(draft, bwd_params) for draft in weighed[0][3])
+    chain = tuple(finish_pass(one, bwd_params) for one in weighed[0][3])
     return chain, tuple(Candidate(name, cost) for cost, _, name, _ in weighed)
 
 
-def finish_pass(draft: Draft, params: BwdParams) -> Pass:
-    """Returns the pass of a draft, with the blocks of its backward pass."""
-    mask, bwd_shape = draft.mask, draft.bwd_shape(params)
+def finish_pass(candidate: PassCandidate, params: BwdParams) -> Pass:
+    """Returns the pass of a candidate, with the blocks of its backward pass."""
+    mask, bwd_shape = candidate.mask, candidate.bwd_shape(params)
     bwd_blocks = count_blocks(mask, bwd_shape)[0]
-    return Pass(mask.q_order, mask.kv_order, mask, draft.shape, bwd_shape, draft.blocks, bwd_blocks)
+    return Pass(mask.q_order, mask.kv_order, mask, candidate.shape, bwd_shape, candidate.blocks, bwd_blocks)
 
 
 @bounded_cache()
@@ -121,10 +121,10 @@ def decomposition_costs(
     for _, terms in decompositions(mask, length, length):
         costs_of_terms = []
         for orders, term in terms:
-            draft = Draft(Reordered(term, *orders), FwdParams(), tuning)
-            if draft.blocks:
-                token = np.minimum(orders[0].token(rows_of_blocks(draft)), length - 1)
-                fraction = np.bincount(token * num_chunks // length, minlength=num_chunks) / draft.blocks
-                costs_of_terms.append((orders, term, draft.cost * fraction))
+            candidate = PassCandidate(Reordered(term, *orders), FwdParams(), tuning)
+            if candidate.blocks:
+                token = np.minimum(orders[0].token(rows_of_blocks(candidate)), length - 1)
+                fraction = np.bincount(token * num_chunks // length, minlength=num_chunks) / candidate.blocks
+                costs_of_terms.append((orders, term, candidate.cost * fraction))
         costs.append(costs_of_terms)
     return costs

@@ -4,9 +4,9 @@ A kernel of Gluon is plain Python over some thirty names. It runs here as a copy
 nothing of Triton, nor of a kernel's module, is changed. Layouts mean nothing, but for a linear one of shared memory,
 see `Placed`. All that the hardware does by itself is done as late as a kernel allows, so that nothing is there by luck:
 
-* a load of the copy engine, or of threads by `copy_async`, arrives when someone waits for its barrier, and its buffer
+* a load of TMA, or of threads by `copy_async`, arrives when someone waits for its barrier, and its buffer
   holds poison before;
-* a store of the copy engine reads its buffer when the kernel waits for it;
+* a store of TMA reads its buffer when the kernel waits for it;
 * a product reads its operands in shared memory when the kernel waits for it, and its result is refused before.
 
 The partitions of `gl.warp_specialize` are threads of which one runs at a time: of those that wait for nothing the
@@ -142,7 +142,7 @@ class Partition:
         if self.copies:
             raise bug("ends without a word to anybody about what it copies: mbarrier_arrive is missing")
         if self.stores:
-            raise bug("ends while the copy engine may still read what it stores: tma.store_wait(0) is missing")
+            raise bug("ends while TMA may still read what it stores: tma.store_wait(0) is missing")
         self.ended = True
 
     def __str__(self):
@@ -237,7 +237,7 @@ class Machine:
         name = function.__name__
         given = [self.replacements[key] for key in (value, function, name) if key in self.replacements]
         builtin = tl.core.is_builtin(function)
-        if function.__module__ == async_copy.__name__:  # names that the copy engine has, too
+        if function.__module__ == async_copy.__name__:  # names that TMA has, too
             name = OF_THREADS.get(name, name)
         if given:
             return given[0]
@@ -417,7 +417,7 @@ def elements_of(bases, columns):
 
 
 def places_of(layout, rows, columns, itemsize):
-    """Of each element of a tile in some layout its place in an array that stands for one in the copy engine's layout.
+    """Of each element of a tile in some layout its place in an array that stands for one in TMA's layout.
 
     That is in parts of 128 bytes a row, in which 16 bytes are at the place ``place ^ (row % 8)``.
     """
@@ -473,14 +473,14 @@ class Shared:
         MACHINE.current.unfenced[self.address, *self.shape] = self.array
 
     def show(self, reader):
-        """Lets the copy engine, or the tensor cores, read it."""
+        """Lets TMA, or the tensor cores, read it."""
         for each in MACHINE.partitions:
             if any(np.shares_memory(array, self.array) for array in each.unfenced.values()):
                 raise bug(f"{reader} reads shared memory that {each.name} stored to, without fence_async_shared")
 
 
 class Placed(Shared):
-    """A tile in a layout of its own, of a buffer in the copy engine's layout: here it is only stored to."""
+    """A tile in a layout of its own, of a buffer in TMA's layout: here it is only stored to."""
 
     def __init__(self, array, layout):
         super().__init__(array)
@@ -661,7 +661,7 @@ class Language:
             if barrier.completed > wanted + 1:
                 raise bug(f"overrun: waits for phase {wanted} of a barrier when phase {barrier.completed - 1} is over")
 
-    # The copy engine
+    # TMA
 
     @staticmethod
     def async_load(desc, coord, barrier, result, pred=True, **_):
@@ -678,7 +678,7 @@ class Language:
     @staticmethod
     def async_store(desc, coord, src, add=False, **_):
         target, source = desc.tile(coord, src)
-        src.show("the copy engine")
+        src.show("TMA")
         if not target.flags.writeable:
             raise bug(f"stores to its input {desc.name}")
         MACHINE.current.stores.append((target, source, add))

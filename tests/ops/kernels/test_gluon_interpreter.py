@@ -167,7 +167,7 @@ def test_views_of_arrays_and_of_shared_memory():
 
 @gluon.jit
 def parts(x, y, LAYOUT: gl.constexpr, LOADS: gl.constexpr = False):
-    """x, whose rows lie in lines of the copy engine, and its second half once more, transposed."""
+    """x, whose rows lie in lines of TMA, and its second half once more, transposed."""
     buffer = gl.allocate_shared_memory(gl.float32, [8, 32], gl.NVMMASharedLayout(128, 32, 2))
     at = gl.arange(0, 8)[:, None] * 32 + gl.arange(0, 32)[None, :]
     placed = reinterpret(buffer, gl.float32, [8, 32], LAYOUT)

@@ -333,13 +333,13 @@ def test_vmap_and_long_chains(launched):
         (sl.BlockDiagonal(128), 512, ("backward",), "each key is in one block list", {}),
         (sl.Strided(3), 400, ("forward", "backward"), "cannot address the rows of .*stride 3$", {}),
         (sl.Prefix(128).T, 4096, ("forward",), "passes over all queries, and this one is over some", {}),
-        (sl.Causal(), 2048, ("forward",), "splits no lists", {"processors": 132}),
+        (sl.Causal(), 2048, ("forward",), "splits no lists", {"multiprocessors": 132}),
     ],
 )
 def test_what_is_left_to_triton(monkeypatch, mask, length, kernels, reason, options):
-    options = {"size": 64, "processors": 5} | options
-    size, processors = (options.pop(name) for name in ("size", "processors"))
-    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, processors))
+    options = {"size": 64, "multiprocessors": 5} | options
+    size, multiprocessors = (options.pop(name) for name in ("size", "multiprocessors"))
+    monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, multiprocessors))
     monkeypatch.setitem(platforms.TUNING, "hopper", TUNING)
     plan = sl.make_plan(mask, length, implementation="hopper", **options)
     call = Call(plan, (128, 128), (128, 128), (plan.fwd_params, plan.bwd_params), 1.0, None)

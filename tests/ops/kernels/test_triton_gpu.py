@@ -365,11 +365,11 @@ WORKS = {
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize("name", WORKS)
 def test_every_step_is_in_one_job(name, kernel, monkeypatch):
-    """However lists are cut: on a device of some processors, or as settings ask for."""
+    """However lists are cut: on a device of some multiprocessors, or as settings ask for."""
     work, sizes = WORKS[name], {"q_blocksize": 16, "kv_blocksize": 16}
     found = []
-    for processors, asked in ((1, {}), (10**4, {}), (1, {"num_key_splits": 3}), (1, {"blocksize_keys": 64})):
-        monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, processors))  # noqa: B023
+    for multiprocessors, asked in ((1, {}), (10**4, {}), (1, {"num_key_splits": 3}), (1, {"blocksize_keys": 64})):
+        monkeypatch.setattr(hardware, "local_device", lambda: hardware.Device(90, 232448, multiprocessors))  # noqa: B023
         params = sl.FwdParams(**sizes, **asked), sl.BwdParams(**sizes, **asked)
         plan, chosen, mask = None, None, None
         if isinstance(work, np.ndarray):

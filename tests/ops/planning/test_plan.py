@@ -242,7 +242,7 @@ def test_explicit_block_sizes_win():
 
 def draft(mask, length, name="xla", **sizes):
     mask = Reordered(mask, RowOrder(length), RowOrder(length))
-    return costs.Draft(mask, sl.FwdParams(**sizes), TUNING[name])
+    return costs.PassCandidate(mask, sl.FwdParams(**sizes), TUNING[name])
 
 
 def test_a_dense_mask_gets_larger_blocks_instead_of_endless_lists(monkeypatch):

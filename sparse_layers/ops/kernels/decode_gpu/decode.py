@@ -153,7 +153,7 @@ def _launch_step(
         group, padded[0] * query.dtype.itemsize, sum(padded) * itemsize, device.shared_memory
     )
     count = sum(x.COUNT for x in cache_arrays)
-    splits = number_of_splits(count, tile, (size + value_size) * itemsize, queries * heads, device.processors)
+    splits = number_of_splits(count, tile, (size + value_size) * itemsize, queries * heads, device.multiprocessors)
     constants = DecodeConstants(
         TOKENS=queries // len(reads[0].keys),
         HEADS=heads,
@@ -220,7 +220,7 @@ def tile_and_stages(group: int, query_bytes: int, row_bytes: int, shared_memory:
     return rows, max(2, min(stages, room // (rows * row_bytes) + 1))
 
 
-def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, processors: int) -> int:
+def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, multiprocessors: int) -> int:
     """Returns the number of splits of each list of ``count`` rows; ``programs`` is the number of lists.
 
     A program ends when it has read its split, when its multiprocessor has read those of all its programs, or when the
@@ -229,8 +229,8 @@ def number_of_splits(count: int, tile: int, row_bytes: int, programs: int, proce
 
     def cost(splits: int) -> float:
         split_bytes = count * row_bytes / splits
-        split_cost = split_bytes * max(1 / ONE_PROGRAM_RATE, -(-programs * splits // processors) / BUSY_SM_RATE)
-        return max(programs * count * row_bytes / processors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
+        split_cost = split_bytes * max(1 / ONE_PROGRAM_RATE, -(-programs * splits // multiprocessors) / BUSY_SM_RATE)
+        return max(programs * count * row_bytes / multiprocessors, split_cost) + (MERGE_BYTES if splits > 1 else 0)
 
     numbers = (1 << i for i in range(MAX_SPLITS.bit_length()))
     return min((n for n in numbers if n == 1 or n * tile <= count), key=cost)

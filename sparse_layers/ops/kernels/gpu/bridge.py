@@ -38,7 +38,7 @@ TYPES = {
     "float32": "fp32",
     "float64": "fp64",
 }
-# The copy engine swizzles rows of this number of bytes, so that tensor cores read a tile without bank conflicts.
+# TMA swizzles rows of this number of bytes, so that tensor cores read a tile without bank conflicts.
 _SWIZZLE = 128
 # The kernels of this name in jaxlib are called by `jax.ffi`.
 TARGET = "triton_kernel_call_ffi"

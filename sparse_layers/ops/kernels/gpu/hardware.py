@@ -22,13 +22,13 @@ class Device(NamedTuple):
     Attributes:
       capability: compute capability times 10, 90 for Hopper.
       shared_memory: bytes of shared memory that one program can have.
-      processors: number of multiprocessors.
+      multiprocessors: number of multiprocessors.
       ptx_version: version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
     """
 
     capability: int
     shared_memory: int
-    processors: int
+    multiprocessors: int
     ptx_version: int | None = None
 
     @property

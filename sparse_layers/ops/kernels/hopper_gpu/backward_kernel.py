@@ -4,7 +4,7 @@
 heads of that key head. Where some lists are much longer than others, a work tile is a split of a list. Splits add to
 dk and dv in float32.
 
-**One warp loads, two groups of four warps multiply.** The producer drives the copy engine: k and v once, then for each
+**One warp loads, two groups of four warps multiply.** The producer drives TMA: k and v once, then for each
 step a stage of q, lse, dout and delta. Each group has GROUP_ROWS = 64 of the keys, and their dk and dv in registers.
 
 **Scores are transposed.** Scores, p, dp and ds are [keys, queries]. So p and ds go from registers, as they are, into
@@ -14,7 +14,7 @@ the products of dv and dk. Accumulators of scores start at -lse, see `scaled_neg
 ds = p * (dp - delta), the other three run together: dv += p dout, dk += ds q and dq = ds^T k.
 
 **dq goes through shared memory.** Groups exchange ds there, and each multiplies ds of all N keys by half of the columns
-of k. The copy engine adds dq to an array in float32, in the order in which programs get there.
+of k. TMA adds dq to an array in float32, in the order in which programs get there.
 
 M is F.M, the queries of a step, N is KV.BLOCK, the keys of a program, D the head size, rounded up. Time runs to the
 right, step n uses the stage n % STAGES, and ^ is the wait for a product:
@@ -35,7 +35,7 @@ right, step n uses the stage n % STAGES, and ^ is the wait for a product:
 * free.q_dout, by stage: both groups have read q, lse, dout and delta.
 * bar 8: both groups have stored their rows of ds. Two buffers are enough: a group that passes it at step n + 1 knows
   that the other one has waited for dq of step n. So both may write to ds[n % 2] again.
-* dq[group] is free once the copy engine has read the tile that it adds (`tma.store_wait`). dk and dv leave by it, too.
+* dq[group] is free once TMA has read the tile that it adds (`tma.store_wait`). dk and dv leave by it, too.
 
 The rules that ptxas does not state, in `forward_kernel.py`, hold here, too. One more: a wait for a barrier that is over
 is a branch, which keeps ptxas from moving the wait for dp before the exponentials.
@@ -161,9 +161,9 @@ def select_columns(x, INDEX: gl.constexpr, WIDTH: gl.constexpr):
 
 
 def _swapped_layout(rows: int, columns: int) -> Any:
-    """Shared layout of a float32 tile after `_swap_halves`, which the copy engine then reads unswapped.
+    """Shared layout of a float32 tile after `_swap_halves`, which TMA then reads unswapped.
 
-    The copy engine has rows in lines of 128 bytes, and chunk i of 16 bytes of row r at position i ^ (r % 8) of a line.
+    TMA has rows in lines of 128 bytes, and chunk i of 16 bytes of row r at position i ^ (r % 8) of a line.
     Sixteen threads store at a time, two columns each: two chunks of each of four rows. The chunks of two of the rows
     would be at the same positions, in the same banks. Odd rows that store the second half of a line avoid that.
     """
@@ -331,7 +331,7 @@ def _backward_steps(first, end, step, dk, dv, GROUP: gl.constexpr, descs, buffer
 
 @gluon.jit
 def _store_gradient(x, desc, buffer, batch, row, kv_head, A: gl.constexpr, DKV: gl.constexpr, F: gl.constexpr):
-    """Stores or adds dk or dv [64, D] through the copy engine, one box of ``desc`` after the other."""
+    """Stores or adds dk or dv [64, D] through TMA, one box of ``desc`` after the other."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tile = reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
     for i in gl.static_range(A.D // WIDTH):

@@ -2,7 +2,7 @@
 
 **Persistent programs.** One program runs on each multiprocessor and works through a queue of work tiles: a query head
 and a block of 128 queries each.
-**Warp specialization.** One warp, the producer, loads tiles of q, k and v with the copy engine (TMA). Two groups of
+**Warp specialization.** One warp, the producer, loads tiles of q, k and v with TMA. Two groups of
 four warps compute 64 queries each.
 **Lists, not patterns.** The producer walks the block list of a work tile. Full blocks come first, so that the loop over
 them evaluates no mask.
@@ -23,7 +23,7 @@ three steps, whose stages follow each other in the ring; S, P, O are `scores`, `
       softmax      P0 of S0         P1 of S1, O *= alpha  P2 of S2, O *= alpha  O / l_i, lse
       arrives at   free.k free.v    free.k, then free.v   free.k, then free.v   free.k free.v
 
-* ``ready.q``, ``ready.kv``, ``ready.earlier_out``: the copy engine has written the tile.
+* ``ready.q``, ``ready.kv``, ``ready.earlier_out``: TMA has written the tile.
 * ``free.q``, ``free.k``, ``free.v``: both groups have read the tile, so that the next one may overwrite it. ``free.k``
   protects the keys until the scores are done, ``free.v`` the values until p @ v is done.
 * `WorkQueue` carries the work tile from the producer to the groups, one ahead.
@@ -113,41 +113,45 @@ def _allocate_queue(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def _load_work_tile(schedule, round):
+def _load_work_tile(schedule, iteration):
     """Loads the number of the work tile of this program in a round, -1 after its last one."""
-    return gl.load(schedule + round * gl.num_programs(0) + gl.program_id(0))
+    return gl.load(schedule + iteration * gl.num_programs(0) + gl.program_id(0))
 
 
 @gluon.jit
-def _write_queue(queue, round, values):
+def _write_queue(queue, iteration, values):
     """Writes a work tile to the queue; its number is -1 after the last one."""
-    mbarrier.wait(queue.free.index(round % 2), (round // 2 & 1) ^ 1)
+    mbarrier.wait(queue.free.index(iteration % 2), (iteration // 2 & 1) ^ 1)
     for i in gl.static_range(QUEUE_INTS):
-        slot = queue.slots.index(round % 2 * QUEUE_INTS + i)
+        slot = queue.slots.index(iteration % 2 * QUEUE_INTS + i)
         slot.store(gl.full([1], values[i], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(queue.ready.index(round % 2), count=1)
+    mbarrier.arrive(queue.ready.index(iteration % 2), count=1)
 
 
 @gluon.jit
-def _read_queue(queue, round, INDEX: gl.constexpr):
+def _read_queue(queue, iteration, INDEX: gl.constexpr):
     """Reads one integer of a work tile, which is ready."""
-    slot = queue.slots.index(round % 2 * QUEUE_INTS + INDEX)
+    slot = queue.slots.index(iteration % 2 * QUEUE_INTS + INDEX)
     return gl.sum(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _next_work_tile(queue, round, lists, rows, row_in_tile, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
+def _next_work_tile(queue, iteration, lists, rows, row_in_tile, A: gl.constexpr, Q: gl.constexpr, KV: gl.constexpr,
                     L: gl.constexpr, F: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Reads the next work tile, and starts the loads that its first step needs.
 
     Returns (number or -1, (first step, first partial step, end), mask words of the first step, initial m_i [64]). The
     initial m_i is the sink or the lse of an earlier pass, to base 2.
     """
-    mbarrier.wait(queue.ready.index(round % 2), round // 2 & 1)
-    work_tile = _read_queue(queue, round, WORK_TILE)
-    span = _read_queue(queue, round, FIRST), _read_queue(queue, round, FIRST_PARTIAL), _read_queue(queue, round, END)
-    words = _load_mask_words(lists, _read_queue(queue, round, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
-    mbarrier.arrive(queue.free.index(round % 2), count=1)
+    mbarrier.wait(queue.ready.index(iteration % 2), iteration // 2 & 1)
+    work_tile = _read_queue(queue, iteration, WORK_TILE)
+    span = (
+        _read_queue(queue, iteration, FIRST),
+        _read_queue(queue, iteration, FIRST_PARTIAL),
+        _read_queue(queue, iteration, END),
+    )
+    words = _load_mask_words(lists, _read_queue(queue, iteration, MASK_TILE), 0, row_in_tile, Q, KV, F, LAYOUT)
+    mbarrier.arrive(queue.free.index(iteration % 2), count=1)
     m_i = gl.full([GROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     batch, pass_head, q_block = unravel_work_tile(gl.maximum(work_tile, 0), A.PASS_HEADS, L)
     if F.HAS_SINKS:
@@ -178,24 +182,24 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
     """Loads q, k and v in the order in which the groups need them."""
     STEPS_PER_BLOCK: gl.constexpr = KV.BLOCK // F.N
     pipeline_step = 0  # steps of all work tiles
-    round = 0
-    work_tile = _load_work_tile(schedule, round)
+    iteration = 0
+    work_tile = _load_work_tile(schedule, iteration)
     while work_tile >= 0:
-        next_work_tile = _load_work_tile(schedule, round + 1)
+        next_work_tile = _load_work_tile(schedule, iteration + 1)
         batch, pass_head, q_block = unravel_work_tile(work_tile, A.PASS_HEADS, L)
         head = A.FIRST_HEAD + pass_head * A.HEAD_STEP
         kv_head = head // (A.HEADS // A.KV_HEADS)
         first, first_partial, end = load_span(lists.spans, batch, head, q_block, L)
         for group in gl.static_range(Q.BLOCK // GROUP_ROWS):
-            q_stage = round % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
-            mbarrier.wait(free.q.index(q_stage), (round // F.Q_STAGES & 1) ^ 1)
+            q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + group
+            mbarrier.wait(free.q.index(q_stage), (iteration // F.Q_STAGES & 1) ^ 1)
             q_row = q_block * Q.BLOCK + group * GROUP_ROWS
             expect_tile(descs.q, batch, q_row, head, ready.q.index(q_stage), buffers.q.index(q_stage), Q, A.D)
         mask_tile = gl.load(lists.mask_tiles + first, mask=end > first, other=-1)
         # Entries of the list -> steps.
         first, first_partial, end = first * STEPS_PER_BLOCK, first_partial * STEPS_PER_BLOCK, end * STEPS_PER_BLOCK
-        _write_queue(queue, round, (work_tile, first, first_partial, end, mask_tile))
-        round += 1
+        _write_queue(queue, iteration, (work_tile, first, first_partial, end, mask_tile))
+        iteration += 1
         # A group needs values a step later than keys: with the keys of a step come the values of the step before.
         v_row = 0
         for step in range(first, end + gl.where(end > first, 1, 0)):
@@ -218,7 +222,7 @@ def _producer(descs, buffers, ready, free, queue, schedule, lists, A: gl.constex
             v_row = k_row
             pipeline_step += 1
         work_tile = next_work_tile
-    _write_queue(queue, round, (-1, 0, 0, 0, -1))
+    _write_queue(queue, iteration, (-1, 0, 0, 0, -1))
 
 
 # --- the groups that compute -----------------------------------------------------------------------------------------
@@ -322,8 +326,8 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
     row_in_tile = GROUP * GROUP_ROWS
     out_tile = buffers.out.index(GROUP)
     pipeline_step = 0
-    round = 0
-    next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
+    iteration = 0
+    next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
     work_tile, span, words, initial_m_i = next_work_tile
     while work_tile >= 0:
         first, first_partial, end = span
@@ -337,13 +341,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
         l_i = gl.where(m_i == float("-inf"), 0.0, 1.0)  # [64]: the sum of 2 ** (logit - m_i)
         acc = gl.zeros([GROUP_ROWS, D], gl.float32, O_LAYOUT)  # [64, D]: the sum of p @ v
 
-        q_stage = round % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + GROUP
+        q_stage = iteration % F.Q_STAGES * (Q.BLOCK // GROUP_ROWS) + GROUP
         q_tile = as_matrix(buffers.q.index(q_stage), GROUP_ROWS, A.D)  # [64, D]
         if F.HAS_EARLIER:  # it is needed last, and comes while the work tile is computed
             tma.store_wait(0)  # where the results of the work tile before were staged
             expect_tile(descs.earlier_out, batch, q_block * Q.BLOCK + row_in_tile, pass_head,
                         ready.earlier_out.index(GROUP), out_tile, Q, A.D)  # fmt: skip
-        mbarrier.wait(ready.q.index(q_stage), round // F.Q_STAGES & 1)
+        mbarrier.wait(ready.q.index(q_stage), iteration // F.Q_STAGES & 1)
         if end > first:
             stage = pipeline_step % F.KV_STAGES
             mbarrier.wait(ready.kv.index(stage), pipeline_step // F.KV_STAGES & 1)
@@ -379,13 +383,13 @@ def _consumer(GROUP: gl.constexpr, descs, buffers, ready, free, queue, lists, ro
             pipeline_step += 1
         mbarrier.arrive(free.q.index(q_stage), count=1)
         if F.HAS_EARLIER:
-            mbarrier.wait(ready.earlier_out.index(GROUP), round & 1)
+            mbarrier.wait(ready.earlier_out.index(GROUP), iteration & 1)
             earlier_weight = exp2(initial_m_i - gl.where(m_i == float("-inf"), 0.0, m_i))
             earlier_out = as_matrix(out_tile, GROUP_ROWS, D).load(O_LAYOUT).to(gl.float32)
             acc += earlier_out * gl.convert_layout(earlier_weight, O_ROWS)[:, None]
-        round += 1
+        iteration += 1
         # Its loads are on their way while the results of this work tile go out.
-        next_work_tile = _next_work_tile(queue, round, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
+        next_work_tile = _next_work_tile(queue, iteration, lists, rows, row_in_tile, A, Q, KV, L, F, S_LAYOUT)
 
         is_empty = l_i == 0
         l_i = gl.where(is_empty, 1.0, l_i)

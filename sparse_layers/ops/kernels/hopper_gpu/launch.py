@@ -41,7 +41,7 @@ class _PreparedLaunch(NamedTuple):
 
     Attributes:
       q, kv: tilings of query rows and of key rows.
-      tile_queries: queries of a tile that the copy engine loads.
+      tile_queries: queries of a tile that TMA loads.
       stages: stages of the ring, see `settings`.
       constants: compile-time constants without ``F``.
       list_arrays: arrays of the kernel from ``schedule`` to ``kv_segments``, or from ``work_tiles`` to ``splits``.
@@ -339,12 +339,12 @@ def _lists(work: GroupPass, direction: str) -> tuple[RowTiling, RowTiling, PassL
 def _is_skewed(work: GroupPass) -> bool:
     """True if the longest work tile forward takes much longer than a multiprocessor's share of all."""
     steps = _lists(work, "forward")[3]
-    share = steps.sum() / len(steps) * work.operands.query.shape[0] / hardware.local_gpu().processors
+    share = steps.sum() / len(steps) * work.operands.query.shape[0] / hardware.local_gpu().multiprocessors
     return steps.max(initial=0) > max(MIN_STEPS, 1.5 * share)
 
 
 def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
-    processors, size = hardware.local_gpu().processors, _padded_head_size(work)
+    multiprocessors, size = hardware.local_gpu().multiprocessors, _padded_head_size(work)
     assert size is not None
     kv_major, operands, batch = direction == "backward", work.operands, work.operands.query.shape[0]
     q, kv, pass_lists, steps, steps_before = _lists(work, direction)
@@ -352,7 +352,7 @@ def _prepare(work: GroupPass, direction: str) -> _PreparedLaunch:
     if kv_major:
         schedule, splits = _order_backward_tiles(work, kv, lists, steps, steps_before)
     else:
-        schedule, splits = build_schedule(steps, batch, processors), None
+        schedule, splits = build_schedule(steps, batch, multiprocessors), None
         schedule = split_into_waves(schedule) if work.call.exchanges_queries else schedule
     segments: list[Any] = [lists.spans] * 2
     if operands.segments is not None:
@@ -395,7 +395,7 @@ def _order_backward_tiles(
     work: GroupPass, kv: RowTiling, lists: BlockLists, steps: Any, steps_before: Any
 ) -> tuple[Any, Any]:
     """Returns the order of the backward work tiles, and their splits, None if there are none."""
-    batch, programs = work.operands.query.shape[0], hardware.local_gpu().processors
+    batch, programs = work.operands.query.shape[0], hardware.local_gpu().multiprocessors
     if not isinstance(steps, np.ndarray):
         return order_work_tiles(steps, batch, programs, False), None
     if len(steps) == 1:

@@ -26,7 +26,7 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 @builtin
 def add_tile(desc, coord, source, _semantic=None):
-    """Adds a tile of shared memory to global memory through the copy engine."""
+    """Adds a tile of shared memory to global memory through TMA."""
     if hasattr(tma, "async_atomic_add"):
         return tma.async_atomic_add(desc, coord, source, _semantic=_semantic)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD  # Triton 3.6 and 3.7 have no public name for it

@@ -3,7 +3,7 @@
 **One work tile a program.** It is a block of N keys, 64 or 128, for one query head, and a range of steps. The list of a
 block has its selections, each of them a query and one of its blocks.
 
-**Four warps gather, two groups of four warps multiply.** The copy engine loads boxes of neighbours only: k and v. 128
+**Four warps gather, two groups of four warps multiply.** TMA loads boxes of neighbours only: k and v. 128
 threads copy rows of q and dout, 16 bytes at a time, with lse, delta and words of the mask.
 
 **Groups share keys or steps.** Of 128 keys each group has 64, as in `backward_kernel.py`, and multiplies half of the
@@ -217,7 +217,7 @@ def _query_gather_steps(first_step, end_step, dk, dv, dq_rows, GROUP: gl.constex
         v_tile = as_matrix(buffers.v.index(zero), KV.BLOCK, D)  # [N, D]
         query_rows = _query_rows(lists.entries, work_tile, step * M + row, A, F)  # [M]
         mbarrier.wait(ready.q_dout.index(stage), n // F.STAGES & 1)
-        fence_async_shared()  # threads wrote it, not the copy engine
+        fence_async_shared()  # threads wrote it, not TMA
         neg_lse = buffers.lse.index(stage).load(S_LAYOUT)  # [1, M]
         scores = gl.zeros([GROUP_ROWS, M], gl.float32, S_LAYOUT)  # [64, M]
         if scale_log2(A.SCALE, A.CAP) != 1.0:
@@ -261,7 +261,7 @@ def _query_gather_steps(first_step, end_step, dk, dv, dq_rows, GROUP: gl.constex
 
 @gluon.jit
 def _add_gradient(x, desc, buffer, batch, row, kv_head, A: gl.constexpr, KV: gl.constexpr):
-    """Adds dk or dv [64, D] through the copy engine, one box of ``desc`` after the other."""
+    """Adds dk or dv [64, D] through TMA, one box of ``desc`` after the other."""
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tile = reinterpret(buffer, gl.float32, desc.block_shape, desc.layout)
     for i in gl.static_range(A.D // WIDTH):

@@ -1,4 +1,4 @@
-"""Row orders as views of the token axis, in which a tile of rows is a box that the copy engine loads."""
+"""Row orders as views of the token axis, in which a tile of rows is a box that TMA loads."""
 
 import math
 

@@ -209,20 +209,20 @@ def prepare(
       requested: number of splits of every work tile by the user, see `requested_splits`; None to choose.
       kv_major: True if programs hold keys.
     """
-    processors = hardware.local_gpu().processors
+    multiprocessors = hardware.local_gpu().multiprocessors
     steps, steps_before = work.count_steps(walked_lists, kv_major=kv_major, pack=work.pack)
     programs = major.tiles_per_block * work.operands.query.shape[0] // len(steps)  # of a work tile
     most = None
     if requested is not None:
         num_splits, most = np.full(steps.shape, requested, np.int32), requested * steps.shape[1]
     elif isinstance(steps, np.ndarray):
-        num_splits = count_splits(steps, programs, 2 * processors)
+        num_splits = count_splits(steps, programs, 2 * multiprocessors)
     else:
-        num_splits, most = _run_time_splits(work, walked_lists, steps, programs, processors, kv_major)
+        num_splits, most = _run_time_splits(work, walked_lists, steps, programs, multiprocessors, kv_major)
     splits = split_work_tiles(steps, num_splits, most)
     heads = work.operands.key.shape[2] if kv_major else work.heads // work.pack
     rest = (np if isinstance(steps, np.ndarray) else jnp).where(num_splits == 0, steps, 0)
-    order = longest_first_order(rest.reshape(len(rest), heads, major.num_blocks), 8 * processors)
+    order = longest_first_order(rest.reshape(len(rest), heads, major.num_blocks), 8 * multiprocessors)
     return PreparedLaunch(work, q, kv, major, walked_lists, settings, order, splits, steps_before, steps.shape[1])
 
 
