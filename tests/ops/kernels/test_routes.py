@@ -91,7 +91,6 @@ CALLS = [
     Call("window-256", WINDOW, "cudnn", size=256),
     Call("window-float16", WINDOW, "hopper: hopper forward | hopper backward", dtype="float16"),
     Call("window-float32", WINDOW, "triton: triton forward | triton dq + triton dkv", dtype="float32"),
-    Call("window-float64", WINDOW, "triton: triton forward | triton dq + triton dkv", dtype="float64"),
     Call("window-grouped", WINDOW, "hopper: hopper forward | hopper backward", heads=(16, 2)),
     Call("window-one-key-head", WINDOW, "hopper: hopper forward | hopper backward", heads=(16, 1)),
     Call("window-deterministic", WINDOW, "hopper: hopper forward | triton dq + triton dkv", options=DETERMINISTIC),
