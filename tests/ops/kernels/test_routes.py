@@ -59,10 +59,11 @@ class Call:
             return sl.block_sparse_attention(query, key, value, mask, **segments, **selection, **self.options)
 
         shaped, (n, k), t = jax.ShapeDtypeStruct, self.heads, self.length
-        arrays = [shaped((2, t, heads, self.size), self.dtype) for heads in (n, k, k)]
         blocks = shaped((2, t // max(1, self.selected_by), k, 8), "int32")
         mask = self.mask if isinstance(self.mask, jax.ShapeDtypeStruct) else None
-        with assuming(hardware.device_named(self.device)), mock.patch.object(attention, "jitted_attend", attend):
+        device, patched = hardware.device_named(self.device), mock.patch.object(attention, "jitted_attend", attend)
+        with jax.enable_x64(self.dtype == "float64"), assuming(device), patched:
+            arrays = [shaped((2, t, heads, self.size), self.dtype) for heads in (n, k, k)]
             jax.eval_shape(op, *arrays, shaped((2, t), "int32"), blocks, mask)
         ((name, forward, backward),) = found
         return f"{name}: {told(forward)} | {told(backward)}" if forward or backward else name
@@ -91,6 +92,7 @@ CALLS = [
     Call("window-256", WINDOW, "cudnn", size=256),
     Call("window-float16", WINDOW, "hopper: hopper forward | hopper backward", dtype="float16"),
     Call("window-float32", WINDOW, "triton: triton forward | triton dq + triton dkv", dtype="float32"),
+    Call("window-float64", WINDOW, "xla", dtype="float64"),
     Call("window-grouped", WINDOW, "hopper: hopper forward | hopper backward", heads=(16, 2)),
     Call("window-one-key-head", WINDOW, "hopper: hopper forward | hopper backward", heads=(16, 1)),
     Call("window-deterministic", WINDOW, "hopper: hopper forward | triton dq + triton dkv", options=DETERMINISTIC),
