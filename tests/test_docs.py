@@ -10,7 +10,7 @@ from sparse_layers import linen
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted([*DOCS.glob("*.md"), *DOCS.glob("measured/*.md")])]
 # Texts whose links are looked at; the examples' own tests run their code.
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("examples/*/README.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "records").glob("*.json"))
 DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "measured").glob("*.md")]),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 QUOTED = re.compile(r"^<!-- record: (\S+) -->\n(.*?)^<!-- end of record -->$", re.M | re.S)
