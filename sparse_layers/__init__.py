@@ -35,7 +35,7 @@ from .masks import preset as preset
 from .masks import preset_options as preset_options
 from .masks import presets as presets
 
-__version__ = "0.2.0"  # the one place: what is built and the command line read it here
+__version__ = "0.3.0"  # the one place: what is built and the command line read it here
 
 if typing.TYPE_CHECKING:  # what `__getattr__` does when they are used
     from .modules import AttentionFn as AttentionFn

@@ -39,7 +39,7 @@ def test_the_code_of_a_page_runs_by_itself_and_prints_the_text_below_it(page, ca
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].split()) <= 1200
+    assert len(TEXTS["README.md"].split()) <= 700
 
 
 def test_every_public_name_is_in_the_reference_once():
