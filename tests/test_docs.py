@@ -3,7 +3,9 @@
 import pathlib
 import re
 
+import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
 import sparse_layers as sl
 from sparse_layers import linen
@@ -80,3 +82,23 @@ def test_the_formulas_of_patterns_are_those_of_the_masks():
         (mask,) = sl.as_masks(eval(code.replace("\\|", "|"), {"sl": sl}))
         said = [[bool(eval(formula, {"q": q, "k": k})) for k in range(96)] for q in range(96)]
         assert (mask.dense(96) == said).all(), code
+
+
+def test_masks_of_other_libraries_are_those_that_the_page_writes_for_them():
+    rows = re.findall(
+        r"^\|(?: [^|`]+ \|)? `([^`]+)` \| `([^`]+)` \|$", TEXTS["docs/splash.md"].replace(r"\|", "¦"), re.M
+    )
+    array = np.random.default_rng(0).random((64, 64)) < 0.5
+    q, k = np.arange(64)[:, None], np.arange(64)
+    names = {"sl": sl, "splash": splash_attention_mask, "array": array}
+    seen = 0
+    for theirs, ours in ([cell.replace("¦", "|") for cell in row] for row in rows):
+        if theirs.startswith("splash."):
+            masks = [mask.dense(64) for mask in sl.as_masks(eval(theirs, names))]
+        elif re.match(r"\(?q\b", theirs):
+            masks = [np.broadcast_to(eval(theirs, {"q": q, "k": k}), (64, 64))]
+        else:
+            continue
+        seen += 1
+        assert np.array_equal(masks, [mask.dense(64) for mask in sl.as_masks(eval(ours, names))]), theirs
+    assert seen >= 15
