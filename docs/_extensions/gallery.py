@@ -1,4 +1,4 @@
-"""The gallery of presets: a page's part that is made from the package itself, each time the site is built."""
+"""Writes the gallery of presets, drawn and planned by the package each time the site is built."""
 
 import html
 import inspect
@@ -12,113 +12,116 @@ import sparse_layers as sl
 from sparse_layers.masks.counting import count
 from sparse_layers.masks.pictures import cells, svg
 from sparse_layers.ops.planning.blocks import active_blocks
-from sparse_layers.ops.planning.planner import make_plan
 from sparse_layers.ops.planning.row_orders import Reordered, RowOrder
 
 LENGTHS = 4096, 65536
-# What presets on a grid are shown on, by their number of axes, at each of the lengths.
+# The grids of presets with a shape, by their number of axes, one for each length.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((64, 64), (256, 256)), 3: ((16, 16, 16), (16, 64, 64))}
 VIDEOS = {"radial", "sliding_tile", "spatial_temporal"}
-# Where the default would not show, or does not fit so few tokens.
+# Options of presets whose defaults do not fit LENGTHS[0] tokens, or show nothing there.
 OPTIONS: dict[str, dict[str, Any]] = {"chunked": {"chunk": 1024}, "axial": {"axes": -1}, "sliding_tile": {"tile": 4}}
-SIDE, MASKS, BLOCK = 64, 2, 128
-BACKEND = "triton"
+# Cells on a side of a picture, pictures of masks that differ by head, tokens on a side of a counted block.
+SIDE, MAX_MASKS, BLOCK = 64, 2, 128
+# Costs are those that `sl.describe(mask, length, device="h100")` prints: an H100 plans for this implementation.
+IMPLEMENTATION = "hopper"
 
 
-def made(name: str, number: int) -> tuple[sl.Mask, ...]:
-    """The masks of a preset over LENGTHS[number] tokens."""
+def preset_masks(name: str, number: int) -> tuple[sl.Mask, ...]:
+    """Returns the masks of a preset over LENGTHS[number] tokens."""
     return sl.as_masks(sl.preset(name, **options(name, number)))
 
 
 def options(name: str, number: int) -> dict[str, Any]:
-    """What is said of a preset beside its defaults."""
+    """Returns the options of a preset that differ from its defaults."""
     shape = {"shape": SHAPES[3 if name in VIDEOS else 2][number]} if "shape" in sl.preset_options(name) else {}
     return shape | OPTIONS.get(name, {})
 
 
 def call(name: str) -> str:
-    """The line of code that makes what is drawn."""
-    given = "".join(f", {key}={value!r}" for key, value in options(name, 0).items())
-    return f'sl.preset("{name}"{given})'
+    """Returns the line of code that makes the drawn preset."""
+    arguments = "".join(f", {key}={value!r}" for key, value in options(name, 0).items())
+    return f'sl.preset("{name}"{arguments})'
 
 
 def pictures(name: str) -> str:
-    """The masks with the keys of one query; on a grid, where the former say little, the keys of two."""
-    masks, length, shape = [*made(name, 0)], LENGTHS[0], options(name, 0).get("shape")
+    """Returns pictures of the masks and of the keys of one query; for a grid, of the keys of two queries."""
+    masks, length, shape = [*preset_masks(name, 0)], LENGTHS[0], options(name, 0).get("shape")
     if shape is not None:
-        return figures([of_place(masks[0], shape, query) for query in (length * 5 // 8 + SIDE // 3, length // 32 + 1)])
-    found = []
-    for number, mask in enumerate(masks[:MASKS]):
-        of = f", heads {number}, {number + len(masks)}, ..." if len(masks) > 1 else ""
-        found.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{of}"))
+        return figures(
+            [grid_figure(masks[0], shape, query) for query in (length * 5 // 8 + SIDE // 3, length // 32 + 1)]
+        )
+    drawn = []
+    for number, mask in enumerate(masks[:MAX_MASKS]):
+        heads = f", heads {number}, {number + len(masks)}, ..." if len(masks) > 1 else ""
+        drawn.append(figure(svg(cells(mask, length, length, SIDE)), f"{length} queries × {length} keys{heads}"))
     query = length * 5 // 8
-    strip = np.repeat(shares(keys_of(masks[0], query, length), length // 256), 8, axis=0)
-    return figures([*found, figure(svg(strip), f"keys of query {query}")])
+    strip = np.repeat(cell_states(allowed_keys(masks[0], query, length), length // 256), 8, axis=0)
+    return figures([*drawn, figure(svg(strip), f"keys of query {query}")])
 
 
-def of_place(mask: sl.Mask, shape: tuple[int, ...], query: int) -> str:
-    """The keys of a query of a grid, in their places; a video frame by frame."""
-    seen = keys_of(mask, query, int(np.prod(shape))).reshape(shape) * np.int8(2)
-    place = ", ".join(map(str, np.unravel_index(query, shape)))
+def grid_figure(mask: sl.Mask, shape: tuple[int, ...], query: int) -> str:
+    """Draws the keys of a query on its grid, a video frame by frame."""
+    keys = allowed_keys(mask, query, int(np.prod(shape))).reshape(shape) * np.int8(2)
+    coordinates = ", ".join(map(str, np.unravel_index(query, shape)))
     if len(shape) == 2:
-        return figure(svg(seen), f"keys of pixel ({place}) of {shape[0]} × {shape[1]}")
+        return figure(svg(keys), f"keys of pixel ({coordinates}) of {shape[0]} × {shape[1]}")
     gap = np.ones((shape[1], shape[0], 1), np.int8)
-    frames = np.concatenate([seen.transpose(1, 0, 2), gap], axis=2).reshape(shape[1], -1)
-    caption = f"keys of place ({place}) of {' × '.join(map(str, shape))}, frame by frame"
+    frames = np.concatenate([keys.transpose(1, 0, 2), gap], axis=2).reshape(shape[1], -1)
+    caption = f"keys of place ({coordinates}) of {' × '.join(map(str, shape))}, frame by frame"
     return figure(svg(frames), caption, "wide")
 
 
-def keys_of(mask: sl.Mask, query: int, length: int) -> np.ndarray:
-    """Which keys a query sees: bool [length]."""
+def allowed_keys(mask: sl.Mask, query: int, length: int) -> np.ndarray:
+    """Returns True for the keys that a query sees: bool [length]."""
     return np.broadcast_to(mask(np.array(query), np.arange(length)), (length,))
 
 
-def shares(seen: np.ndarray, cell: int) -> np.ndarray:
-    """Cells of a row [1, ...]: 2 where all keys are seen, 1 where some are."""
-    parts = seen.reshape(1, -1, cell)
-    return np.where(parts.all(-1), np.int8(2), np.where(parts.any(-1), np.int8(1), np.int8(0)))
+def cell_states(keys: np.ndarray, cell: int) -> np.ndarray:
+    """Returns the states of a row of cells, int8 [1, length / cell]: 2 if all keys are seen, 1 if some are."""
+    in_cells = keys.reshape(1, -1, cell)
+    return np.where(in_cells.all(-1), np.int8(2), np.where(in_cells.any(-1), np.int8(1), np.int8(0)))
 
 
 def figure(picture: str, caption: str, kind: str = "") -> str:
-    """A picture with a line below it."""
+    """Returns a picture with a caption."""
     return f'<figure class="{kind}">{picture}<figcaption>{html.escape(caption)}</figcaption></figure>'
 
 
-def figures(found: list[str]) -> str:
-    """Pictures side by side."""
-    return f'<div class="patterns">{"".join(found)}</div>'
+def figures(drawn: list[str]) -> str:
+    """Returns pictures side by side."""
+    return f'<div class="patterns">{"".join(drawn)}</div>'
 
 
 def costs(name: str, number: int) -> list[str]:
-    """A row of the table: what is kept and what it costs, the mean over heads."""
-    masks, length = made(name, number), LENGTHS[number]
+    """Returns a row of the table: shares of pairs and blocks, and the predicted cost, as means over heads."""
+    masks, length = preset_masks(name, number), LENGTHS[number]
     causal = all(count(mask, length, length, 1 << 26).causal for mask in masks)
     pairs = [count(mask, length, length, 1 << 26).pairs for mask in masks]
-    every = length * (length + 1) // 2 if causal else length**2
-    cost = of_dense(make_plan(masks, length, implementation=BACKEND), causal)
-    kept, grid = np.mean([blocks(mask, length) for mask in masks]), -(-length // BLOCK)
-    computed = f"{kept / (grid * (grid + 1) // 2 if causal else grid**2):.1%}"
+    all_pairs = length * (length + 1) // 2 if causal else length**2
+    cost = relative_cost(sl.make_plan(masks, length, implementation=IMPLEMENTATION), causal)
+    active, grid = np.mean([num_active_blocks(mask, length) for mask in masks]), -(-length // BLOCK)
+    block_share = f"{active / (grid * (grid + 1) // 2 if causal else grid**2):.1%}"
     tokens = " × ".join(map(str, options(name, number).get("shape", [length])))
-    return [tokens, f"{np.mean(pairs) / every:.2%}", computed, f"{cost:.1%} of {'causal' if causal else 'full'}"]
+    return [tokens, f"{np.mean(pairs) / all_pairs:.2%}", block_share, f"{cost:.1%} of {'causal' if causal else 'full'}"]
 
 
-def of_dense(plan: sl.Plan, causal: bool) -> float:
-    """What a plan is expected to cost, the mean over its masks, beside attention to all keys or all before."""
+def relative_cost(plan: sl.Plan, causal: bool) -> float:
+    """Returns the predicted cost of a plan, its mean over masks, divided by that of causal or full attention."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("implementation", "fwd_params", "bwd_params")}
-    dense = make_plan(sl.Causal() if causal else sl.Full(), plan.q_len, **options).candidates[0][0][1]
-    return float(np.mean([found[0][1] for found in plan.candidates])) / dense
+    dense = sl.make_plan(sl.Causal() if causal else sl.Full(), plan.q_len, **options).candidates[0][0].cost
+    return float(np.mean([candidates[0].cost for candidates in plan.candidates])) / dense
 
 
-def blocks(mask: sl.Mask, length: int) -> int:
-    """How many blocks of BLOCK × BLOCK tokens in natural order have any pair."""
+def num_active_blocks(mask: sl.Mask, length: int) -> int:
+    """Returns the number of blocks of BLOCK × BLOCK tokens in natural order that hold an allowed pair."""
     order = RowOrder(length)
     return len(active_blocks(Reordered(mask, order, order), *(-(-length // BLOCK),) * 2, BLOCK, BLOCK).rows)
 
 
 def entry(name: str, summary: str) -> str:
-    """What the page says of one preset."""
-    given = sl.preset_options(name).items()
-    options = ", ".join(f"`{option}`" if option == "shape" else f"`{option}={value!r}`" for option, value in given)
+    """Returns the section of one preset."""
+    defaults = sl.preset_options(name).items()
+    options = ", ".join(f"`{option}`" if option == "shape" else f"`{option}={value!r}`" for option, value in defaults)
     rows = "\n".join(f"| {' | '.join(costs(name, number))} |" for number in range(len(LENGTHS)))
     return inspect.cleandoc(f"""
 ### `{name}`
@@ -133,22 +136,22 @@ def entry(name: str, summary: str) -> str:
 
 {pictures(name)}
 
-| tokens | pairs kept | blocks kept | predicted cost |
+| tokens | pairs | blocks | predicted cost |
 | --- | --- | --- | --- |
 {rows}
 """)
 
 
 def kind(name: str) -> str:
-    """Under which heading a preset stands."""
+    """Returns the heading that a preset belongs to."""
     if "shape" in sl.preset_options(name):
         return "Images and videos"
-    masks = made(name, 0)
+    masks = preset_masks(name, 0)
     return "Causal" if all(count(mask, *LENGTHS[:1] * 2, 1 << 26).causal for mask in masks) else "Both ways"
 
 
 def page() -> str:
-    """All presets, by kind."""
+    """Returns the sections of all presets, by kind."""
     presets = sl.presets().items()
     parts = []
     for title in ("Causal", "Both ways", "Images and videos"):
@@ -157,11 +160,11 @@ def page() -> str:
 
 
 def write(app: Any) -> None:
-    """Writes the part."""
+    """Writes the sections, which gallery.md includes."""
     write_if_new(pathlib.Path(app.srcdir) / "generated" / "gallery.md", page())
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Sphinx asks for it."""
+    """Registers the extension with Sphinx."""
     app.connect("builder-inited", write)
     return {"parallel_read_safe": True}
