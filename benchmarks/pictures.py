@@ -6,8 +6,10 @@ writes docs/pictures/NAME.svg. To add a picture, write a function that returns a
 """
 
 import argparse
+import functools
 import json
 import pathlib
+import re
 from typing import Any
 
 import matplotlib
@@ -43,7 +45,7 @@ SHOWN: dict[str, tuple[str, sl.Mask]] = {
 
 def overview() -> Figure:
     """Draws small masks, and beside each the time that its pattern takes."""
-    rows = results("speed_hopper_128_h200", D=128, who="hopper", direction="fwd+bwd")
+    rows = results("speed_flex_128_h200", D=128, who="hopper", direction="fwd+bwd")
     ms = {name: next(row["ms"] for row in rows if row["pattern"] == name) for name in SHOWN}
     figure = Figure(figsize=(WIDTH, 5.2))
     figure.suptitle("Attention costs what its pattern costs,\nand the result is exact", x=0.01, ha="left")
@@ -60,6 +62,65 @@ def overview() -> Figure:
         bar.spines[:].set_visible(False)
     shape = "2 sequences of 16 heads of 128, bfloat16, one NVIDIA H200"
     figure.supxlabel(f"milliseconds, forward and backward of 16,384 tokens,\n{shape}", fontsize="medium")
+    return figure
+
+
+def beside(card: str) -> Figure:
+    """Time of each pattern on a card, beside cuDNN and FlexAttention in the same run."""
+    rows = results(f"speed_flex_128_{card}", D=128, direction="fwd+bwd")
+    contenders = {"this package": "hopper", "FlexAttention": "FlexAttention", "cuDNN": "cuDNN"}
+    patterns = list(dict.fromkeys(row["pattern"] for row in rows))
+    figure = Figure(figsize=(WIDTH, 5.6))
+    axes: Any = figure.subplots()
+    for number, (label, who) in enumerate(contenders.items()):
+        ms = {row["pattern"]: row["ms"] for row in rows if row["who"] == who}
+        places = [patterns.index(pattern) + (number - 1) * 0.27 for pattern in ms]
+        axes.barh(places, [*ms.values()], height=0.25, color=DENSE if who == "cuDNN" else f"C{number}", label=label)
+        for place, time in zip(places, ms.values(), strict=True):
+            axes.text(time * 1.04, place, f"{time:#.3g}", va="center", fontsize="x-small")
+    axes.set_title("Every pattern beside cuDNN and FlexAttention")
+    axes.set(xscale="log", yticks=range(len(patterns)), yticklabels=patterns, xlim=(1, 40))
+    axes.set_xticks([1, 2, 5, 10, 20, 40], ["1", "2", "5", "10", "20", "40"])
+    axes.minorticks_off()
+    axes.invert_yaxis()
+    axes.legend(loc="lower right")
+    shape = f"2 sequences of 16,384 tokens, 16 heads of 128, bfloat16,\none NVIDIA {card.upper()}"
+    axes.set_xlabel(f"milliseconds, forward and backward (logarithmic);\n{shape}")
+    return figure
+
+
+def cpu() -> Figure:
+    """How many times as fast each pattern is as dense attention of XLA, on a CPU."""
+    rows = quoted("attention_cpu", r"^(\w[\w /+]*?)  +[\d.]+%  +[\d.]+ ms +([\d.]+)x.* ms +([\d.]+)x +[\d.]+x")
+    figure = Figure(figsize=(WIDTH, 3.6))
+    axes: Any = figure.subplots()
+    for number, label in enumerate(("forward", "forward and backward")):
+        places = [place + (number - 0.5) * 0.38 for place in range(len(rows))]
+        axes.barh(places, [float(row[number + 1]) for row in rows], height=0.36, label=label)
+    axes.axvline(1, color=DENSE, linestyle="--", label="dense attention of XLA")
+    axes.set(
+        yticks=range(len(rows)), yticklabels=[row[0] for row in rows], title="Sparse attention beside dense attention"
+    )
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower left", ncols=3)
+    axes.set_xlabel("times as fast; 8,192 tokens, 2 heads of 64, float32,\ntwo cores of an x86-64 CPU")
+    return figure
+
+
+def tpu() -> Figure:
+    """Estimated cycles of each pattern on TPU v6e, as a share of those of splash attention."""
+    rows = quoted("tpu_estimates", r"^\| ([\w /]+?), (\d+), \S+ \| \d+ / \d+ \(([\d.]+) / ([\d.]+)\)")
+    figure = Figure(figsize=(WIDTH, 4.2))
+    axes: Any = figure.subplots()
+    for number, label in enumerate(("forward", "backward")):
+        places = [place + (number - 0.5) * 0.38 for place in range(len(rows))]
+        axes.barh(places, [float(row[number + 2]) for row in rows], height=0.36, label=label)
+    axes.axvline(1, color=DENSE, linestyle="--", label="splash attention")
+    axes.set(yticks=range(len(rows)), yticklabels=[f"{name}, {int(tokens) // 1024}k" for name, tokens, *_ in rows])
+    axes.set_title("Estimated cycles beside splash attention")
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower left", ncols=3)
+    axes.set_xlabel("share of splash attention's cycles on TPU v6e,\nby the compiler's model; no TPU was measured")
     return figure
 
 
@@ -165,6 +226,10 @@ def small() -> Figure:
 
 
 PICTURES = {
+    "h200": functools.partial(beside, "h200"),
+    "h100": functools.partial(beside, "h100"),
+    "cpu": cpu,
+    "tpu": tpu,
     "recall": recall,
     "small": small,
     "chain": chain,
@@ -178,6 +243,12 @@ def results(name: str, **wanted: Any) -> list[dict[str, Any]]:
     """The results of a record that have these values."""
     rows = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))["results"]
     return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def quoted(name: str, pattern: str) -> list[tuple[str, ...]]:
+    """The groups of a regular expression in the lines of a record that match it."""
+    lines = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))["lines"]
+    return [found.groups() for found in map(re.compile(pattern).match, lines) if found]
 
 
 def curves(rows: list[dict[str, Any]], what: str) -> dict[str, dict[int, float]]:
