@@ -37,7 +37,7 @@ def test_the_code_of_a_page_runs_by_itself_and_prints_the_text_below_it(page, ca
         assert not text or printed == text
     assert {name: names[name].shape for name in SHAPES.get(page, {})} == SHAPES.get(page, {})
     if page == "docs/masks.md":
-        assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["two_kinds_of_heads"], names["flex"]))
+        assert all(isinstance(mask, sl.Mask) for mask in (names["mask"], *names["by_head"], names["flex"]))
 
 
 def test_the_readme_is_short():
