@@ -53,7 +53,7 @@ MaskLike: TypeAlias = Mask | str | Sliceable | Sequence[Mask | str | Sliceable]
 
 @dataclasses.dataclass(frozen=True)
 class MaskMod(Mask):
-    """A FlexAttention ``mask_mod(b, h, q, k)`` as the mask of one head. It must not use b: a mask knows no batch.
+    """A FlexAttention ``mask_mod(b, h, q, k)`` decides for one head. It must not use b: a mask knows no batch.
 
     It is called once when the mask is made, at position 0, so that errors show at once.
 
@@ -67,8 +67,8 @@ class MaskMod(Mask):
         function: one that answers differently later (a closure over changing values) is not called again.
 
     Raises:
-      ValueError: the function uses b, or h without a head; head is negative; traceable is no bool; later, at plan time,
-        a numpy table that ends before the sequence.
+      ValueError: the function uses b, or h without a head; head is negative; traceable is not a bool; later, at plan
+        time, a numpy table that ends before the sequence.
       TypeError: function does not take (b, h, q, k), does not return bools, or branches by ``and``, ``or``, ``if``.
 
     Example:
@@ -140,8 +140,8 @@ def from_mask_mod(
       One `MaskMod`, or a tuple of ``heads`` of them.
 
     Raises:
-      ValueError: heads is no integer >= 1, or the function uses b, or h where heads is None.
-      TypeError: mask_mod is no function of (b, h, q, k) that returns bools.
+      ValueError: heads is not an integer >= 1, or the function uses b, or h where heads is None.
+      TypeError: mask_mod is not a function of (b, h, q, k) that returns bools.
 
     Example:
       >>> import sparse_layers as sl

@@ -409,7 +409,7 @@ def _operand(mask: Mask, parent: type[Mask]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(Mask):
-    """The transpose ``mask.T``: queries and keys change places, so that global columns become global rows."""
+    """Queries and keys exchange their roles, ``mask.T``: global columns become global rows."""
 
     mask: Mask
 
@@ -433,7 +433,7 @@ class Transposed(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Blocks(Mask):
-    """A mask lifted to blocks: ``mask(q // block, k // block)``.
+    """``mask(q // block, k // block)``: the mask decides for whole blocks of ``block`` tokens.
 
     Args:
       mask: says which block of queries sees which block of keys.
@@ -441,7 +441,7 @@ class Blocks(Mask):
 
     Raises:
       ValueError: block is not a positive integer.
-      TypeError: mask is no mask.
+      TypeError: mask is not a mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -478,15 +478,15 @@ class Blocks(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Shifted(Mask):
-    """A mask moved along the diagonal, toward the first token: ``mask(q + by, k + by)``.
+    """``mask(q + by, k + by)``: the mask moves along the diagonal, toward the first token.
 
     Args:
       mask: the mask to move.
       by: distance in tokens, >= 0.
 
     Raises:
-      ValueError: by is negative, more than 2**30 or no integer.
-      TypeError: mask is no mask.
+      ValueError: by is negative, above 2**30 or not an integer.
+      TypeError: mask is not a mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -524,14 +524,16 @@ def shifted(mask: Mask, by: int) -> Mask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Array(Mask):
-    """A bool array [q_len, kv_len] as a mask, equal by contents. It allows no pair outside the array.
+    """A bool array [q_len, kv_len] says which pairs are allowed. No pair outside of it is.
+
+    Arrays with equal contents are equal masks.
 
     Args:
       array: bool, 2-dimensional.
 
     Raises:
       ValueError: not a 2-dimensional bool array.
-      TypeError: a JAX array whose values are not known yet.
+      TypeError: a traced JAX array, whose values are not known yet.
 
     Example:
       >>> import numpy as np, sparse_layers as sl

@@ -69,7 +69,7 @@ def from_deepspeed(
       A mask, or with different_layout_per_head a tuple of masks by head (head h uses entry h % len).
 
     Raises:
-      ValueError: text that is no JSON, an unknown key or mode, a value of the wrong type or range, settings that
+      ValueError: text that is not JSON, an unknown key or mode, a value of the wrong type or range, settings that
         DeepSpeed refuses together, or num_heads missing.
 
     Example:

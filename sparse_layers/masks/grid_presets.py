@@ -28,7 +28,9 @@ def neighborhood(
     causal: BoolPerAxis = False,
     offset: NaturalOrNone = None,
 ) -> Mask:
-    """The ``kernel`` nearest keys on each axis; at an edge the window slides inward (NATTEN, Hassani et al. 2023).
+    """A query sees the ``kernel`` nearest keys on each axis, also at an edge (NATTEN, Hassani et al. 2023).
+
+    At an edge the window slides inward.
 
     ``0 <= j - clip(i - kernel // 2, 0, n - kernel) < kernel``. With a dilation (Hassani and Shi 2022), that holds among
     the coordinates of the same ``i % dilation``. On a causal axis (Hassani et al. 2024): ``i - kernel < j <= i``.
@@ -66,7 +68,9 @@ def neighborhood(
 def sliding_tile(
     shape: Shape, kernel: PositivePerAxis = 3, tile: PositivePerAxis = 8, offset: NaturalOrNone = None
 ) -> Mask:
-    """The ``kernel`` nearest tiles on each axis, whole; at an edge they slide inward (STA, Zhang et al. 2025).
+    """A query sees the ``kernel`` nearest tiles on each axis, also at an edge (STA, Zhang et al. 2025).
+
+    Tiles are seen whole. At an edge they slide inward.
 
     ``0 <= j // tile - clip(i // tile - kernel // 2, 0, m - kernel) < kernel`` with ``m = ceil(n / tile)``. All queries
     of a tile see the same tiles. Where tile does not divide n, which STA refuses, the last tile is smaller.
@@ -102,7 +106,7 @@ def sliding_tile(
 
 
 def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, offset: NaturalOrNone = None) -> Mask:
-    """The query's own window of ``size`` tokens on each axis, maybe shifted (Swin Transformer, Liu et al. 2021).
+    """A query sees its own window of ``size`` tokens on each axis (Swin Transformer, Liu et al. 2021).
 
     ``(i - shift) // size == (j - shift) // size``. Swin's cyclic shift and its mask have the same effect: windows at
     the edges are cut, not joined. Where size does not divide n, which Swin pads, the last window is smaller.
@@ -142,7 +146,7 @@ def windows(shape: Shape, size: PositivePerAxis = 7, shift: NaturalPerAxis = 0, 
 
 
 def axial(shape: Shape, axes: Axes = (-2, -1), offset: NaturalOrNone = None) -> Mask:
-    """The query's row, its column, or both: all keys along one of ``axes`` (Axial Transformers, Ho et al. 2019).
+    """A query sees its row, its column, or both: all keys along ``axes`` (Axial Transformers, Ho et al. 2019).
 
     ``i == j`` on all axes but one, which is any of axes.
 
@@ -179,13 +183,13 @@ def axial(shape: Shape, axes: Axes = (-2, -1), offset: NaturalOrNone = None) -> 
 
 
 def image_strided(shape: Shape, offset: NaturalOrNone = None) -> Mask:
-    """The last keys, as many as a row has, and the query's column: causal (Child et al. 2019, 'strided' for images).
+    """A query sees as many last keys as a row has, and its column (Child et al. 2019, 'strided' for images).
 
     ``k <= q and (q - k <= row or (q - k) % row == 0)``: `sparse_transformer_strided` with the tokens of a row as
     stride. That is 96 in OpenAI's models of images of 32 pixels of 3 bytes (openai/distribution_augmentation).
 
     Args:
-      shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
+      shape: lengths of the axes: height, width and, if any, the bytes of a pixel, which belong to the row.
       offset: tokens before the grid; None for a sequence that is the grid alone.
 
     Raises:
@@ -205,13 +209,13 @@ def image_strided(shape: Shape, offset: NaturalOrNone = None) -> Mask:
 
 
 def image_fixed(shape: Shape, summary: Positive = 8, offset: NaturalOrNone = None) -> Mask:
-    """The query's own row, and the last ``summary`` keys of each row: causal (Child et al. 2019, 'fixed' for images).
+    """A query sees its row and the last ``summary`` keys of earlier rows (Child et al. 2019, 'fixed' for images).
 
     ``k <= q and (q // row == k // row or k % row >= row - summary)``, as `sparse_transformer_fixed` with
     the length of a row as stride; q and k count from offset.
 
     Args:
-      shape: lengths of the axes: height, width, and maybe the bytes of a pixel, which belong to the row.
+      shape: lengths of the axes: height, width and, if any, the bytes of a pixel, which belong to the row.
       summary: summary tokens at the end of each row, at most all; 8, 16 or 32 in the paper.
       offset: tokens before the grid; None for a sequence that is the grid alone.
 
@@ -243,8 +247,7 @@ def spatial_temporal(
     ``abs(q - k) < reach``. In spatial heads, the even ones, q and k count tokens frame by frame; in temporal heads they
     count place by place, ``x * frames + f`` for place x of frame f. The reach is ``multiplier * height * width``
     tokens, rounded down to a multiple of block. Sparse VideoGen picks one of the two masks for each input and head. In
-    some of
-    its models all queries see the first frame, too: ``mask | Prefix(height * width)``.
+    some of its models all queries also see the first frame: ``mask | Prefix(height * width)``.
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.
@@ -282,12 +285,12 @@ def spatial_temporal(
 
 
 def radial(shape: Shape, offset: NaturalOrNone = None) -> Mask:
-    """A window of places that halves as the distance in frames doubles (Radial Attention, Li et al. 2025).
+    """A query sees a window of places, half as wide at twice the distance in frames (Radial Attention, Li et al. 2025).
 
     ``(abs(x - y) + 1) * m <= s``, or ``x == y and d % ceil(m / s) == 0``, for a query at place x and the key at place y
     of a frame d frames away: s places are in a frame, m is the largest power of two up to ``max(d, 1)``. This is the
-    paper's mask; its code rounds it to blocks of 128 tokens. In some of its models all queries see the first frame,
-    too: ``mask | Prefix(height * width)``.
+    paper's mask; its code rounds it to blocks of 128 tokens. In some of its models all queries also see the first
+    frame: ``mask | Prefix(height * width)``.
 
     Args:
       shape: lengths of the axes: frames first, then those of a frame.

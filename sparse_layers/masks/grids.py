@@ -86,15 +86,15 @@ def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Grid(OnGrid):
-    """A mask on a grid: it allows a pair if on every axis the axis' mask allows the coordinates.
+    """A grid allows a pair if the mask of every axis allows the coordinates on it.
 
     Token ``offset + p`` has the row-major coordinates of p in ``shape``: the last axis runs fastest, as in
-    ``image.reshape(height * width, channels)``. Any mask may be that of an axis: windows, strides, blocks, causality,
-    with coordinates for positions. ``Grid(...) & Causal()`` is causal in raster order, ``|`` joins neighbourhoods.
+    ``image.reshape(height * width, channels)``. An axis may have any mask: windows, strides, blocks, causality. Its
+    positions are coordinates. ``Grid(...) & Causal()`` is causal in raster order; ``|`` joins neighbourhoods.
 
     Tokens off the grid attend to nothing and nothing attends to them. ``Grid(..., offset=n) | Global(n)`` adds a prompt
-    of n tokens that all see and that sees all. A sequence may end inside the grid. A longer sequence needs an offset
-    that says where the grid lies: 1 after a class token, 0 before padding.
+    of n tokens: all pixels see it, and it sees all pixels. A sequence may end inside the grid. A longer sequence needs
+    an offset that says where the grid lies: 1 after a class token, 0 before padding.
 
     Args:
       shape: lengths of the axes, the slowest first.
@@ -102,10 +102,10 @@ class Grid(OnGrid):
       offset: position of the grid's first token; None for 0 in a sequence that is the grid alone.
 
     Raises:
-      ValueError: shape has no axes, lengths that are no positive integers, or more tokens than a sequence can have;
+      ValueError: shape has no axes, lengths that are not positive integers, or more tokens than a sequence can have;
         axes has another number of masks, or a `Neighborhood` or `Array` of another length than its axis; or offset
-        is negative or no integer.
-      TypeError: shape is no sequence, or axes are no masks.
+        is negative or not an integer.
+      TypeError: shape is not a sequence, or axes are not masks.
 
     Example:
       >>> import sparse_layers as sl
@@ -175,7 +175,7 @@ def _check_covers(what: str, mask: Mask, length: int) -> None:
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class ColumnMajor(OnGrid):
-    """A mask on a grid whose tokens it counts column by column: its positions are ``column * rows + row``.
+    """A mask counts the tokens of a grid column by column: its positions are ``column * rows + row``.
 
     Token ``offset + p`` has the row-major coordinates of p, ``divmod(p, columns)``. With frames as rows and the places
     of a frame as columns, neighbours in this order are the same place in other frames, and then the next places.
@@ -187,9 +187,9 @@ class ColumnMajor(OnGrid):
       offset: position of the grid's first token, None as in `Grid`. Tokens off the grid are in no allowed pair.
 
     Raises:
-      ValueError: rows or columns is no positive integer, their product more than a sequence can have, offset is
-        negative or no integer, or mask is a `Neighborhood` or an `Array` of another length.
-      TypeError: mask is no mask.
+      ValueError: rows or columns is not a positive integer, their product exceeds the longest sequence, offset is
+        negative or not an integer, or mask is a `Neighborhood` or an `Array` of another length.
+      TypeError: mask is not a mask.
 
     Example:
       >>> import sparse_layers as sl
@@ -240,7 +240,7 @@ class ColumnMajor(OnGrid):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Radial(OnGrid):
-    """The mask of Radial Attention: a window of places that halves as the distance in frames doubles.
+    """A query sees a window of places that halves as the distance in frames doubles (Radial Attention).
 
     A query at place x sees the key at place y of a frame d frames away if ``(abs(x - y) + 1) * m <= places``: m is the
     largest power of two up to ``max(d, 1)``. It also sees ``x == y`` where ``d % ceil(m / places) == 0``, which holds
@@ -253,8 +253,8 @@ class Radial(OnGrid):
         pair.
 
     Raises:
-      ValueError: frames or places is no positive integer, their product more than a sequence can have, or offset is
-        negative or no integer.
+      ValueError: frames or places is not a positive integer, their product exceeds the longest sequence, or offset is
+        negative or not an integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -331,13 +331,13 @@ def _boxes(first: Any, last: Any, shape: tuple[int, ...]) -> Iterator[tuple[Any,
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Neighborhood(Mask):
-    """The ``kernel`` keys nearest to the query on an axis of ``length``: near an edge the window slides inward.
+    """A query sees the ``kernel`` nearest keys on an axis of ``length``: near an edge the window slides inward.
 
     The query at i on an axis of n sees ``start <= k < start + kernel`` with ``start = clip(i - kernel // 2, 0, n -
     kernel)``: exactly ``kernel`` keys. With a dilation, that holds among the positions of one ``position % dilation``.
     On a causal axis a query sees the last ``kernel`` keys up to itself, and fewer at the beginning. An even kernel has
     one key more before the query than after it. Positions beyond the axis attend to nothing and nothing attends to
-    them. Its usual place is an axis of a `Grid`, of the same length. The definition is that of NATTEN (Hassani et al.
+    them. It is usually an axis of a `Grid`, with the same length. The definition is that of NATTEN (Hassani et al.
     2023, "Neighborhood Attention Transformer"; 2024, "Faster Neighborhood Attention").
 
     Args:
@@ -347,7 +347,7 @@ class Neighborhood(Mask):
       causal: True if keys after the query are hidden.
 
     Raises:
-      ValueError: a number is no positive integer, kernel * dilation > length, or causal is no bool.
+      ValueError: a number is not a positive integer, kernel * dilation > length, or causal is not a bool.
 
     Example:
       >>> import sparse_layers as sl

@@ -69,7 +69,7 @@ def presets() -> dict[str, str]:
     Example:
       >>> import sparse_layers as sl
       >>> sl.presets()["chunked"]
-      'Causal attention within chunks of chunk tokens (Llama 4).'
+      'A query sees the earlier keys of its own chunk of chunk tokens (Llama 4).'
     """
     lines = {name: (make.__doc__ or "").partition("\n")[0] for name, make in sorted(_PRESETS.items())}
     return {name: line.replace("``", "") for name, line in lines.items()}
@@ -134,7 +134,7 @@ def _preset_function(what: str, name: str) -> Callable[..., Mask | tuple[Mask, .
 
 
 def causal() -> Mask:
-    """Every key up to the query: no sparsity.
+    """A query sees every key up to itself: no sparsity.
 
     ``k <= q``.
 
@@ -150,7 +150,7 @@ def causal() -> Mask:
 
 
 def all_() -> Mask:
-    """Every key up to the query: OpenAI's name for causal (openai/sparse_attention).
+    """A query sees every key up to itself: OpenAI's name for causal (openai/sparse_attention).
 
     ``k <= q``.
 
@@ -166,7 +166,7 @@ def all_() -> Mask:
 
 
 def local(local_attn_ctx: Positive = 128) -> Mask:
-    """The last ``local_attn_ctx`` keys: one of two masks that the Sparse Transformer combines.
+    """A query sees the last ``local_attn_ctx`` keys: one of two masks that the Sparse Transformer combines.
 
     ``k <= q and q - k < local_attn_ctx``: OpenAI's mode (openai/sparse_attention), A1 of Child et al. 2019. The other
     mask is `strided`; `sparse_transformer_strided` is both, merged.
@@ -188,7 +188,7 @@ def local(local_attn_ctx: Positive = 128) -> Mask:
 
 
 def strided(local_attn_ctx: Positive = 128) -> Mask:
-    """Every ``local_attn_ctx``-th key back, no neighbour: one of two masks that the Sparse Transformer combines.
+    """A query sees every ``local_attn_ctx``-th key back: one of two masks that the Sparse Transformer combines.
 
     ``k <= q and (q - k) % local_attn_ctx == 0``: OpenAI's mode (openai/sparse_attention), A2 of Child et al. 2019. The
     other mask is `local`; `sparse_transformer_strided` is both, merged.
@@ -212,7 +212,7 @@ def strided(local_attn_ctx: Positive = 128) -> Mask:
 def fixed(
     local_attn_ctx: Positive = 128, num_verts: Positive = 4, vertsize: Positive = 1, blocksize: Positive = 32
 ) -> Mask | tuple[Mask, ...]:
-    """The query's own group, and summary blocks of every group that differ by head (openai/sparse_attention).
+    """A query sees its own group, and summary blocks of all groups, which differ by head (openai/sparse_attention).
 
     ``k <= q and (q // local_attn_ctx == k // local_attn_ctx or k // blocksize % s in summary(h))``, where
     ``s = local_attn_ctx // blocksize`` and summary(h) is row ``h % num_verts`` of [s - 1, s - 2, ..., 0] reshaped to
@@ -266,7 +266,7 @@ def fixed(
 
 
 def sparse_transformer_strided(stride: Positive = 128) -> Mask:
-    """The last keys and every ``stride``-th one: strided attention, both masks merged (Child et al. 2019, equation 7).
+    """A query sees the last keys and every ``stride``-th one: both masks merged (Child et al. 2019, equation 7).
 
     ``k <= q and (q - k <= stride or (q - k) % stride == 0)``.
 
@@ -287,7 +287,7 @@ def sparse_transformer_strided(stride: Positive = 128) -> Mask:
 
 
 def sparse_transformer_fixed(stride: Positive = 128, summary: Positive = 32) -> Mask:
-    """The query's own group and each group's last ``summary`` keys, merged (Child et al. 2019, 'fixed').
+    """A query sees its own group and the last ``summary`` keys of all groups (Child et al. 2019, 'fixed').
 
     ``k <= q and (q // stride == k // stride or k % stride >= stride - summary)``.
 
@@ -314,7 +314,7 @@ def sparse_transformer_fixed(stride: Positive = 128, summary: Positive = 32) -> 
 
 
 def sliding_window(window: Positive = 1024) -> Mask:
-    """The last ``window`` keys, the query included (Mistral, Gemma).
+    """A query sees the last ``window`` keys, itself included (Mistral, Gemma).
 
     ``k <= q and q - k < window``.
 
@@ -333,7 +333,7 @@ def sliding_window(window: Positive = 1024) -> Mask:
 
 
 def chunked(chunk: Positive = 8192) -> Mask:
-    """Causal attention within chunks of ``chunk`` tokens (Llama 4).
+    """A query sees the earlier keys of its own chunk of ``chunk`` tokens (Llama 4).
 
     ``k <= q and q // chunk == k // chunk``.
 
@@ -352,7 +352,7 @@ def chunked(chunk: Positive = 8192) -> Mask:
 
 
 def dilated(window: Positive = 256, dilation: Positive = 4) -> Mask:
-    """``window`` keys, the query included, ``dilation`` tokens apart (Longformer, LongNet).
+    """A query sees ``window`` keys, itself included, ``dilation`` tokens apart (Longformer, LongNet).
 
     ``k <= q and (q - k) % dilation == 0 and q - k < window * dilation``.
 
@@ -374,7 +374,7 @@ def dilated(window: Positive = 256, dilation: Positive = 4) -> Mask:
 
 
 def longformer(window: Positive = 512, global_tokens: Natural = 64, causal: bool = True) -> Mask:
-    """A sliding window, and global tokens that all see, and that see all if not causal (Beltagy et al. 2020).
+    """A query sees a window and global tokens, which see all keys unless causal (Beltagy et al. 2020).
 
     Causal: ``k <= q and (q - k < window or k < global_tokens or q < global_tokens)``. Bidirectional: ``abs(q - k) <=
     window // 2 or k < global_tokens or q < global_tokens``, as in the paper, where half the window lies on each side.
@@ -408,7 +408,7 @@ def bigbird(
     causal: bool = True,
     seq_len: Annotated[int, 0, LONGEST] = 0,
 ) -> Mask:
-    """Window, global and random blocks (Zaheer et al. 2020).
+    """A query sees a window, global blocks and random blocks (Zaheer et al. 2020).
 
     With a = q // block and b = k // block: ``abs(a - b) <= window_blocks // 2``, or ``a < global_blocks``, or ``b <
     global_blocks``, or b is one of the random_blocks that row a draws from the blocks before it (bidirectional: or a
@@ -416,7 +416,7 @@ def bigbird(
 
     Hugging Face's global blocks are the first and the last ones, and its random blocks lie before and after the row.
     That needs a length: ``"bigbird:causal=false,seq_len=4096"``. Then ``global_blocks // 2`` of the global blocks are
-    the last ones of ``n = seq_len // block``. Bidirectional, row a draws from all n blocks, and no row for another.
+    the last ones of ``n = seq_len // block``. Bidirectional, row a draws from all n blocks, for itself only.
     (Draws that fall on the window or on a global block add nothing; Hugging Face's draws avoid these.)
 
     Args:
@@ -468,7 +468,7 @@ def bigbird(
 
 
 def streaming(window: Positive = 1024, sinks: Natural = 4) -> Mask:
-    """The last ``window`` keys, the query included, and the first ``sinks`` keys (StreamingLLM, Xiao et al. 2023).
+    """A query sees the last ``window`` and the first ``sinks`` keys (StreamingLLM, Xiao et al. 2023).
 
     ``k <= q and (q - k < window or k < sinks)``.
 
@@ -489,7 +489,7 @@ def streaming(window: Positive = 1024, sinks: Natural = 4) -> Mask:
 
 
 def logsparse() -> Mask:
-    """The query and the keys at distances 1, 2, 4, 8, ... before it (Li et al. 2019).
+    """A query sees itself and the keys at distances 1, 2, 4, 8, ... before it (Li et al. 2019).
 
     ``q - k`` is 0 or a power of two.
 
@@ -507,7 +507,7 @@ def logsparse() -> Mask:
 
 
 def prefix_lm(prefix: Natural = 128) -> Mask:
-    """Causal attention, except that all see the first ``prefix`` keys (T5, GLM).
+    """A query sees every key up to itself, and the first ``prefix`` keys (T5, GLM).
 
     ``k <= q or k < prefix``.
 
@@ -526,7 +526,7 @@ def prefix_lm(prefix: Natural = 128) -> Mask:
 
 
 def bidirectional() -> Mask:
-    """Every key, before and after the query: no sparsity and no causality.
+    """A query sees every key, before and after it: no sparsity and no causality.
 
     Always true.
 

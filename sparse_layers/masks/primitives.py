@@ -91,17 +91,17 @@ class Causal(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Compressed(Mask):
-    """``k * stride + size <= q + 1``: key k stands for ``size`` tokens from token ``k * stride`` on, all of the past.
+    """``k * stride + size <= q + 1``: a query sees the compressed keys whose tokens all lie in its past.
 
-    For T queries and the ``(T - size) // stride + 1`` keys that windows of them are compressed to. The first
-    ``size - 1`` queries see nothing.
+    Key k stands for ``size`` tokens from token ``k * stride`` on. T queries have ``(T - size) // stride + 1`` such
+    keys. The first ``size - 1`` queries see nothing.
 
     Args:
       size: tokens in a window.
       stride: tokens between the beginnings of two windows.
 
     Raises:
-      ValueError: a number that is no integer from 1 to 2**30.
+      ValueError: a number is not an integer from 1 to 2**30.
 
     Example:
       >>> import sparse_layers as sl
@@ -140,7 +140,7 @@ class Compressed(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """``q - left <= k <= q + right``: inclusive reach to each side; the query itself always counts.
+    """``q - left <= k <= q + right``: a query sees ``left`` keys before it, itself and ``right`` keys after it.
 
     The convention is that of ``jax.nn.dot_product_attention(local_window_size=(left, right))``. A window of w keys, as
     Mistral and Gemma count them, is ``Window(w - 1)``.
@@ -150,7 +150,7 @@ class Window(Mask):
       right: number of keys after the query that it sees; None for all.
 
     Raises:
-      ValueError: left or right is negative or no integer.
+      ValueError: left or right is negative or not an integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -187,7 +187,7 @@ class Window(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Strided(Mask):
-    """``(q - k) % stride == 0``: every stride-th key, in both directions (Child et al. 2019, A2 of 'strided').
+    """``(q - k) % stride == 0``: a query sees every stride-th key on both sides (Child et al. 2019, A2 of 'strided').
 
     Args:
       stride: distance of the keys in tokens.
@@ -224,7 +224,7 @@ class Strided(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class BlockDiagonal(Mask):
-    """``q // size == k // size``: attention within groups of ``size`` neighbours.
+    """``q // size == k // size``: a query sees the keys of its own group of ``size`` tokens.
 
     Args:
       size: tokens in a group.
@@ -260,7 +260,7 @@ class BlockDiagonal(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Columns(Mask):
-    """``start <= k % period < stop``: the same summary keys of every period, seen by all (Child et al. 2019, 'fixed').
+    """``start <= k % period < stop``: all queries see the summary keys of all periods (Child et al. 2019, 'fixed').
 
     Args:
       period: tokens in a period.
@@ -320,13 +320,13 @@ class Columns(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Prefix(Mask):
-    """``k < size``: all see the first ``size`` keys (prefix LM, attention-sink tokens, global columns).
+    """``k < size``: all queries see the first ``size`` keys (prefix LM, attention-sink tokens, global columns).
 
     Args:
       size: number of keys, >= 0.
 
     Raises:
-      ValueError: size is negative or no integer.
+      ValueError: size is negative or not an integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -352,13 +352,13 @@ class Prefix(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class Global(Mask):
-    """``k < size or q < size``: the first ``size`` tokens see all and are seen by all (Longformer, BigBird).
+    """``k < size or q < size``: the first ``size`` tokens see all keys, and all queries see them (Longformer, BigBird).
 
     Args:
       size: number of global tokens, >= 0.
 
     Raises:
-      ValueError: size is negative or no integer.
+      ValueError: size is negative or not an integer.
 
     Example:
       >>> import sparse_layers as sl
@@ -384,7 +384,7 @@ class Global(Mask):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class LogSparse(Mask):
-    """``q - k`` is 0 or a power of two (Li et al. 2019): causal, log2(T) + 1 keys a query.
+    """``q - k`` is 0 or a power of two: a query sees itself and about log2(T) earlier keys (Li et al. 2019).
 
     Example:
       >>> import sparse_layers as sl
@@ -425,7 +425,8 @@ class Random(Mask):
       size: draw from ``[0, size)`` in every row, before and after the query, instead of from ``[0, q)``.
 
     Raises:
-      ValueError: count or size is not a positive integer or too large (2**15, 2**31 - 2), or seed no integer.
+      ValueError: count or size is not a positive integer or too large (2**15, 2**31 - 2), or seed is not an
+        integer.
 
     Example:
       >>> import sparse_layers as sl

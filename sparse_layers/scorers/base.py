@@ -30,7 +30,7 @@ _SCORE_BYTES = 1 << 28
 
 @dataclasses.dataclass(frozen=True)
 class Scorer(abc.ABC):
-    """A rule that selects key blocks for each query: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
+    """A scorer selects key blocks for each query: ``selection=`` of `SparseSelfAttention`, or its ``pattern=``.
 
     A scorer is a value: equal settings are equal scorers. A method is a subclass that pools the keys of a window to one
     (`pooled`) and scores these (`scores`). A subclass with a name, ``class MoBA(Scorer, name="moba")``, is also a
@@ -239,8 +239,8 @@ class Scorer(abc.ABC):
           A `Selection` of ids [B, T, N or K, count], or [B, T', ...].
 
         Raises:
-          ValueError: shapes, dtypes, heads, lengths or ids do not fit, or scale is no finite number.
-          TypeError: query or key is no array, or an argument is unknown.
+          ValueError: shapes, dtypes, heads, lengths or ids do not fit, or scale is not a finite number.
+          TypeError: query or key is not an array, or an argument is unknown.
 
         Example:
           >>> import jax, sparse_layers as sl

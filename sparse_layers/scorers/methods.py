@@ -189,10 +189,11 @@ class InfLLM(_Windowed, name="infllm"):
 @strict_kwargs
 @dataclasses.dataclass(frozen=True)
 class NSA(_Windowed, name="nsa"):
-    """Native sparse attention: the scorer and the sizes of `NativeSparseAttention`, as its pattern.
+    """Native sparse attention: the query heads of a key head select blocks by the weights of compressed keys.
 
-    That layer compresses keys to c[w], one for each window ``16 w .. 16 w + 31``. Each query head h of a key head
-    attends to windows in its past, ``p[h] = softmax(scale * q[h, t] . c)``. The score of block j of 64 keys is
+    It is the pattern of `NativeSparseAttention`, with all its sizes. That layer compresses keys to c[w], one for each
+    window ``16 w .. 16 w + 31``. Each query head h of a key head attends to windows in its past,
+    ``p[h] = softmax(scale * q[h, t] . c)``. The score of block j of 64 keys is
     ``sum(p[h, 4 j + m - n] for h, m in 0..3, n in 0..1)``: for each 16 keys in the block, the weights of the windows
     that hold them. So a window counts by its overlap with the block. (The paper's equation 9 counts blocks and windows
     from 1, hence its ``- m``.) The first block and two local ones are always selected.
