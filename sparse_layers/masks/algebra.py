@@ -524,9 +524,7 @@ def shifted(mask: Mask, by: int) -> Mask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Array(Mask):
-    """A bool array [q_len, kv_len] says which pairs are allowed. No pair outside of it is.
-
-    Arrays with equal contents are equal masks.
+    """A bool array [q_len, kv_len] allows pairs, none outside of it. Equal contents make equal masks.
 
     Args:
       array: bool, 2-dimensional.
