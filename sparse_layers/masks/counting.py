@@ -15,17 +15,11 @@ _POINTS = 1 << 24  # pairs that an estimate evaluates
 
 
 class Count(NamedTuple):
-    """The result of `count`.
+    """The result of `count`."""
 
-    Attributes:
-      pairs: number of allowed (query, key) pairs.
-      causal: True if no evaluated pair with key > query is allowed.
-      looked_at: number of random pairs that ``pairs`` was estimated from; None if it is exact.
-    """
-
-    pairs: int
-    causal: bool
-    looked_at: int | None
+    pairs: int  # number of allowed (query, key) pairs
+    causal: bool  # True if no evaluated pair with key > query is allowed
+    looked_at: int | None  # number of random pairs that ``pairs`` was estimated from; None if it is exact
 
 
 @bounded_cache()

@@ -22,15 +22,10 @@ from .sharding import SequenceShards, Shard
 
 
 class QueryHome(NamedTuple):
-    """The device where queries live, for a call that another device may compute.
+    """The device where queries live, for a call that another device may compute."""
 
-    Attributes:
-      exchange: of the call's chunk of queries.
-      axes: mesh axes that the sequence is sharded over.
-    """
-
-    exchange: Exchange
-    axes: tuple[str, ...]
+    exchange: Exchange  # of the call's chunk of queries
+    axes: tuple[str, ...]  # mesh axes that the sequence is sharded over
 
     def send(self, x: jax.Array) -> jax.Array:
         """Sends the chunk's rows of an array of all local queries to the device that computes them."""

@@ -37,19 +37,12 @@ _SPLIT = "b", "n", "k", "v"
 
 @dataclasses.dataclass(frozen=True)
 class SequenceShards:
-    """A sequence over several devices, with context parallelism.
+    """A sequence over several devices, with context parallelism."""
 
-    Attributes:
-      axes: the mesh axes of these devices; their order is that of the tokens.
-      devices: their number.
-      length: tokens that are computed, as many on each device. The arrays may be shorter: they are padded.
-      shards_keys: True if keys are sharded as queries are; False if each device has all keys.
-    """
-
-    axes: tuple[str, ...]
-    devices: int
-    length: int
-    shards_keys: bool
+    axes: tuple[str, ...]  # the mesh axes of these devices; their order is that of the tokens
+    devices: int  # their number
+    length: int  # tokens that are computed, as many on each device. The arrays may be shorter: they are padded.
+    shards_keys: bool  # True if keys are sharded as queries are; False if each device has all keys
 
     @property
     def first_token(self) -> jax.Array:
@@ -63,24 +56,16 @@ class SequenceShards:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The heads and tokens of one device.
+    """The heads and tokens of one device."""
 
-    Attributes:
-      heads: the number of query heads on all devices together.
-      kv_heads: the number of key heads on all devices together. A device holds those of its query heads only if
-        ``shards`` divides it, else all of them.
-      shards: the number of devices that the query heads are split over.
-      axes: the mesh axes of these devices; the index along them is the number of the shard.
-      kv_head_axes: names of the operands with key heads, each with the axis of these.
-      sequence: how the sequence is sharded; None if each device has all of it.
-    """
-
-    heads: int
+    heads: int  # the number of query heads on all devices together
+    # The number of key heads on all devices together. A device holds those of its query heads only if ``shards``
+    # divides it, else all of them.
     kv_heads: int
-    shards: int = 1
-    axes: tuple[str, ...] = ()
-    kv_head_axes: tuple[tuple[str, int], ...] = ()
-    sequence: SequenceShards | None = None
+    shards: int = 1  # the number of devices that the query heads are split over
+    axes: tuple[str, ...] = ()  # the mesh axes of these devices; the index along them is the number of the shard
+    kv_head_axes: tuple[tuple[str, int], ...] = ()  # names of the operands with key heads, each with the axis of these
+    sequence: SequenceShards | None = None  # how the sequence is sharded; None if each device has all of it
 
     @staticmethod
     def of(
@@ -397,16 +382,11 @@ def _on_tpu(mesh: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _PartitionedBackend:
-    """A backend's forward or backward, and how it is split.
+    """A backend's forward or backward, and how it is split."""
 
-    Attributes:
-      function: the backend's.
-      call: the static part of the call.
-      maps: for each `jax.vmap` around it, from the inside out, which of the arguments have an axis for it; it is first.
-    """
-
-    function: Callable[..., Any]
-    call: Call
+    function: Callable[..., Any]  # the backend's
+    call: Call  # the static part of the call
+    # For each `jax.vmap` around it, from the inside out, which of the arguments have an axis for it; it is first.
     maps: tuple[Any, ...]
 
     def mappable(self, *args: Any) -> Any:

@@ -26,24 +26,19 @@ ASSUMED_HEADS = 32
 
 
 class TracedCall(NamedTuple):
-    """The implementation of a call, and its launches.
+    """The implementation of a call, and its launches."""
 
-    Attributes:
-      implementation: one of `implementations`.
-      reasons: for each implementation that is preferred to it, why that one does not serve the call; {} if the call
-        names its implementation.
-      forward: the launches of the forward pass in their order; () for implementations that launch no kernels of ours.
-      backward: those of the backward pass.
-      notes: sentences about the launches: why some are not the implementation's own, and which ones are not listed.
-      error: the message of the NotImplementedError that the call raises, if it names an implementation that cannot
-        serve it; else None.
-    """
-
-    implementation: str
+    implementation: str  # one of `implementations`
+    # For each implementation that is preferred to it, why that one does not serve the call; {} if the call names its
+    # implementation.
     reasons: dict[str, str]
+    # The launches of the forward pass in their order; () for implementations that launch no kernels of ours.
     forward: tuple[bridge.RecordedLaunch, ...]
-    backward: tuple[bridge.RecordedLaunch, ...]
+    backward: tuple[bridge.RecordedLaunch, ...]  # those of the backward pass
+    # Sentences about the launches: why some are not the implementation's own, and which ones are not listed.
     notes: tuple[str, ...]
+    # The message of the NotImplementedError that the call raises, if it names an implementation that cannot serve it;
+    # else None.
     error: str | None = None
 
     def __str__(self) -> str:

@@ -208,25 +208,15 @@ def _verdict(name: str, why: str | None, is_default: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One call whose values and gradients are compared with what is right.
+    """One call whose values and gradients are compared with what is right."""
 
-    Attributes:
-      name: what it shows.
-      mask: the pattern.
-      length: tokens; no multiple of any block size.
-      dtype: of query, key, value and out.
-      documents: whether there are segment ids: three documents, then padding.
-      block: block size of queries and keys; None leaves it to the library.
-      steps: of decoding, which add the last tokens; then out alone is compared, of these.
-    """
-
-    name: str
-    mask: Mask
-    length: int
-    dtype: str
-    documents: bool = False
-    block: int | None = None
-    steps: int = 0
+    name: str  # what it shows
+    mask: Mask  # the pattern
+    length: int  # tokens; no multiple of any block size
+    dtype: str  # of query, key, value and out
+    documents: bool = False  # whether there are segment ids: three documents, then padding
+    block: int | None = None  # block size of queries and keys; None leaves it to the library
+    steps: int = 0  # of decoding, which add the last tokens; then out alone is compared, of these
 
     def __str__(self):
         return f"{self.name}, T = {self.length}, {self.dtype}"
@@ -269,22 +259,14 @@ PROBES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-      implementation: which was checked.
-      check: on what.
-      shares: for each of `ANSWERS`, its largest error as a share of its budget: at most 1 is right. Empty if the call
-        raised.
-      seconds: time of compiling and running it.
-      error: what was raised, or None.
-    """
-
-    implementation: str
-    check: Check
+    implementation: str  # which was checked
+    check: Check  # on what
+    # For each of `ANSWERS`, its largest error as a share of its budget: at most 1 is right. Empty if the call raised.
     shares: dict[str, float]
-    seconds: float
-    error: str | None = None
+    seconds: float  # time of compiling and running it
+    error: str | None = None  # what was raised, or None
 
     @property
     def passed(self) -> bool:

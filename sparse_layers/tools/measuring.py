@@ -24,19 +24,12 @@ GAIN = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class TunedCall:
-    """The call of the op that is tuned, without its parameters.
+    """The call of the op that is tuned, without its parameters."""
 
-    Attributes:
-      options: arguments that are no arrays.
-      arrays: arguments without gradients: segment ids and a run-time mask.
-      shapes: of the arguments with gradients: query, key, value and perhaps sinks.
-      gradients: True if the backward is tuned, too.
-    """
-
-    options: dict[str, Any]
-    arrays: dict[str, Any]
-    shapes: dict[str, jax.ShapeDtypeStruct]
-    gradients: bool
+    options: dict[str, Any]  # arguments that are no arrays
+    arrays: dict[str, Any]  # arguments without gradients: segment ids and a run-time mask
+    shapes: dict[str, jax.ShapeDtypeStruct]  # of the arguments with gradients: query, key, value and perhaps sinks
+    gradients: bool  # True if the backward is tuned, too
 
     def compiled(self, fwd_params: FwdParams, bwd_params: BwdParams, **options: Any) -> tuple[Callable, Callable]:
         """Returns the functions for out and for the gradients, which compile at their first call."""

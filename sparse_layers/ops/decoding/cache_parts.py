@@ -42,37 +42,24 @@ _BLOCK, _BLOCKS, _CELLS = 16, 1 << 20, 1 << 26
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PageTable:
-    """The pages that each position reads, where it does not read them all.
+    """The pages that each position reads, where it does not read them all."""
 
-    Attributes:
-      q_block: positions that share a row of the table.
-      pages: int32 [rows, width], pages in row space; -1 fills up.
-      states: int8 [rows, width], `PARTIAL` where a tile has the allowed pairs, `FULL` where all are; None if the mask
-        is computed from positions.
-      tile_ids: int32 [rows, width], index into `tiles`; None if no block is partial.
-      tiles: bool [n, q_block, page size], or None.
-    """
-
-    q_block: int
-    pages: np.ndarray
+    q_block: int  # positions that share a row of the table
+    pages: np.ndarray  # int32 [rows, width], pages in row space; -1 fills up
+    # int8 [rows, width], `PARTIAL` where a tile has the allowed pairs, `FULL` where all are; None if the mask is
+    # computed from positions.
     states: np.ndarray | None = None
-    tile_ids: np.ndarray | None = None
-    tiles: np.ndarray | None = None
+    tile_ids: np.ndarray | None = None  # int32 [rows, width], index into `tiles`; None if no block is partial
+    tiles: np.ndarray | None = None  # bool [n, q_block, page size], or None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachePart:
-    """One part of a mask, disjoint from the others, and the store of its keys.
+    """One part of a mask, disjoint from the others, and the store of its keys."""
 
-    Attributes:
-      mask: the part, on tokens.
-      store: that keeps its keys.
-      page_table: the pages to read; None for the ring of the query's residue class, or for all rows.
-    """
-
-    mask: Mask
+    mask: Mask  # the part, on tokens
     store: KeyStore
-    page_table: PageTable | None
+    page_table: PageTable | None  # the pages to read; None for the ring of the query's residue class, or for all rows
 
     @property
     def num_reads(self) -> int:

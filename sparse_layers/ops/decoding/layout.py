@@ -21,16 +21,10 @@ LogitOptions = tuple[float, float | None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaskHeads:
-    """The query heads of one mask, with its parts.
+    """The query heads of one mask, with its parts."""
 
-    Attributes:
-      q_heads: query heads; those of one key head are neighbours, and equally many for each.
-      kv_heads: their key heads; once for each query head where they are not equally many.
-      cache_parts: of the mask.
-    """
-
-    q_heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
+    q_heads: tuple[int, ...]  # query heads; those of one key head are neighbours, and equally many for each
+    kv_heads: tuple[int, ...]  # their key heads; once for each query head where they are not equally many
     cache_parts: tuple[CachePart, ...]
 
 

@@ -42,27 +42,17 @@ def join_heads(by_group: Sequence[jax.Array]) -> jax.Array:
 
 
 class PassBlocks(NamedTuple):
-    """The blocks that one pass computes for a head group.
+    """The blocks that one pass computes for a head group."""
 
-    Attributes:
-      q_order: token of each query row.
-      kv_order: token of each key row.
-      shape: (bq, bkv), rows of a block.
-      pairs: [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow.
-      rule: computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
-      tiles: bool [tiles, bq, bkv], the partial blocks of the mask; or None.
-      granularity: queries of a block that select together; 1 without a selection.
-      segments: segment ids of queries and of keys, as in `Operands`, or None.
-    """
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    shape: tuple[int, int]
-    pairs: BlockPairs
+    q_order: RowOrder  # token of each query row
+    kv_order: RowOrder  # token of each key row
+    shape: tuple[int, int]  # (bq, bkv), rows of a block
+    pairs: BlockPairs  # [LB, LH, n], the pairs of blocks that the mask, a selection and segment ids allow
+    # Computes a partial block of the mask from row indices; None if ``tiles`` hold them or no block is partial.
     rule: Reordered | None
-    tiles: jax.Array | np.ndarray | None
-    granularity: int
-    segments: tuple[jax.Array, jax.Array] | None
+    tiles: jax.Array | np.ndarray | None  # bool [tiles, bq, bkv], the partial blocks of the mask; or None
+    granularity: int  # queries of a block that select together; 1 without a selection
+    segments: tuple[jax.Array, jax.Array] | None  # segment ids of queries and of keys, as in `Operands`, or None
 
 
 def blocks_of_pass(

@@ -14,15 +14,10 @@ from ...masks.lengths import check_lengths
 
 @dataclasses.dataclass(frozen=True)
 class HeadMasks:
-    """Masks bound to heads and lengths by `bind`, as `process_mask` compiles them.
+    """Masks bound to heads and lengths by `bind`, as `process_mask` compiles them."""
 
-    Attributes:
-      masks: head h uses entry h % len(masks).
-      shape: (H, Q, K).
-    """
-
-    masks: tuple[Mask, ...]
-    shape: tuple[int, int, int]
+    masks: tuple[Mask, ...]  # head h uses entry h % len(masks)
+    shape: tuple[int, int, int]  # (H, Q, K)
 
     def __getitem__(self, index: tuple[int, slice, slice]) -> np.ndarray:
         """Returns the bool array [q, k] of one head, a slice of queries and a slice of keys."""

@@ -30,19 +30,11 @@ _PART = 16  # side, in elements, of the rectangles within a block that are tried
 
 
 class BlockGrid(NamedTuple):
-    """The non-empty cells of a block grid, row by row, each row from left to right. Arrays are read-only.
+    """The non-empty cells of a block grid, row by row, each row from left to right. Arrays are read-only."""
 
-    Attributes:
-      rows: int32 [n], block index along the queries.
-      columns: int32 [n], block index along the keys.
-      states: int8 [n], 1 (PARTIAL: some pairs are allowed) or 2 (FULL: all are).
-      num_rows: number of query blocks.
-      num_columns: number of key blocks.
-    """
-
-    rows: np.ndarray
-    columns: np.ndarray
-    states: np.ndarray
+    rows: np.ndarray  # int32 [n], block index along the queries
+    columns: np.ndarray  # int32 [n], block index along the keys
+    states: np.ndarray  # int8 [n], 1 (PARTIAL: some pairs are allowed) or 2 (FULL: all are)
     num_rows: int
     num_columns: int
 

@@ -34,14 +34,10 @@ ZIGZAG_ROWS = 7000
 
 
 class MaskPart(NamedTuple):
-    """A part of the masks, and its exchange.
+    """A part of the masks, and its exchange."""
 
-    Attributes:
-      exchange: how keys come to the queries of the part.
-      masks: for each of the masks that heads take in turn, the part of it that takes this exchange; `Empty` if none.
-    """
-
-    exchange: Exchange
+    exchange: Exchange  # how keys come to the queries of the part
+    # For each of the masks that heads take in turn, the part of it that takes this exchange; `Empty` if none.
     masks: tuple[Mask, ...]
 
 

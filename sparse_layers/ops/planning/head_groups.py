@@ -9,17 +9,12 @@ from .plan import Pass
 
 @dataclasses.dataclass(frozen=True)
 class HeadGroup:
-    """The query heads first, first + step, first + 2 * step, ..., up to the last of all N.
+    """The query heads first, first + step, first + 2 * step, ..., up to the last of all N."""
 
-    Attributes:
-      first: the first of these heads.
-      step: from one of them to the next.
-      passes: for each pass of the chain, the `Pass` values that these heads take in turn: head i of the group takes
-        entry ``i % len``. They differ in their masks only. () if the blocks of the pass are known at run time only.
-    """
-
-    first: int
-    step: int
+    first: int  # the first of these heads
+    step: int  # from one of them to the next
+    # For each pass of the chain, the `Pass` values that these heads take in turn: head i of the group takes entry ``i %
+    # len``. They differ in their masks only. () if the blocks of the pass are known at run time only.
     passes: tuple[tuple[Pass, ...], ...]
 
     def select(self, x: Any, axis: int = 2) -> Any:

@@ -40,25 +40,15 @@ _MASKS, _SIDE, _LOOKS = 8, 48, 1 << 22
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """One block-sparse attention of a chain, in row orders of its own.
+    """One block-sparse attention of a chain, in row orders of its own."""
 
-    Attributes:
-      q_order: token of each query row.
-      kv_order: token of each key row.
-      mask: the pattern in row space, disjoint from the masks of earlier passes.
-      fwd_shape: (bq, bkv), block shape of the forward lists.
-      bwd_shape: (bq, bkv), block shape of the backward lists.
-      fwd_blocks: number of blocks that the forward pass computes.
-      bwd_blocks: number of blocks that the backward pass computes.
-    """
-
-    q_order: RowOrder
-    kv_order: RowOrder
-    mask: Reordered
-    fwd_shape: tuple[int, int]
-    bwd_shape: tuple[int, int]
-    fwd_blocks: int
-    bwd_blocks: int
+    q_order: RowOrder  # token of each query row
+    kv_order: RowOrder  # token of each key row
+    mask: Reordered  # the pattern in row space, disjoint from the masks of earlier passes
+    fwd_shape: tuple[int, int]  # (bq, bkv), block shape of the forward lists
+    bwd_shape: tuple[int, int]  # (bq, bkv), block shape of the backward lists
+    fwd_blocks: int  # number of blocks that the forward pass computes
+    bwd_blocks: int  # number of blocks that the backward pass computes
 
     @property
     def fwd(self) -> MaskInfo:
@@ -117,15 +107,10 @@ class Pass:
 
 
 class Candidate(NamedTuple):
-    """A chain that the planner weighed.
+    """A chain that the planner weighed."""
 
-    Attributes:
-      orders: the row orders of its passes, in words.
-      cost: estimated cost in (query, key) pairs.
-    """
-
-    orders: str
-    cost: int
+    orders: str  # the row orders of its passes, in words
+    cost: int  # estimated cost in (query, key) pairs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

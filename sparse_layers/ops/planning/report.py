@@ -9,17 +9,11 @@ from ...masks.pictures import svg
 
 
 class PassRow(NamedTuple):
-    """One pass in a table.
+    """One pass in a table."""
 
-    Attributes:
-      orders: its row orders, in words.
-      blocks: its number of blocks, in words.
-      cells: int8 [rows, columns], the block states that the picture shows.
-    """
-
-    orders: str
-    blocks: str
-    cells: np.ndarray
+    orders: str  # its row orders, in words
+    blocks: str  # its number of blocks, in words
+    cells: np.ndarray  # int8 [rows, columns], the block states that the picture shows
 
 
 class Section(NamedTuple):

@@ -23,15 +23,10 @@ _REQUIRED = {80: 81, 100: 86, 103: 88, 120: 87, 121: 88}
 
 
 class Assembler(NamedTuple):
-    """A ptxas.
-
-    Attributes:
-      path: the file.
-      cuda: the CUDA release that it belongs to: major, minor, patch.
-    """
+    """A ptxas."""
 
     path: str
-    cuda: tuple[int, int, int]
+    cuda: tuple[int, int, int]  # the CUDA release that it belongs to: major, minor, patch
 
     @property
     def ptx_version(self) -> int:

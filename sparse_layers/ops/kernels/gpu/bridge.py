@@ -45,19 +45,12 @@ TARGET = "triton_kernel_call_ffi"
 
 
 class TensorDescriptor(NamedTuple):
-    """An array that a kernel reads or writes in tiles, by a TMA descriptor; as Triton's class of this name.
+    """An array that a kernel reads or writes in tiles, by a TMA descriptor; as Triton's class of this name."""
 
-    Attributes:
-      array: the array, or the shape and dtype of an output.
-      shape: lengths of the axes.
-      strides: elements between neighbours on each axis.
-      block_shape: lengths of a tile.
-    """
-
-    array: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
+    array: Any  # the array, or the shape and dtype of an output
+    shape: tuple[int, ...]  # lengths of the axes
+    strides: tuple[int, ...]  # elements between neighbours on each axis
+    block_shape: tuple[int, ...]  # lengths of a tile
 
     @classmethod
     def of(cls, array: Any, block_shape: tuple[int, ...]) -> "TensorDescriptor":
@@ -66,41 +59,25 @@ class TensorDescriptor(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A kernel in PTX.
-
-    Attributes:
-      name: name of its entry.
-      ptx: the code.
-      num_warps: warps of a program, with those of all partitions.
-      shared: bytes of shared memory of a program.
-      scratch: bytes of global memory that each program needs besides, and their alignment; () for none.
-      descriptors: element type, swizzle and box of each TMA descriptor, as Triton chose them.
-    """
+    """A kernel in PTX."""
 
     name: str
     ptx: str
-    num_warps: int
-    shared: int
-    scratch: tuple[int, ...]
+    num_warps: int  # warps of a program, with those of all partitions
+    shared: int  # bytes of shared memory of a program
+    scratch: tuple[int, ...]  # bytes of global memory that each program needs besides, and their alignment; () for none
+    # Element type, swizzle and box of each TMA descriptor, as Triton chose them.
     descriptors: tuple[dict[str, Any], ...]
 
 
 class RecordedLaunch(NamedTuple):
-    """A launch of a kernel, as `record_launches` records it.
+    """A launch of a kernel, as `record_launches` records it."""
 
-    Attributes:
-      kernel: a `triton.jit` or `gluon.jit` function.
-      dtypes: names of the dtypes of its pointers and descriptors, in their order.
-      constants: its compile-time constants, by name.
-      options: the compiler's: num_warps, and num_stages of Triton's kernels.
-      condition: "if ..." where the program decides at run time whether to launch it; else None.
-    """
-
-    kernel: Any
-    dtypes: tuple[str, ...]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-    condition: str | None = None
+    kernel: Any  # a `triton.jit` or `gluon.jit` function
+    dtypes: tuple[str, ...]  # names of the dtypes of its pointers and descriptors, in their order
+    constants: Mapping[str, Any]  # its compile-time constants, by name
+    options: Mapping[str, Any]  # the compiler's: num_warps, and num_stages of Triton's kernels
+    condition: str | None = None  # "if ..." where the program decides at run time whether to launch it; else None
 
     @property
     def engine(self) -> str:

@@ -17,18 +17,12 @@ _SHARED_MEMORY_PER_BLOCK_OPTIN, _MULTIPROCESSOR_COUNT = 97, 16
 
 
 class Device(NamedTuple):
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-      capability: compute capability times 10, 90 for Hopper.
-      shared_memory: bytes of shared memory that one program can have.
-      multiprocessors: number of multiprocessors.
-      ptx_version: version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
-    """
-
-    capability: int
-    shared_memory: int
+    capability: int  # compute capability times 10, 90 for Hopper
+    shared_memory: int  # bytes of shared memory that one program can have
     multiprocessors: int
+    # Version times 10 of the PTX that kernels are written in; None for the newest that Triton writes.
     ptx_version: int | None = None
 
     @property

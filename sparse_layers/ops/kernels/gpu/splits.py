@@ -19,15 +19,11 @@ MAX_SPLITS = 256
 
 
 class Splits(NamedTuple):
-    """Splits of the work tiles of a launch.
+    """Splits of the work tiles of a launch."""
 
-    Attributes:
-      steps: int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps.
-      ranges: int32 [LB, work tiles, 2], of each work tile the first of its splits and their end; both are the same for
-        one that is not split.
-    """
-
-    steps: Any
+    steps: Any  # int32 [splits, LB, 3], of each split its work tile, its first step, and the end of its steps
+    # int32 [LB, work tiles, 2], of each work tile the first of its splits and their end; both are the same for one that
+    # is not split.
     ranges: Any
 
 

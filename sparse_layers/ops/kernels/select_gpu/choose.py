@@ -18,19 +18,12 @@ FEATURE_STEP = 16
 
 
 class SelectionRule(NamedTuple):
-    """The number of blocks to select, and the blocks that are always selected; see `Scorer`.
+    """The number of blocks to select, and the blocks that are always selected; see `Scorer`."""
 
-    Attributes:
-      block: keys in a block.
-      count: blocks to select, including the next two.
-      first: blocks at the beginning of the document that are always selected.
-      local: blocks up to the query's own that are always selected.
-    """
-
-    block: int
-    count: int
-    first: int
-    local: int
+    block: int  # keys in a block
+    count: int  # blocks to select, including the next two
+    first: int  # blocks at the beginning of the document that are always selected
+    local: int  # blocks up to the query's own that are always selected
 
 
 def unsupported(blocks: int, batch: int) -> str | None:

@@ -35,19 +35,12 @@ class Formula(enum.Enum):
 
 
 class ScoreSpec(NamedTuple):
-    """The formula of scores, and the sizes of blocks and windows; see `Scorer`.
+    """The formula of scores, and the sizes of blocks and windows; see `Scorer`."""
 
-    Attributes:
-      formula: the formula; None for one that no kernel computes.
-      block: keys in a block.
-      size: keys in a window.
-      stride: keys between the beginnings of two windows.
-    """
-
-    formula: Formula | None
-    block: int
-    size: int
-    stride: int
+    formula: Formula | None  # the formula; None for one that no kernel computes
+    block: int  # keys in a block
+    size: int  # keys in a window
+    stride: int  # keys between the beginnings of two windows
 
 
 def unsupported(spec: ScoreSpec, query: jax.Array, pooled: jax.Array, scale: float | None) -> str | None:

@@ -253,30 +253,20 @@ def _run_time_splits(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedLaunch:
-    """Tiles, lists and work tiles of a launch, for any kernel.
-
-    Attributes:
-      work: the pass, or two that are fused.
-      q, kv: tilings of query rows and of key rows.
-      major: the tiling of the side that programs hold, one of the two.
-      walked_lists: minor tiling and lists of the pass, then those of a fused second one.
-      settings: warps and pipeline stages; tile sizes are those of q and kv.
-      order: order of the work tiles, see `longest_first_order`; None for any.
-      splits: splits of long work tiles; None for none.
-      steps_before: steps of a work tile before those of each query head, see `dkv_kernel`.
-      work_tiles: number of work tiles of a batch entry.
-    """
+    """Tiles, lists and work tiles of a launch, for any kernel."""
 
     work: GroupPass
+    # Tilings of query rows and of key rows.
     q: RowTiling
     kv: RowTiling
-    major: RowTiling
+    major: RowTiling  # the tiling of the side that programs hold, one of the two
+    # Minor tiling and lists of the pass, then those of a fused second one.
     walked_lists: Sequence[tuple[RowTiling, PassLists]]
-    settings: Settings
-    order: Any
-    splits: Splits | None
-    steps_before: Any
-    work_tiles: int
+    settings: Settings  # warps and pipeline stages; tile sizes are those of q and kv
+    order: Any  # order of the work tiles, see `longest_first_order`; None for any
+    splits: Splits | None  # splits of long work tiles; None for none
+    steps_before: Any  # steps of a work tile before those of each query head, see `dkv_kernel`
+    work_tiles: int  # number of work tiles of a batch entry
 
     def output(self, shape: Sequence[int], rounded: bool = False) -> jax.ShapeDtypeStruct:
         """Returns an output with a batch axis, in the dtype of the query if ``rounded``, else in float32."""

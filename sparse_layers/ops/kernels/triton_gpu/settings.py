@@ -9,19 +9,12 @@ from ..gpu.splits import MAX_SPLITS
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Tile sizes and compiler options of one kernel.
+    """Tile sizes and compiler options of one kernel."""
 
-    Attributes:
-      major: rows of the tile that a program holds.
-      minor: rows of the tile that a step of its loop loads.
-      num_warps: warps of a program.
-      num_stages: depth of the software pipeline.
-    """
-
-    major: int
-    minor: int
+    major: int  # rows of the tile that a program holds
+    minor: int  # rows of the tile that a step of its loop loads
     num_warps: int
-    num_stages: int
+    num_stages: int  # depth of the software pipeline
 
 
 # By kernel, bytes of an element (float32 is multiplied without tensor cores), and largest head size: the settings for
