@@ -330,10 +330,6 @@ PRESETS = {
 def advice(kwargs: Mapping[str, Any], known: Collection[str]) -> str | None:
     """Returns the hint for one of some unknown arguments, None if no other library has them.
 
-    Args:
-      kwargs: keyword arguments that a function does not have.
-      known: names of the arguments that it has.
-
     Example:
       >>> advice({"n_heads": 8}, ("num_heads", "pattern"))
       "'n_heads', got 8: it is called num_heads= here"

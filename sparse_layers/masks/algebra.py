@@ -65,19 +65,7 @@ def check_masks(mask: "Mask", *names: str) -> None:
 
 
 def evaluate_rule(what: str, rule: Callable[..., Any], *arguments: Any) -> Any:
-    """Evaluates a mask's rule, often a user's, at positions and checks the answer.
-
-    Args:
-      what: the rule, for errors.
-      rule: takes ``arguments``, of which the last two are the positions q and k.
-
-    Returns:
-      Bools whose shape broadcasts to that of the positions.
-
-    Raises:
-      TypeError: the answer has another dtype or shape, or the rule cannot take arrays.
-      ValueError: the rule looks up a table that is too short.
-    """
+    """Evaluates a mask's rule, often a user's, and refuses what is not bools; the last ``arguments`` are q and k."""
     try:
         allowed = rule(*arguments)
     except (jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError) as error:

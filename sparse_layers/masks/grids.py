@@ -68,11 +68,7 @@ class OnGrid(Mask):
 
 
 def grid_shape(owner: str, shape: Any) -> tuple[int, ...]:
-    """Returns the lengths of a grid's axes, checked; ``owner`` names the caller in errors.
-
-    Raises:
-      ValueError, TypeError: see `Grid`.
-    """
+    """Returns the lengths of a grid's axes, checked; ``owner`` names the caller in errors."""
     if isinstance(shape, str | bytes) or not isinstance(shape, Sequence | np.ndarray) or not np.ndim(shape):
         raise TypeError(f"{owner}: shape must be a sequence of lengths, got {shape!r}")
     lengths = tuple(n for n in map(as_int, shape) if n is not None and n > 0)

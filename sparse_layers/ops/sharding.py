@@ -178,10 +178,6 @@ def over_known_axes(
     The shard is None if the sharding of the operands is unknown: the mesh in force has no axes of type Explicit, and
     ``query_sharding`` is None. A sequence whose keys are sharded is padded to
     ``computed_length(tokens, devices, query heads of a key head)`` tokens.
-
-    Raises:
-      ValueError: an axis is sharded that the op is not mapped over, or not as that of the query; query_sharding names
-        such an axis, or one that the mesh does not have.
     """
     mesh = _mesh(operands)
     over_axes = _explicit_axes(mesh, operands)
@@ -213,11 +209,7 @@ def over_known_axes(
 
 
 def _sequence_shards(operands: Operands, mesh: Any, axes: tuple[str, ...], source: str) -> SequenceShards | None:
-    """Returns how the sequence is sharded over mesh axes; None on one device. Errors name ``source``.
-
-    Raises:
-      ValueError: axes in another order than the mesh's; queries that share a selection would lie on two devices.
-    """
+    """Returns how the sequence is sharded over mesh axes; None on one device. Errors name ``source``."""
     devices, (length, kv_len) = math.prod(mesh.shape[axis] for axis in axes), (x.shape[1] for x in operands[:2])
     if devices == 1:
         return None
@@ -272,11 +264,7 @@ def _dividing_axes(mesh: Any, shape: tuple[int, ...], spec: PartitionSpec, name:
 
 
 def add_batch_axis(spec: PartitionSpec | None, query: jax.Array) -> PartitionSpec | None:
-    """Returns the ``query_sharding`` of [B, T, N, H] from that of a query with or without a batch axis.
-
-    Raises:
-      ValueError: it has entries for other axes than those of the batch, the sequence and the heads.
-    """
+    """Returns the ``query_sharding`` of [B, T, N, H] from that of a query with or without a batch axis."""
     if spec is None:
         return None
     entries, tokens = tuple(spec), query.ndim - 3
@@ -296,11 +284,7 @@ def check_sharding(spec: Any, name: str) -> None:
 
 
 def constrained(x: jax.Array, spec: PartitionSpec | None, name: str) -> jax.Array:
-    """Returns x with a sharding constraint for the partitioner, if the axes of the mesh in force are Auto.
-
-    Raises:
-      ValueError: ``spec``, the argument ``name``, names axes that the mesh does not have.
-    """
+    """Returns x with a sharding constraint for the partitioner, if the axes of the mesh in force are Auto."""
     mesh = _mesh(x)
     if spec is None or not _is_auto(mesh):
         return x
@@ -357,11 +341,7 @@ def over_auto_axes(function: Callable[..., Any], call: Call, operands: Operands,
 
 
 def check_tpu_sharding(operands: Operands) -> None:
-    """Refuses a TPU kernel in a program of several devices if the sharding of the operands is unknown.
-
-    Raises:
-      ValueError: the mesh in force has several devices and axes of type Auto.
-    """
+    """Refuses a TPU kernel in a program of several devices if the sharding of the operands is unknown."""
     mesh = _mesh(operands)
     if _is_auto(mesh) and _on_tpu(mesh):
         raise ValueError(

@@ -54,14 +54,7 @@ class TracedCall(NamedTuple):
 
 
 def assumed_heads(plan: Plan) -> int:
-    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks.
-
-    Example:
-      >>> import sparse_layers as sl
-      >>> window = [sl.Causal() & sl.Window(left) for left in range(5)]
-      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan(window, 64))
-      (32, 35)
-    """
+    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks."""
     period = len(plan.masks)
     return period * -(-ASSUMED_HEADS // period)
 
@@ -81,22 +74,10 @@ def trace_call(
     recompute: bool = False,
     device: hardware.Device | None = None,
 ) -> TracedCall:
-    """Traces a call with a plan and one batch entry.
+    """Traces a call with a plan, which was made for the device, and one batch entry.
 
-    Args:
-      plan: the plan, made for the device.
-      dtype: of query, key and value.
-      head_size: of query, key and value.
-      heads: query heads and key heads; None for `assumed_heads` of both.
-      scorer: that selects blocks within the plan's masks, if one does.
-      segment_ids: whether the call has segment ids.
-      sinks: whether the call has sinks.
-      logits_soft_cap, scale, implementation: those of the call, as in `block_sparse_attention`.
-      recompute: whether the backward pass computes the forward pass again.
-      device: the GPU, which need not be there; None for the device at hand.
-
-    Raises:
-      ModuleNotFoundError: a GPU is given, and Triton is not installed.
+    ``heads`` are query heads and key heads; None for `assumed_heads` of both. With ``recompute``, the backward pass
+    computes the forward pass again. The GPU ``device`` need not be there; None for the device at hand.
     """
     if device is not None:
         bridge.check_triton()

@@ -415,15 +415,8 @@ def _last_document(key: jax.Array, ids: jax.Array, size: int) -> jax.Array:
     """Returns keys in which each window holds keys of its last document alone.
 
     Only later queries of that document may select the window. The mean of the document's keys replaces all other keys
-    of the window, which changes neither their mean nor their maximum.
-
-    Args:
-      key: [B, T, K, H], 0 in padding.
-      ids: int [B, T], the documents; negative in padding.
-      size: keys of a window.
-
-    Returns:
-      [B, T rounded down to full windows, K, H]: keys behind the last full window are not scored.
+    of the window, which changes neither their mean nor their maximum. Keys [B, T, K, H] are 0 in padding, where ids
+    [B, T] are negative; those behind the last full window are cut off, as they are not scored.
     """
     batch, windows = len(ids), ids.shape[1] // size
     full, shape = windows * size, (batch, windows, size)

@@ -47,11 +47,7 @@ class TunedCall:
 def measure(
     call: TunedCall, candidates: Sequence[FwdParams | BwdParams], repeats: int
 ) -> tuple[list[Measured], Params]:
-    """Checks and measures candidates, those for the forward first.
-
-    Returns:
-      The table, and the best parameters in it.
-    """
+    """Checks and measures candidates, those for the forward first: returns the table, and the best parameters in it."""
     bench, best, table = _Bench(call), (FwdParams(), BwdParams()), []
     for kind in (FwdParams, BwdParams):
         mine = [candidate for candidate in candidates if isinstance(candidate, kind)]
@@ -128,12 +124,7 @@ class _Bench:
         return None
 
     def _budget(self, name: str, moved: jax.Array) -> np.ndarray:
-        """Returns the largest difference from the default's result that is rounding, for each group of rows.
-
-        Args:
-          name: of the result.
-          moved: the same result for neighbouring inputs.
-        """
+        """Returns the largest rounding error of each group of rows, by ``moved``, the result for neighbouring inputs."""
         right = self.right[name]
         size = np.asarray(largest_by_rows(right, jnp.zeros_like(right)))
         if not np.isfinite(size).all():

@@ -258,12 +258,7 @@ def _looked_at(subject: Any) -> str:
 
 
 def lengths_of(mask: Any, q_len: Any, kv_len: Any, most: int | None = None) -> tuple[int, int]:
-    """Returns the lengths for which a mask is described.
-
-    Raises:
-      ValueError: q_len is missing, or a length is out of its range.
-      TypeError: q_len is missing where there is no mask.
-    """
+    """Returns the lengths for which a mask is described."""
     if q_len is None:
         try:
             as_masks(mask)

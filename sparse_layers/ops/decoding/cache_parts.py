@@ -67,11 +67,7 @@ class CachePart:
         return self.store.kept if self.page_table is None else self.page_table.pages.shape[1] * self.store.page_size
 
     def visible_pages(self, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """Returns the pages that the query at each position [B] reads, and which of their rows it sees.
-
-        Returns:
-          (pages [B, n], or None for all; bool [B, L], True for rows that the query may attend to).
-        """
+        """Returns the pages [B, n] that queries at [B] read, None for all, and the rows that they see, bool [B, L]."""
         store, query, table = self.store, position[:, None], self.page_table
         if table is not None:
             rows = position // table.q_block
@@ -104,9 +100,6 @@ def plan_cache_parts(mask: Mask, length: int, max_step: int = 1) -> tuple[CacheP
     """Returns the parts of a causal mask that together read the fewest keys a step, over ``length`` tokens.
 
     A step adds up to ``max_step`` of them.
-
-    Raises:
-      ValueError: some query sees a later key.
 
     Example:
       >>> import sparse_layers as sl

@@ -64,11 +64,7 @@ class CacheLayout:
         return index, self.stores[index][1]
 
     def full_store_index(self) -> int:
-        """Returns the index of the array that keeps all keys of all heads in natural order.
-
-        Raises:
-          NotImplementedError: no array does, or a mask is a table.
-        """
+        """Returns the index of the array that keeps all keys of all heads in natural order, or raises an error."""
         full = RingCache(RowOrder(self.length), self.length, self.length)
         every_head = tuple(range(self.num_kv_heads))
         if dict(self.stores).get(full) != every_head or not all(mask.computable for mask in self.masks):

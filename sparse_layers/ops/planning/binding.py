@@ -30,15 +30,8 @@ class HeadMasks:
 def masks_for_lengths(mask: Any, q_len: int, kv_len: int | None = None, name: str | None = None) -> tuple[Mask, ...]:
     """Returns `as_masks` of a pattern, after a check that each mask covers these lengths.
 
-    Args:
-      mask: whatever `as_masks` takes.
-      q_len: number of queries.
-      kv_len: number of keys; None for a layer of one sequence, whose errors call both lengths seq_len.
-      name: name of the argument in errors; None for "mask".
-
-    Raises:
-      ValueError: an array's shape differs from the lengths, or they exceed a grid that does not say its offset.
-      TypeError: mask describes no mask.
+    ``kv_len`` is None for a layer of one sequence, whose errors call both lengths seq_len. ``name`` is that of the
+    argument in errors; None for "mask".
     """
     rule = f"seq_len={q_len} (queries, keys)" if kv_len is None else f"(q_len, kv_len) = {(q_len, kv_len)}"
     kv_len = q_len if kv_len is None else kv_len

@@ -165,13 +165,7 @@ class BlockPairs:
     def with_segments(
         self, segments: tuple[jax.Array, jax.Array] | None, orders: tuple[RowOrder, RowOrder], shape: tuple[int, int]
     ) -> "BlockPairs":
-        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment.
-
-        Args:
-          segments: int32 ids of queries [B, T] and of keys [B, S], negative ones for padding; None drops nothing.
-          orders: row orders of queries and of keys.
-          shape: (bq, bkv), rows of a block.
-        """
+        """Returns the pairs whose segments may meet; a pair stays FULL only if it lies in one segment."""
         if segments is None:
             return self
         q_ids, kv_ids = (SegmentRanges.of_blocks(*side) for side in zip(orders, segments, shape, strict=True))
@@ -217,15 +211,9 @@ class SegmentRanges:
 def planned_block_pairs(
     masks: Sequence[Reordered], shape: tuple[int, int], with_tiles: bool
 ) -> tuple[BlockPairs, np.ndarray | None]:
-    """Returns the active blocks of masks in row space, one mask for each list head; cached.
+    """Returns the active blocks of masks in the same row orders, sorted, and their distinct tiles, packed; cached.
 
-    Args:
-      masks: with the same row orders.
-      shape: (bq, bkv), rows of a block.
-      with_tiles: True makes mask tiles; False gives PARTIAL pairs the tile 0, and kernels compute the rule.
-
-    Returns:
-      The pairs, sorted by row and then by column, and the distinct tiles as `pack_tiles` has them.
+    Without ``with_tiles``, PARTIAL pairs get the tile 0, and kernels compute the rule.
     """
     return _planned_block_pairs(tuple(masks), shape, with_tiles)
 

@@ -25,13 +25,8 @@ class HeadGroup:
 def head_groups(chains: Sequence[Sequence[Pass | None]], *, merge: bool) -> tuple[HeadGroup, ...]:
     """Groups query heads by the chains that they take in turn: head h takes chain ``h % len(chains)``.
 
-    Args:
-      chains: the passes of each chain; None stands for a pass whose blocks are known at run time only.
-      merge: True if the backend takes several masks in one pass. Chains that differ in their masks alone are then one
-        group of all heads.
-
-    Returns:
-      The groups by their first heads: one for each chain, or one for all.
+    With ``merge``, for backends that take several masks in one pass, chains that differ in their masks alone are one
+    group of all heads. A pass is None if its blocks are known at run time only.
 
     Example:
       >>> import sparse_layers as sl

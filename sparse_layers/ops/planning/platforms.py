@@ -90,11 +90,7 @@ TUNING = {
 
 
 def check_implementation(name: Any) -> None:
-    """Raises an error if a name is neither None nor that of an implementation.
-
-    Raises:
-      ValueError: names the implementations, and the one with the most similar name.
-    """
+    """Raises an error if a name is neither None nor that of an implementation."""
     if name is not None and name not in tuple(TUNING):
         raise ValueError(f"implementation must be None or one of implementations(), got {suggest(name, TUNING)}")
 

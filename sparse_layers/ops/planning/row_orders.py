@@ -402,12 +402,7 @@ RowOrderPair = tuple[RowOrder, RowOrder]
 
 
 def describe_orders(orders: RowOrderPair) -> str:
-    """Returns the row orders of queries and keys in words, once if they are the same.
-
-    Example:
-      >>> describe_orders((RowOrder(64), RowOrder.periodic(64, 64, 0, 4)))
-      'keys: tokens 0 to 3 only'
-    """
+    """Returns the row orders of queries and keys in words, once if they are the same."""
     q_order, kv_order = orders
     if q_order == kv_order or (q_order.natural and kv_order.natural):
         return str(q_order)
