@@ -124,7 +124,7 @@ class _Bench:
         return None
 
     def _budget(self, name: str, moved: jax.Array) -> np.ndarray:
-        """Returns the largest rounding error of each group of rows, by ``moved``, the result for neighbouring inputs."""
+        """Returns the largest rounding error of each group of rows by ``moved``, the result of neighbouring inputs."""
         right = self.right[name]
         size = np.asarray(largest_by_rows(right, jnp.zeros_like(right)))
         if not np.isfinite(size).all():
