@@ -103,11 +103,9 @@ def step(
     """Computes attention of one query a sequence (S = 1) to rows of a cache and to a new token, and writes the token.
 
     Args:
-      query: as of `attend`.
       new: the token's keys [B, heads, H] and values [B, heads, Hv].
       reads: as of `attend`, of different arrays with all their heads; their rows exclude those of the token.
       slots: int32 [B, 1 + arrays]: 0 if the query sees the token, else -1; then its row in each array, -1 for none.
-      at, options, sinks: as of `attend`.
 
     Returns:
       (out as of `attend`, keys and values of each of the reads with the token).

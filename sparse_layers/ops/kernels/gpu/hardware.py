@@ -55,9 +55,6 @@ def device_named(name: Any) -> Device:
     Args:
       name: a name in `DEVICES`; a compute capability, "9.0" or (9, 0), for the first GPU that has it; or JAX's
         ``device_kind``, "NVIDIA H100 80GB HBM3".
-
-    Raises:
-      ValueError: an unknown name; says which there are.
     """
     by_name = {device.compute_capability: device for device in reversed(DEVICES.values())} | DEVICES
     if isinstance(name, tuple) and len(name) == 2 and all(type(number) is int for number in name):

@@ -121,14 +121,9 @@ def build_pass_lists(
 ) -> PassLists:
     """Builds the lists of a pass: at trace time, or on the device if selections, masks or segment ids are arrays.
 
-    Args:
-      call: the call of the op.
-      operands: its arrays.
-      passes: the passes that heads take in turn; () for a run-time mask, or a selection.
-      major: tiling of the side that programs hold.
-      minor: tiling of the side that they walk over.
-      kv_major: True for lists of key blocks, which the kernels of dk and dv read.
-      subblocks: blocks of ``minor`` in a planned block; above 1 only where segment ids are all that is dynamic.
+    Heads take ``passes`` in turn, () for a run-time mask or a selection. With ``kv_major``, lists are of key blocks, as
+    the kernels of dk and dv read them. A planned block of the minor side has several ``subblocks`` only where segment
+    ids are all that is dynamic.
     """
     q, kv = (minor, major) if kv_major else (major, minor)
     if operands.selection is not None or operands.mask is not None:

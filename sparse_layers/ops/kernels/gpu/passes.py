@@ -139,11 +139,6 @@ class GroupPass:
 
         Both are numpy arrays if the lists are static. The second is None unless ``kv_major``: other work tiles have one
         query head.
-
-        Args:
-          walked_lists: the minor tiling and the lists of each pass that programs walk.
-          kv_major: True if programs hold keys.
-          pack: query heads that share a tile.
         """
         heads, members = self.heads_by_list(kv_major=kv_major, pack=pack)
         steps: Any = 0

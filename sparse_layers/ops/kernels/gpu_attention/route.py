@@ -99,13 +99,7 @@ class Route(NamedTuple):
 
 
 def route(implementation: str, call: Call, operands: Operands) -> Route:
-    """Returns the route of a call on the local GPU.
-
-    Args:
-      implementation: "hopper" or "triton".
-      call: the call, which the implementation supports.
-      operands: its arrays, or their shapes.
-    """
+    """Returns the route of a call on the local GPU."""
     arrays, structure = jax.tree.flatten(operands)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     return _route(ENGINES[implementation], call, shapes, structure, hardware.local_gpu())

@@ -180,12 +180,7 @@ def dqkv(
 ) -> tuple[PassResults, PassResults]:
     """Launches the backward kernel: returns (dq in float32, (dk, dv)) of a pass, added to earlier gradients.
 
-    Args:
-      work: the pass.
-      inputs: lse, delta and dout.
-      earlier: dq of earlier passes; None for none.
-      earlier_kv: dk and dv of earlier passes; None for none.
-      rounded_kv: True to store dk and dv of all tokens in their dtype, else in float32.
+    With ``rounded_kv``, dk and dv of all tokens are stored in their dtype, else in float32.
     """
     query, key, value = work.operands.query, work.operands.key, work.operands.value
     prepared = _prepare(work, "backward")

@@ -149,11 +149,7 @@ def launch(
 
     Args:
       kernel: called with a namespace of all references by name (None for absent optional inputs) and its position.
-      name: name of the kernel in profiles.
-      steps: the list of steps.
       grid: (batch entries, groups of query heads that share an output block, members of such a group).
-      inputs: the operands that the kernel reads.
-      outputs: the operands that it writes.
       scratch: memory that lasts from step to step.
       aliases: inputs whose memory becomes that of an output.
     """

@@ -52,11 +52,7 @@ class Steps:
 
     @staticmethod
     def of(lists: BlockLists, has_tiles: bool, name: str) -> "Steps":
-        """Returns the steps of block lists, numpy arrays for static lists; errors ``name`` the pass.
-
-        Raises:
-          ValueError: they do not fit a word, or scalar memory (`ScalarMemoryExceeded`).
-        """
+        """Returns the steps of block lists, numpy arrays for static lists; errors ``name`` the pass."""
         batches, heads, blocks, _ = lists.spans.shape
         minor_bits = max(1, (lists.minor_blocks - 1).bit_length())
         if (blocks - 1).bit_length() + minor_bits + FLAG_BITS > 32:

@@ -83,12 +83,9 @@ def score_windows(
     """Computes scores of the blocks from the beginning of a query's document to before its own; others are undefined.
 
     Args:
-      spec: formula, blocks and windows.
-      blocks: number of blocks of the sequence.
       query: bfloat16 or float16 [B, R, N, H].
       pooled: pooled windows of keys, [B, W, K, H] in the same dtype.
-      positions: int [B or 1, R], positions of the queries.
-      doc_starts: int [B or 1, R], first tokens of their documents.
+      positions, doc_starts: int [B or 1, R], of the queries, and the first tokens of their documents.
       scale: factor of products before the softmax, above 0.
 
     Returns:

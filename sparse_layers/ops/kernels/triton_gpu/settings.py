@@ -110,13 +110,8 @@ def choose_settings(
 ) -> Settings:
     """Returns the settings of a kernel: the user's, else those of the table, reduced to fit the device and the blocks.
 
-    Args:
-      kernel: "forward", "dq", "dkv", "dq_with_dkv", "kv_outer" or "dkv_with_dq".
-      itemsize: bytes of an element of q, k and v.
-      sizes: padded head sizes of q and k, and of v.
-      blocks: rows of a block of the major side and of the minor one.
-      params: the user's. blocksize_m is of the major side, also where that is keys.
-      device: the GPU.
+    ``sizes`` are padded head sizes of q and k, and of v; ``blocks`` rows of the major side and of the minor one. The
+    user's blocksize_m is of the major side, also where that is keys.
     """
     entries = _entries(kernel, itemsize, sizes)
     settings = next((entry for entry in entries if entry.major <= blocks[0]), entries[-1])
