@@ -144,10 +144,6 @@ class Grid(OnGrid):
             object.__setattr__(self, name, value)
         set_integers(self, 0, "offset", optional=True)
 
-    @property
-    def computable(self) -> bool:
-        return all(mask.computable for mask in self.axes)
-
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start
         allowed, stride = self._inside(q, k), self.size
@@ -213,10 +209,6 @@ class ColumnMajor(OnGrid):
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.columns
-
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
 
     def __call__(self, q, k):
         q, k = q - self.start, k - self.start

@@ -139,12 +139,9 @@ def report() -> str:
             lines.append(f"  {name:<14}{'' if len(calls) == 1 else ', '.join(names) + ': '}{text}")
     if platform_name == "gpu":
         lines += ["", f"what runs at {_LENGTH} tokens, bfloat16, {ASSUMED_HEADS} heads of 128, 1 batch entry"]
-        lines += [f"  {name}: {_indented(trace_call(make_plan(name, _LENGTH)))}" for name in _TRACED]
+        traced = {name: str(trace_call(make_plan(name, _LENGTH))) for name in _TRACED}
+        lines += [f"  {name}: {text}".replace("\n", "\n  ") for name, text in traced.items()]
     return "\n".join(lines)
-
-
-def _indented(text: Any) -> str:
-    return str(text).replace("\n", "\n  ")
 
 
 def _verdict(name: str, why: str | None, is_default: bool) -> str:

@@ -112,7 +112,7 @@ class Exchange(abc.ABC):
             # Moved towards the first tokens by whole periods, which changes nothing.
             by = min(q_order.offset, kv_order.offset) // period * period
             moved = [dataclasses.replace(x, offset=x.offset - by) for x in (q_order, kv_order)]
-            if all(_last_token(x) < self.length for x in (q_order, kv_order)):
+            if all(int(x.token(x.rows - 1)) < self.length for x in (q_order, kv_order)):
                 q_order, kv_order = moved
         return _reorder(mask, q_order, kv_order)
 
@@ -312,10 +312,6 @@ def _broadcast_sends(devices: int) -> list[int]:
     """Returns the sends of each device in `broadcast_steps`: as many gradients return to it."""
     senders = [sender for step in broadcast_steps(devices) for sender, _ in step]
     return [int(n) for n in np.bincount(senders, minlength=devices)]
-
-
-def _last_token(order: RowOrder) -> int:
-    return int(order.token(order.rows - 1))
 
 
 def _reorder(mask: Mask, q_order: RowOrder, kv_order: RowOrder) -> Mask:

@@ -73,17 +73,12 @@ class Pass:
 
     def padded(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows of q and of k/v, rounded up to whole blocks of ``shape``."""
-        q_rows, kv_rows = (-(-order.rows // n) * n for order, n in zip(self._orders, shape, strict=True))
-        return q_rows, kv_rows
+        return -(-self.q_order.rows // shape[0]) * shape[0], -(-self.kv_order.rows // shape[1]) * shape[1]
 
     def active_blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns row, column and state of each block that the forward pass computes, int32 [fwd_blocks] each."""
         pairs, _ = planned_block_pairs([self.mask], self.fwd_shape, False)
         return pairs.row[0, 0], pairs.column[0, 0], pairs.kind[0, 0]
-
-    @property
-    def _orders(self) -> tuple[RowOrder, RowOrder]:
-        return self.q_order, self.kv_order
 
     @property
     def _grid_shape(self) -> tuple[int, int]:

@@ -296,10 +296,6 @@ class Reordered(Mask):
     q_order: RowOrder
     kv_order: RowOrder
 
-    @property
-    def computable(self) -> bool:
-        return self.mask.computable
-
     def __call__(self, q, k):
         q, k = self.q_order.token(q), self.kv_order.token(k)
         allowed = self.mask(_clipped(self.q_order, q), _clipped(self.kv_order, k))
