@@ -54,7 +54,14 @@ class TracedCall(NamedTuple):
 
 
 def assumed_heads(plan: Plan) -> int:
-    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks."""
+    """Returns the query and key heads of a call whose heads are not known: a multiple of the plan's masks.
+
+    Example:
+      >>> import sparse_layers as sl
+      >>> window = [sl.Causal() & sl.Window(left) for left in range(5)]
+      >>> assumed_heads(sl.make_plan(sl.Causal(), 64)), assumed_heads(sl.make_plan(window, 64))
+      (32, 35)
+    """
     period = len(plan.masks)
     return period * -(-ASSUMED_HEADS // period)
 

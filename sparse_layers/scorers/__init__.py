@@ -48,11 +48,8 @@ def masks_and_scorer(
 ) -> tuple[tuple[Mask, ...], Scorer | None]:
     """Returns the masks and the scorer of a layer. A scorer as the pattern means `Causal` with this scorer.
 
-    Args:
-      pattern: a scorer, its name, or any argument of `masks_for_lengths`.
-      selection: any argument of `as_scorer`.
-      lengths: the length of the sequence, or the lengths of queries and keys.
-      name: the pattern's name in errors.
+    A pattern is a scorer, its name, or any argument of `masks_for_lengths`; a selection any argument of `as_scorer`.
+    ``lengths`` are that of the sequence, or those of queries and keys. Errors call the pattern ``name``.
     """
     scorer, pattern_scorer = as_scorer(selection), scorer_of(pattern)
     if isinstance(pattern, str) and pattern_scorer is None:

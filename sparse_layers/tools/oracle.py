@@ -17,7 +17,14 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 def same_segment(q_ids: np.ndarray, kv_ids: np.ndarray) -> np.ndarray:
-    """Returns the pairs, bool [B, 1, T, S], with equal segment ids >= 0 of queries [B, T] and of keys [B, S]."""
+    """Returns the pairs, bool [B, 1, T, S], with equal segment ids >= 0 of queries [B, T] and of keys [B, S].
+
+    Example:
+      >>> import numpy as np
+      >>> from sparse_layers.tools.oracle import same_segment
+      >>> same_segment(np.array([[4, -1]]), np.array([[4, 2, -1]])).tolist()
+      [[[[True, False, False], [False, False, False]]]]
+    """
     return ((q_ids[:, :, None] == kv_ids[:, None, :]) & (q_ids[:, :, None] >= 0))[:, None]
 
 

@@ -31,14 +31,8 @@ class MaskHeads:
 class CacheLayout:
     """The stores of a cache, and the query heads that read them.
 
-    Args:
-      masks: the masks that the heads take in turn.
-      length: the most tokens.
-      num_heads, num_kv_heads: of the queries and of the keys.
-      max_step: the most tokens that a step adds.
-
     Attributes:
-      masks, length, num_heads, num_kv_heads: the arguments.
+      masks, length, num_heads, num_kv_heads: the arguments: masks that heads take in turn, and the most tokens.
       heads: the query heads of each distinct mask.
       stores: (store, key heads in it), for each array of keys.
     """
@@ -80,9 +74,8 @@ class CacheLayout:
     ) -> tuple[MaskHeads, jax.Array, jax.Array, jax.Array]:
         """Returns the keys in the selected blocks ids [B, G, k], L of them in each list, and which heads see them.
 
-        Returns:
-          (all heads, one list for each selection; the first token of each block [B, lists, k]; tokens [B, lists, L];
-          True where query heads see them, bool [B, lists, query heads of each or 1, L]).
+        These are (all heads, one list for each selection; the first token of each block [B, lists, k]; tokens
+        [B, lists, L]; True where query heads see them, bool [B, lists, query heads of each or 1, L]).
         """
         length, kv_heads = self.length, self.num_kv_heads
         (batch, _, k), lists, width = ids.shape, max(kv_heads, ids.shape[1]), min(block, length)

@@ -98,11 +98,8 @@ def checked_segments(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns the segment ids of queries [B, T] and of keys [B, S] in int32, or None; B is 1 without a batch.
 
-    Args:
-      segment_ids: integers [*batch, T] if T == S, a pair of those for queries and keys, or None.
-      batch: (B,), or () for arrays without this axis.
-      lengths: (T, S).
-      heads: N, for a hint if query seems to be [B, N, T, H].
+    ``segment_ids`` are integers [*batch, T] if T == S, a pair of those for queries and keys, or None. ``heads`` is N,
+    for a hint if query seems to be [B, N, T, H].
     """
     if segment_ids is None:
         return None

@@ -20,18 +20,12 @@ class Formula(enum.Enum):
 
     All but `PRODUCT` count windows that lie in a query's past and document as a whole. The weight of a window is
     ``softmax(scale * product)``, summed over the query heads of a key head.
-
-    Attributes:
-      PRODUCT: by query head, the product with the block's only window, which may be of two documents.
-      LARGEST_PRODUCT: by query head, the largest product with a window that meets the block.
-      LARGEST_WEIGHT: by key head, the largest weight of a window that meets the block.
-      TOTAL_WEIGHT: by key head, the sum of these weights, each times the strides of its window in the block.
     """
 
-    PRODUCT = enum.auto()
-    LARGEST_PRODUCT = enum.auto()
-    LARGEST_WEIGHT = enum.auto()
-    TOTAL_WEIGHT = enum.auto()
+    PRODUCT = enum.auto()  # by query head, the product with the block's only window, which may be of two documents
+    LARGEST_PRODUCT = enum.auto()  # by query head, the largest product with a window that meets the block
+    LARGEST_WEIGHT = enum.auto()  # by key head, the largest weight of a window that meets the block
+    TOTAL_WEIGHT = enum.auto()  # by key head, the sum of these weights, each times the strides of its window in it
 
 
 class ScoreSpec(NamedTuple):

@@ -284,11 +284,10 @@ class PreparedLaunch:
         """Launches a kernel and returns its results: once for splits if there are any, then for all work tiles.
 
         Args:
-          kernel: the kernel.
-          arrays_before_splits: its arrays between the lists of the first pass and the results of splits.
-          sizes: vector sizes of its results by major row; None for one number a row.
-          arrays_after_splits: its arrays after the results of splits.
-          outputs: its results by major row, as many as ``sizes``, then those that it stores in each step.
+          arrays_before_splits: arrays between the lists of the first pass and the results of splits.
+          sizes: vector sizes of the results by major row; None for one number a row.
+          arrays_after_splits: arrays after the results of splits.
+          outputs: results by major row, as many as ``sizes``, then those that the kernel stores in each step.
           constants: constants that not all kernels have. With IN_PLACE, results by major row overwrite the last of
             ``arrays_after_splits``, which have the same shapes.
           split_constants: constants that differ in the launch of splits.
