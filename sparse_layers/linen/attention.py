@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from ..arguments.checks import strict_kwargs
 from ..modules.core import AttentionCore
-from ..modules.options import KernelOptions, PrefillOptions
+from ..modules.options import KernelOptions, PrefillOptions, StepOptions
 from ..modules.settings import check_array, check_features, projections_with_bias, query_features
 from ..modules.step import attention_step, check_inputs
 from ..ops.decoding.cache import KVCache
@@ -114,13 +114,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one or more new tokens: ``layer.apply(..., method="decode_step")``.
 
@@ -128,7 +122,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
           inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
           cache: the cache of `prefill` or of the previous step.
           position: int [B], the number of tokens before each token, or before the first of S.
-          selection, positions: see `sparse_layers.SparseSelfAttention.decode_step`.
+          **options: selection and positions, see `sparse_layers.SparseSelfAttention.decode_step`.
 
         Returns:
           (out [B, out_features] or [B, S, out_features], the new cache).
@@ -136,7 +130,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         Raises:
           ValueError, TypeError, NotImplementedError: see that method; settings, see the class.
         """
-        return self._core(inputs).decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core(inputs).decode_step(inputs, cache, position, **options)
 
     @nn.compact
     def _core(self, inputs: jax.Array) -> AttentionCore:

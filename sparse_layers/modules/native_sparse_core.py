@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +19,34 @@ from .attention_fn import AttentionFn
 from .cache_checks import check_step, checked_prompts
 from .core import Projection
 from .native_sparse_cache import NSACache
-from .rope import Rope, resolve_rope
-from .settings import query_features
+from .options import PrefillOptions
+from .rope import Rope
 from .step import check_inputs
 
 BRANCHES = "compressed", "selected", "sliding"
 
 
 def make_attributes(
-    *,
     num_heads: int,
     num_kv_heads: int | None,
-    in_features: int,
-    qkv_features: int | None,
-    head_dim: int | None,
-    out_features: int | None,
+    head_dim: int,
     pattern: NSA | str,
     seq_len: int,
     rope: Rope | None,
-    rope_theta: float | None,
     dtype: Dtype | None,
     **kernels: Any,
 ) -> dict[str, Any]:
-    """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes besides parameters.
+    """Checks the settings of `NativeSparseAttention`, NNX or Linen, and returns its attributes by name.
+
+    Parameters and the features of input and output are missing; ``kernels`` are options of `AttentionFn`.
 
     Raises:
       ValueError, TypeError, NotImplementedError: see `NativeSparseAttention`.
     """
-    nsa = checked_nsa(pattern)
+    nsa, seq_len = checked_nsa(pattern), int(seq_len)
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    head_dim = query_features(num_heads, in_features, qkv_features, head_dim) // num_heads
-    rope, seq_len = resolve_rope(rope, rope_theta), int(seq_len)
     if rope is not None:
         rope.pairs(head_dim, "head_dim")
     fns = make_branches(nsa, seq_len, **kernels)
@@ -67,8 +62,6 @@ def make_attributes(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "in_features": in_features,
-        "out_features": in_features if out_features is None else out_features,
         "pattern": nsa,
         "seq_len": seq_len,
         "rope": rope,
@@ -154,32 +147,23 @@ class NativeSparseCore:
         inputs = inputs.reshape(rows, *inputs.shape[-2:])
         ids: Any = None if segment_ids is None else segment_ids.reshape(rows, length)
         selection = jax.tree.map(lambda x: x.reshape(rows, *x.shape[-3:]), selection)
-
         if positions is not None and positions.ndim > 1:
             positions = positions.reshape(rows, length)
         out, *_ = self._forward(inputs, ids, selection, positions)
         return out.reshape(*batch, length, self.out_features)
 
     def prefill(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        max_step: int = 1,
-        cache: NSACache | None = None,
-        start: int = 0,
-        total: int | None = None,
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, NSACache]:
         """Applies the layer to prompts; `NativeSparseAttention.prefill` documents the arguments."""
+        selection, total = options.pop("selection", None), options.pop("total", None)
         check_inputs({"inputs": inputs}, [self.in_features], {"seq_len": self.seq_len}, None, selection)
         if total is not None and total != inputs.shape[-2]:
             raise NotImplementedError(
                 "NativeSparseAttention reads prompts as a whole, so chunk must be left out, got a chunk of "
                 f"{inputs.shape[-2]} of total={total} tokens"
             )
-        _refuse_options(positions=positions, max_step=max_step, cache=cache, start=start)
+        _refuse_options(**options)
         inputs, lengths = checked_prompts(inputs, lengths)
         out, *kept = self._forward(inputs, None, selection)
         heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}

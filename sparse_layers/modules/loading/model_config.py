@@ -13,9 +13,9 @@ from flax import nnx
 from ...masks import And
 from ...masks.primitives import Causal, Window
 from ..attention import SparseSelfAttention
-from ..block import BLOCK_PROJECTIONS, SparseTransformerBlock
+from ..block import SparseTransformerBlock
 from ..rope import Rope
-from ..settings import projections_with_bias
+from ..settings import BLOCK_PROJECTIONS, projections_with_bias
 from ..sparse_attention import JointRMSNorm
 from ..transformer import SparseTransformer
 from .families import FAMILIES, FULL, NUMBERS, SCALINGS, SLIDING, Config, Family, read_settings
