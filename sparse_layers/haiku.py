@@ -19,7 +19,7 @@ from .modules.attention_fn import Pattern, ids_from_padding
 from .modules.block_core import BlockCore, apply_block, check_block_input, norm_positions
 from .modules.core import AttentionCore
 from .modules.options import ComputeOptions, PrefillOptions, StepOptions
-from .modules.rope import Rope
+from .modules.rope import Rope, resolve_rope
 from .modules.settings import check_array, check_order, with_checked_settings
 from .modules.step import attention_step, check_inputs
 from .ops.decoding.cache import KVCache
@@ -135,9 +135,7 @@ class SparseSelfAttention(hk.MultiHeadAttention):
             self.num_kv_heads,
             key_size,
             jnp.bfloat16,
-            rope=rope,
-            rope_theta=rope_theta,
-            dropout_rate=0.0,
+            rope=resolve_rope(rope, rope_theta),
             size_name="key_size",
             **options,
         )

@@ -11,8 +11,9 @@ from flax import linen as nn
 from ..arguments.checks import strict_kwargs
 from ..modules.core import AttentionCore
 from ..modules.options import KernelOptions, PrefillOptions, StepOptions
+from ..modules.rope import Rope, resolve_rope
 from ..modules.settings import check_array, check_features, projections_with_bias, query_features
-from ..modules.step import attention_step, check_inputs
+from ..modules.step import attention_step, check_inputs, refuse_dropout
 from ..ops.decoding.cache import KVCache
 from ..ops.planning.selection import Selection
 from .settings import PatternSettings, SelfAttentionSettings
@@ -139,15 +140,16 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
                 "decode=True: a sparse pattern's cache is not Flax's dense one; apply the layer with method='prefill' "
                 "to (prompt, lengths), then with method='decode_step' to (token, cache, position)"
             )
-        return _make_core(self, inputs, "inputs", rope=self.rope, rope_theta=self.rope_theta)
+        return _make_core(self, inputs, "inputs", resolve_rope(self.rope, self.rope_theta))
 
 
-def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> AttentionCore:
+def _make_core(layer: Any, inputs: jax.Array, name: str, rope: Rope | None = None) -> AttentionCore:
     """Makes the core of a Linen layer, with its projections, for these inputs of queries."""
     features, num_heads = (0, *jnp.shape(inputs))[-1], layer.num_heads
     check_features(name, inputs, "[..., features]", features)
     num_kv_heads = num_heads if layer.num_kv_heads is None else layer.num_kv_heads
     head_size = query_features(num_heads, features, layer.qkv_features, layer.head_dim) // num_heads
+    refuse_dropout(layer.dropout_rate)
     step = attention_step(
         layer.pattern,
         layer.lengths,
@@ -155,9 +157,8 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> Attenti
         num_kv_heads,
         head_size,
         layer.dtype,
-        dropout_rate=layer.dropout_rate,
+        rope=rope,
         **{name: getattr(layer, name) for name in KernelOptions.__optional_keys__},
-        **rope,
     )
     shared = {"dtype": layer.dtype, "param_dtype": layer.param_dtype}
     biases = projections_with_bias(layer.use_bias)
@@ -167,9 +168,9 @@ def _make_core(layer: Any, inputs: jax.Array, name: str, **rope: Any) -> Attenti
         return nn.DenseGeneral(features, name=name, use_bias=name in biases, precision=layer.precision, **options)
 
     def norm(name: str) -> nn.Module | None:
-        kinds = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
-        kind = kinds.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
-        return kind(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
+        rms_norms = {"rms": nn.RMSNorm, "rms_joint": _JointRMSNorm}
+        make_norm = rms_norms.get(layer.normalize_qk, functools.partial(nn.LayerNorm, use_bias=False))
+        return make_norm(epsilon=layer.norm_epsilon, name=name, **shared) if layer.normalize_qk else None
 
     scorer = step.fn.selection
     index_size = 0 if scorer is None else scorer.index_features(head_size)

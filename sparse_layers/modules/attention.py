@@ -15,7 +15,7 @@ from ..scorers import Scorer
 from .attention_fn import Pattern
 from .core import AttentionCore
 from .index import IndexLoss
-from .options import LayerOptions
+from .options import LayerOptions, PrefillOptions, StepOptions
 from .rope import Rope
 from .sparse_attention import SparseAttention
 from .step import CallInputs, check_inputs
@@ -226,16 +226,7 @@ class SparseSelfAttention(SparseAttention):
 
     @strict_kwargs
     def prefill(
-        self,
-        inputs: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
-        max_step: int = 1,
-        cache: KVCache | None = None,
-        start: int = 0,
-        total: int | None = None,
+        self, inputs: jax.Array, lengths: jax.Array | None = None, **options: Unpack[PrefillOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, or to a chunk of them, and caches their keys and values for `decode_step`.
 
@@ -244,9 +235,10 @@ class SparseSelfAttention(SparseAttention):
           lengths: int [B], tokens of each prompt so far, followed by padding; None for start + T.
           selection: as in a call; for a chunk, that of its queries, over all blocks so far.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ...
-          max_step: the most tokens that a step will add, see `KVCache.empty`; for later chunks, that of their cache.
+          max_step: the most tokens that a step will add, 1 by default, see `KVCache.empty`; for later chunks, that of
+            their cache.
           cache: the cache of the previous chunk; None for the first chunk.
-          start: an int, the number of tokens in previous chunks.
+          start: an int, the number of tokens in previous chunks, 0 by default.
           total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
             reads it.
 
@@ -271,26 +263,11 @@ class SparseSelfAttention(SparseAttention):
           >>> bool(jnp.allclose(out, layer(x)[:, 32:], atol=1e-5))
           True
         """
-        return self._core.prefill(
-            inputs,
-            lengths,
-            selection=selection,
-            positions=positions,
-            max_step=max_step,
-            cache=cache,
-            start=start,
-            total=total,
-        )
+        return self._core.prefill(inputs, lengths, **options)
 
     @strict_kwargs
     def decode_step(
-        self,
-        inputs: jax.Array,
-        cache: KVCache,
-        position: jax.Array,
-        *,
-        selection: Selection | None = None,
-        positions: jax.Array | None = None,
+        self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one or more new tokens of each sequence, at the cost of the pattern's rows.
 
@@ -312,7 +289,7 @@ class SparseSelfAttention(SparseAttention):
           TypeError: inputs that are not an array, or a cache or selection of another type.
           NotImplementedError: a selection where the pattern's cache does not keep all keys, see `KVCache.attend`.
         """
-        return self._core.decode_step(inputs, cache, position, selection=selection, positions=positions)
+        return self._core.decode_step(inputs, cache, position, **options)
 
     @property
     def _core(self) -> AttentionCore:

@@ -14,10 +14,10 @@ from ..masks.adapters import by_entry
 from ..ops.kernels.validation import transposed_hint
 from ..ops.layouts import warn_of_batch
 from ..ops.planning.selection import Selection
-from ..scorers import Scorer, masks_and_scorer
+from ..scorers import masks_and_scorer
 from .attention_fn import AttentionFn, Pattern
 from .index import IndexProjections
-from .rope import Rope, resolve_rope
+from .rope import Rope
 from .settings import check_array, check_features, check_settings
 
 
@@ -64,6 +64,15 @@ class AttentionStep:
         return tuple(x.astype(dtype) for x in (query, key, value))
 
 
+def refuse_dropout(dropout_rate: Any) -> None:
+    """Raises ValueError unless the dropout rate of an attention layer is 0."""
+    if as_float(dropout_rate) != 0:
+        raise ValueError(
+            f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
+            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
+        )
+
+
 def attention_step(
     pattern: Pattern,
     lengths: Mapping[str, int],
@@ -72,32 +81,24 @@ def attention_step(
     head_size: int,
     dtype: Dtype | None,
     *,
-    dropout_rate: float,
     rope: Rope | None = None,
-    rope_theta: float | None = None,
-    selection: Scorer | str | None = None,
     size_name: str = "head_dim",
     **settings: Any,
 ) -> AttentionStep:
     """Makes the attention step of a self-attention or cross-attention layer of any library, and checks its settings.
 
     Args:
-      pattern, dropout_rate, rope, rope_theta, selection: see `SparseSelfAttention`.
+      pattern, rope: see `SparseSelfAttention`.
       lengths: {"seq_len": T}, or {"q_len": T, "kv_len": S} for cross-attention.
       num_heads, num_kv_heads, head_size, dtype: those of later calls; dtype None stands for float32.
       size_name: the name of head_size in errors.
-      **settings: the other fields of `AttentionFn`.
+      **settings: the other fields of `AttentionFn`, with a selection as in `SparseSelfAttention`.
 
     Raises:
       ValueError, NotImplementedError: see `SparseSelfAttention`.
     """
-    if as_float(dropout_rate) != 0:
-        raise ValueError(
-            f"dropout_rate must be 0, got {one_line(dropout_rate)}: block-sparse attention never forms the attention "
-            "probabilities, so they cannot be dropped; apply dropout to the layer's output (the residual) instead"
-        )
     check_settings(**lengths)
-    masks, scorer = masks_and_scorer(pattern, selection, list(lengths.values()))
+    masks, scorer = masks_and_scorer(pattern, settings.pop("selection", None), list(lengths.values()))
     if num_heads % len(masks):
         raise ValueError(
             f"pattern: has {len(masks)} entries, which the heads take in turn, so {len(masks)} must divide "
@@ -105,7 +106,6 @@ def attention_step(
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
-    rope = resolve_rope(rope, rope_theta)
     index_size = scorer.index_features(head_size) if scorer is not None else 0
     if rope is not None:
         rope.pairs(head_size, size_name)
