@@ -202,19 +202,11 @@ class SparseSelfAttention(hk.MultiHeadAttention):
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, or to a chunk of them, and keeps their keys and values for `decode_step`.
 
-        Transform a function that calls it, as for ``__call__``: the parameters have the same names.
-
-        Args:
-          inputs: [B, T, F] with T <= seq_len.
-          lengths: int [B], tokens of each prompt, the rest is padding; None for T.
-          **options: see `sparse_layers.SparseSelfAttention.prefill`.
-
-        Returns:
-          (out [B, T, model_size], the cache). The output of padding is undefined.
+        `sparse_layers.SparseSelfAttention.prefill` documents arguments, results and errors. Transform a function that
+        calls it, as for ``__call__``: the parameters have the same names.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: see `sparse_layers.SparseSelfAttention.prefill`; a value_size
-            other than key_size, which the cache does not support.
+          NotImplementedError: also for a value_size other than key_size, which the cache does not support.
 
         Example:
           >>> import haiku as hk, jax, jax.numpy as jnp, sparse_layers as sl
@@ -239,19 +231,10 @@ class SparseSelfAttention(hk.MultiHeadAttention):
     def decode_step(
         self, inputs: jax.Array, cache: KVCache, position: jax.Array, **options: Unpack[StepOptions]
     ) -> tuple[jax.Array, KVCache]:
-        """Applies attention to one more token of each sequence, or several, at the cost of the pattern's row.
+        """Applies attention to one or more new tokens of each sequence, at the cost of the pattern's rows.
 
-        Args:
-          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
-          cache: of `prefill` or an earlier step.
-          position: int [B], the position of each token, or of the first of S.
-          **options: selection and positions, see `sparse_layers.SparseSelfAttention.decode_step`.
-
-        Returns:
-          (out [B, model_size] or [B, S, model_size], the new cache).
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see `prefill` and `sparse_layers.SparseSelfAttention.decode_step`.
+        `sparse_layers.SparseSelfAttention.decode_step` documents arguments, results and errors; for value_size, see
+        `prefill`.
         """
         self._check_value_size("decode_step")
         check_array("inputs", inputs, "[B, features]")

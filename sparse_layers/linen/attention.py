@@ -79,15 +79,9 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
         positions: jax.Array | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Applies attention to the inputs.
+        """Applies attention to inputs [..., T, F], and returns [..., T, out_features] in the layer's dtype.
 
-        Args:
-          inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
-          segment_ids, selection, positions: see a call of `sparse_layers.SparseSelfAttention`.
-          sow_weights: must be False.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
+        A call of `sparse_layers.SparseSelfAttention` documents the arguments.
 
         Raises:
           ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
@@ -100,16 +94,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to prompts, and caches their keys and values: ``layer.apply(..., method="prefill")``.
 
-        Args:
-          inputs: [B, T, F] with T <= seq_len.
-          lengths: int [B], tokens of each prompt, followed by padding; None for T.
-          **options: all other arguments of `sparse_layers.SparseSelfAttention.prefill`.
-
-        Returns:
-          (out [B, T, out_features] as of a call, the cache). The output of padding is undefined.
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see that method; settings, see the class.
+        `sparse_layers.SparseSelfAttention.prefill` documents arguments, results and errors.
         """
         return self._core(inputs).prefill(inputs, lengths, **options)
 
@@ -119,17 +104,7 @@ class SparseSelfAttention(SelfAttentionSettings, PatternSettings):
     ) -> tuple[jax.Array, KVCache]:
         """Applies attention to one or more new tokens: ``layer.apply(..., method="decode_step")``.
 
-        Args:
-          inputs: [B, F], or [B, S, F] with S at most the max_step of `prefill`.
-          cache: the cache of `prefill` or of the previous step.
-          position: int [B], the number of tokens before each token, or before the first of S.
-          **options: selection and positions, see `sparse_layers.SparseSelfAttention.decode_step`.
-
-        Returns:
-          (out [B, out_features] or [B, S, out_features], the new cache).
-
-        Raises:
-          ValueError, TypeError, NotImplementedError: see that method; settings, see the class.
+        `sparse_layers.SparseSelfAttention.decode_step` documents arguments, results and errors.
         """
         return self._core(inputs).decode_step(inputs, cache, position, **options)
 
@@ -213,12 +188,7 @@ class _JointRMSNorm(nn.RMSNorm):
 
 
 def _attend(
-    layer: Any,
-    inputs: dict[str, jax.Array],
-    segment_ids: Any,
-    selection: Any,
-    sow_weights: bool,
-    positions: Any = None,
+    layer: Any, inputs: dict[str, jax.Array], segment_ids: Any, selection: Any, sow_weights: bool, positions: Any = None
 ) -> jax.Array:
     """Applies a self-attention or cross-attention layer to one or two inputs, that of queries first."""
     for letter, (name, x) in zip("TS", inputs.items(), strict=False):
@@ -286,20 +256,12 @@ class SparseCrossAttention(PatternSettings):
         selection: Selection | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
-        """Applies attention of one input to the other, as `sparse_layers.SparseCrossAttention` does.
+        """Applies attention of inputs [..., T, F] to others [..., S, F'], and returns [..., T, out_features].
 
-        Args:
-          inputs_q: [..., T, F] with T <= q_len and any number of leading batch axes, including none.
-          inputs_kv: [..., S, any features] with S <= kv_len and the same leading axes.
-          segment_ids: a pair, int [..., T] of queries and int [..., S] of keys; negative ids are padding.
-          selection: the key blocks of each query within the pattern, selected at run time.
-          sow_weights: must be False.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
+        A call of `sparse_layers.SparseCrossAttention` documents the arguments.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: see the NNX layer; settings, see the class.
+          ValueError, TypeError, NotImplementedError: see a call of that layer; settings, see the class.
         """
         inputs = {"inputs_q": inputs_q, "inputs_kv": inputs_kv}
         return _attend(self, inputs, segment_ids, selection, sow_weights)

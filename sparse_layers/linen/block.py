@@ -152,20 +152,14 @@ class SparseTransformerBlock(SelfAttentionSettings, PatternSettings):
         positions: jax.Array | None = None,
         deterministic: bool | None = None,
     ) -> jax.Array:
-        """Applies the block.
+        """Applies the block to x [..., T, features], and returns an array like x.
 
         Args:
-          x: [..., T, features] with T <= seq_len.
-          segment_ids, selection, positions: see `SparseSelfAttention`.
+          x, segment_ids, selection, positions: see a call of `sparse_layers.SparseTransformerBlock`.
           deterministic: True switches dropout off, False on; None for the module's attribute.
 
-        Returns:
-          [..., T, features].
-
         Raises:
-          TypeError: an argument that is not an array.
-          ValueError: x of other features, or dropout that is neither switched on nor off; errors of
-            `SparseSelfAttention`.
+          ValueError, TypeError: see there; dropout that is neither switched on nor off.
         """
         check_block_input(self.features, x, deterministic)
         # Flax's layer needs the flag even without dropout.

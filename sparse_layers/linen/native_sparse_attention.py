@@ -100,17 +100,9 @@ class NativeSparseAttention(SelfAttentionSettings):
         selection: Selection | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies attention to the inputs, see `sparse_layers.NativeSparseAttention`.
+        """Applies attention to inputs [..., T, F], and returns [..., T, out_features] in the layer's dtype.
 
-        Args:
-          inputs: [..., T, F] with T <= seq_len and any number of leading batch axes, including none.
-          segment_ids, selection, positions: see there.
-
-        Returns:
-          [..., T, out_features] in the layer's dtype.
-
-        Raises:
-          ValueError, TypeError: errors of `SparseSelfAttention`.
+        A call of `sparse_layers.NativeSparseAttention` documents arguments and errors.
         """
         return self._core(inputs).attend(inputs, segment_ids, selection, positions)
 

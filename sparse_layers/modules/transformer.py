@@ -354,36 +354,35 @@ class SparseTransformer(nnx.Module):
             check_positions(positions, tokens.shape)
         blocks = self.layers
 
-        def read(first: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
-            chunk_slice = slice(first - start, first - start + chunk)
+        def read(begin: int, caches: Sequence[Any], last: jax.Array | float) -> tuple[tuple[KVCache, ...], jax.Array]:
+            """Returns the caches after the chunk from token ``begin`` on, and features of each prompt's last token."""
+            chunk_slice = slice(begin - start, begin - start + chunk)
             chunk_positions = None if positions is None else positions[..., chunk_slice]
-            x = self._embed(
-                tokens[:, chunk_slice],
-                jnp.arange(start, end)[chunk_slice] if chunk_positions is None else chunk_positions,
-            )
-            lengths_so_far, new = jnp.minimum(lengths, first + x.shape[1]), []
-            options: Any = {"positions": chunk_positions, "start": first, "total": total, "max_step": max_step}
+            token_positions = jnp.arange(start, end)[chunk_slice] if chunk_positions is None else chunk_positions
+            x = self._embed(tokens[:, chunk_slice], token_positions)
+            lengths_so_far, new_caches = jnp.minimum(lengths, begin + x.shape[1]), []
+            options: Any = {"positions": chunk_positions, "start": begin, "total": total, "max_step": max_step}
             for block, cache in zip(blocks, caches, strict=True):
                 x, cache = block.prefill(x, lengths_so_far, cache=cache, **options)
-                new.append(cache)
-            row = (lengths_so_far - 1 - first)[:, None, None]
-            picked = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
-            return tuple(new), jnp.where(row[:, 0] < 0, last, picked)
+                new_caches.append(cache)
+            row = (lengths_so_far - 1 - begin)[:, None, None]
+            features = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
+            return tuple(new_caches), jnp.where(row[:, 0] < 0, last, features)
 
         filled, last = read(start, earlier, 0.0)
-        for first in range(start + chunk, end, chunk):
+        for begin in range(start + chunk, end, chunk):
             # A compiler would first compute for all chunks whatever does not depend on caches, and keep the results.
             # A loop that runs only if a prompt is that long prevents this; the barrier hides its condition. A loop of
             # one iteration updates the caches in place, where the branches of a conditional may copy them.
-            reads = (jax.lax.optimization_barrier(lengths) > first).any()
-            if isinstance(reads, jax.core.Tracer):
+            is_needed = (jax.lax.optimization_barrier(lengths) > begin).any()
+            if isinstance(is_needed, jax.core.Tracer):
 
-                def read_chunk(state: Any, first: int = first) -> Any:
-                    return False, *read(first, *state[1:])
+                def read_once(state: Any, begin: int = begin) -> Any:
+                    return False, *read(begin, *state[1:])
 
-                _, filled, last = jax.lax.while_loop(lambda state: state[0], read_chunk, (reads, filled, last))
-            elif reads:
-                filled, last = read(first, filled, last)
+                _, filled, last = jax.lax.while_loop(lambda state: state[0], read_once, (is_needed, filled, last))
+            elif is_needed:
+                filled, last = read(begin, filled, last)
         return self._logits(last), filled
 
     @strict_kwargs
@@ -426,11 +425,11 @@ class SparseTransformer(nnx.Module):
             check_positions(positions, tokens.shape)
         position = checked_positions(position, len(tokens), self.seq_len, count)
         token_positions = position if tokens.ndim == 1 else position[:, None] + jnp.arange(count)[None]
-        x, new = self._embed(tokens, token_positions if positions is None else positions), []
+        x, new_caches = self._embed(tokens, token_positions if positions is None else positions), []
         for block, cache in zip(self.layers, caches, strict=True):
             x, cache = block.decode_step(x, cache, position, positions=positions)
-            new.append(cache)
-        return self._logits(x), tuple(new)
+            new_caches.append(cache)
+        return self._logits(x), tuple(new_caches)
 
     def unrolled(self) -> "SparseTransformer":
         """Returns this model without the scan over layers, so that decoding copies no layer in each step."""
@@ -454,10 +453,9 @@ class SparseTransformer(nnx.Module):
             raise ValueError(f"tokens must have shape {shape}, got {tokens.shape}")
         if 1 not in ndim and not 1 <= tokens.shape[-1] <= self.seq_len:
             raise ValueError(f"tokens: got {tokens.shape[-1]} tokens, but T must lie in 1..seq_len={self.seq_len}")
-
-        kept = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))
-        if isinstance(tokens, np.ndarray) and tokens.size and not kept.min <= tokens.min() <= tokens.max() <= kept.max:
-            raise ValueError(f"tokens must fit into {kept.dtype}, got {tokens.min()} to {tokens.max()}")
+        info = jnp.iinfo(jax.dtypes.canonicalize_dtype(tokens.dtype))
+        if isinstance(tokens, np.ndarray) and tokens.size and not info.min <= tokens.min() <= tokens.max() <= info.max:
+            raise ValueError(f"tokens must fit into {info.dtype}, got {tokens.min()} to {tokens.max()}")
 
     def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         x = self.token_embedding(tokens)
