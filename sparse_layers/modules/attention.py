@@ -1,5 +1,6 @@
 """`SparseSelfAttention`: Flax's multi-head attention whose attention step follows a sparsity pattern."""
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any, Unpack
 
@@ -293,21 +294,6 @@ class SparseSelfAttention(SparseAttention):
 
     @property
     def _core(self) -> AttentionCore:
-        return AttentionCore(
-            step=self.attention_fn,  # pyright: ignore[reportArgumentType] (an AttentionStep)
-            lengths=self.lengths,
-            in_features=self.in_features,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            query=self.query,
-            key=self.key,
-            value=self.value,
-            out=self.out,
-            query_ln=self.query_ln,
-            key_ln=self.key_ln,
-            index_query=self.index_query,
-            index_key=self.index_key,
-            sinks=self._sinks,
-        )
+        names = {field.name for field in dataclasses.fields(AttentionCore)} - {"step", "sinks"}
+        attributes: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return AttentionCore(**attributes, **{"step": self.attention_fn, "sinks": self._sinks})

@@ -173,20 +173,21 @@ class SparseTransformerBlock(nnx.Module):
         self.features, self.mlp, self.parallel, self.remat = features, mlp, parallel, remat
         self.mlp_in = self.mlp_gate = self.mlp_out = self.mlp_module = nnx.data(None)
         if make_mlp is None:
+            hidden = mlp_features or 4 * features
             dense = functools.partial(nnx.Linear, use_bias="mlp" in biases, bias_init=bias_init, **shared)
-            self._make_mlp_layers(mlp_features or 4 * features, dense, kernel_init, out_kernel_init)
+            self.mlp_in = dense(features, hidden, kernel_init=kernel_init)
+            if mlp in GATED_ACTIVATIONS:
+                self.mlp_gate = dense(features, hidden, kernel_init=kernel_init)
+            self.mlp_out = dense(hidden, features, kernel_init=out_kernel_init)
         else:
-            self.mlp_module = nnx.data(_checked_mlp(make_mlp(rngs)))
+            module = make_mlp(rngs)
+            if not callable(module):
+                raise TypeError(
+                    f"make_mlp must make a module that maps [..., F] to the same, got {one_line(module)} of it"
+                )
+            self.mlp_module = nnx.data(module)
         # Without dropout the block has no random state: its whole state is parameters.
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs if dropout_rate else None)
-
-    def _make_mlp_layers(
-        self, hidden: int, dense: Callable[..., nnx.Linear], kernel_init: Initializer, out_kernel_init: Initializer
-    ) -> None:
-        self.mlp_in = dense(self.features, hidden, kernel_init=kernel_init)
-        if self.mlp in GATED_ACTIVATIONS:
-            self.mlp_gate = dense(self.features, hidden, kernel_init=kernel_init)
-        self.mlp_out = dense(hidden, self.features, kernel_init=out_kernel_init)
 
     @strict_kwargs
     def __call__(
@@ -232,12 +233,6 @@ class SparseTransformerBlock(nnx.Module):
 
 
 _apply_with_remat = nnx.remat(apply_block, static_argnums=(2,))
-
-
-def _checked_mlp(module: Any) -> Any:
-    if not callable(module):
-        raise TypeError(f"make_mlp must make a module that maps [..., F] to the same, got {one_line(module)} of it")
-    return module
 
 
 def make_norm(norm: str, features: int, **options: Any) -> nnx.LayerNorm | nnx.RMSNorm:

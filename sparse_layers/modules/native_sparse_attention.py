@@ -41,15 +41,11 @@ class NativeSparseAttention(nnx.Module):
     has the position of its window's first token. The layer is causal.
 
     Args:
-      num_heads: number of query heads N.
-      in_features: features F of the input.
-      qkv_features: features of all query heads together, num_heads * head_dim; defaults to in_features.
-      out_features: features of the output; defaults to in_features.
+      num_heads, in_features, qkv_features, out_features, head_dim: as in `SparseSelfAttention`.
       num_kv_heads: number of key and value heads of each branch, a divisor of num_heads; defaults to num_heads.
       pattern: the sizes of windows and blocks: `NSA`, or its name, ``"nsa:count=8"``.
       seq_len: the longest input, in tokens.
-      head_dim: features of a head, instead of qkv_features.
-      rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as in `SparseSelfAttention`.
+      rope, rope_theta, scale, implementation, fwd_params, bwd_params, query_sharding: as there.
       use_bias: True if projections have biases, or the names of those that do, including "gate"; phi always has biases.
       dtype: dtype of the computation; None for that of inputs and parameters.
       param_dtype: dtype of the parameters.

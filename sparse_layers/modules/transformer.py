@@ -323,12 +323,9 @@ class SparseTransformer(nnx.Module):
             instead of T tokens; caches, and the keys and values of one layer, stay. Programs grow with the number of
             chunks. The result is the same. Call it under `jax.jit`; a program with chunks has no gradients.
           positions: int [B, T] or [T], as in a call; None for start, start + 1, ... The caches do not depend on them.
-          max_step: the most tokens that a step will add, >= 1, see `KVCache.empty`; for later chunks, that of caches.
+          max_step, start, total: as in `SparseSelfAttention.prefill`.
           caches: the caches of the previous chunk; None for the first chunk. Donated to `jax.jit`
             (``donate_argnames``), they are updated in place.
-          start: an int, the number of tokens in previous chunks.
-          total: an int, the number of tokens in all chunks; None for start + T. Only ``dense_below`` of a scorer
-            reads it.
 
         Returns:
           (logits [B, V], float32, of the token after each prompt, undefined after one that does not end in this chunk;
