@@ -424,6 +424,6 @@ def make_attention_fn(
 def _attention_fn(masks, seq_len, *settings) -> AttentionFn:
     fn = AttentionFn(masks, seq_len, *settings)
     # An abstract trace reports a bad block size, soft cap or implementation now, not in the first step.
-    like = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
-    jax.eval_shape(fn, like, like, like)
+    array = jax.ShapeDtypeStruct((1, seq_len, len(masks), 64), jnp.bfloat16)
+    jax.eval_shape(fn, array, array, array)
     return fn

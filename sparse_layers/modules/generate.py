@@ -91,8 +91,8 @@ def generate(
     elif padding_side == "left" and lengths is None:
         raise ValueError("lengths must say how many tokens each prompt has where padding_side='left', got None")
     has_known_lengths = not isinstance(lengths, jax.core.Tracer)
-    tokens, lengths, known = _parse_prompts(prompts, lengths)
-    longest, seq_len = int(known.max()), getattr(model, "seq_len", None)
+    tokens, lengths, max_lengths = _parse_prompts(prompts, lengths)
+    longest, seq_len = int(max_lengths.max()), getattr(model, "seq_len", None)
     if seq_len is not None and longest + num_tokens > seq_len:
         raise ValueError(
             f"prompts of up to {longest} tokens and num_tokens={num_tokens} exceed the model's seq_len={seq_len}"
@@ -104,7 +104,7 @@ def generate(
     vocab_size = _vocab_size(static_model, chunk, arrays, _on_device(tokens), lengths)
     # Checked in their own dtype: a wrong token could be a valid one in 32 bits.
     if has_known_lengths:
-        _check_tokens(tokens, known, vocab_size, padding_side)
+        _check_tokens(tokens, max_lengths, vocab_size, padding_side)
     tokens = _on_device(tokens)
     if top_k is not None:
         checked("top_k", top_k, Annotated[int, 1, vocab_size])
@@ -173,10 +173,10 @@ def _parse_prompts(prompts: Any, lengths: Any) -> tuple[jax.Array | np.ndarray, 
     count = checked_lengths(lengths, *tokens.shape)
     if lengths is None or isinstance(lengths, jax.core.Tracer):
         return tokens, count, np.full(len(tokens), tokens.shape[1])
-    known = np.asarray(lengths)
-    if known.min() < 1:
-        raise ValueError(f"lengths must be >= 1, got {known}")
-    return tokens, count, known
+    known_lengths = np.asarray(lengths)
+    if known_lengths.min() < 1:
+        raise ValueError(f"lengths must be >= 1, got {known_lengths}")
+    return tokens, count, known_lengths
 
 
 def _check_tokens(tokens: jax.Array | np.ndarray, lengths: np.ndarray, vocab_size: int, padding_side: str) -> None:

@@ -195,19 +195,19 @@ def _dtype(name: str, value: Any) -> None:
 
 
 def _precision(name: str, value: Any) -> None:
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     try:
-        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), one)
+        jax.eval_shape(lambda x: jnp.matmul(x, x, precision=value), matrix)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{name} must be a jax.lax.Precision or the name of one, got {one_line(value)}: {error}"
         ) from error
 
 
-def _callable(what: str) -> Rule:
+def _callable(rule: str) -> Rule:
     def check(name: str, value: Any) -> None:
         if not callable(value):
-            raise TypeError(f"{name} must be {what}, got {one_line(value)}")
+            raise TypeError(f"{name} must be {rule}, got {one_line(value)}")
 
     return check
 
@@ -223,9 +223,10 @@ def _name(name: str, value: Any) -> None:
 
 
 def _key(name: str, value: Any) -> None:
-    typed = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    raw = isinstance(value, jax.Array) and value.dtype == jnp.uint32
-    if not (typed and value.ndim == 0) and not (raw and value.ndim == 1):
+    is_array = isinstance(value, jax.Array)
+    is_key = is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key) and value.ndim == 0
+    is_raw_key = is_array and value.dtype == jnp.uint32 and value.ndim == 1
+    if not (is_key or is_raw_key):
         raise ValueError(f"{name} must be one jax.random.key, got {one_line(value)}")
 
 

@@ -345,8 +345,8 @@ class SparseTransformer(nnx.Module):
             raise TypeError(
                 f"caches must be those of the previous chunk where start is above 0, got None, start={start}"
             )
-        earlier: Sequence[Any] = [None] * self.num_layers if caches is None else caches
-        self._check_caches(earlier)
+        previous: Sequence[Any] = [None] * self.num_layers if caches is None else caches
+        self._check_caches(previous)
         if positions is not None:
             check_positions(positions, tokens.shape)
         blocks = self.layers
@@ -366,7 +366,7 @@ class SparseTransformer(nnx.Module):
             features = jnp.take_along_axis(x, jnp.maximum(row, 0), axis=1)[:, 0]
             return tuple(new_caches), jnp.where(row[:, 0] < 0, last, features)
 
-        filled, last = read(start, earlier, 0.0)
+        filled, last = read(start, previous, 0.0)
         for begin in range(start + chunk, end, chunk):
             # A compiler would first compute for all chunks whatever does not depend on caches, and keep the results.
             # A loop that runs only if a prompt is that long prevents this; the barrier hides its condition. A loop of
